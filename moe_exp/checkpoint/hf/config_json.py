@@ -4,6 +4,7 @@ logits, or one told to ignore.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -95,9 +96,12 @@ def settings_of(
             fix = f"give --ignore-field {name} where it does not change what the model computes"
             raise refuse(name, value, f"is unknown for {architecture.name}", fix)
     settings = _PLAIN | dict(architecture.settings)
+    completed = _completed(
+        {name: value for name, value in fields.items() if name not in ignore}, architecture
+    )
     for rule in architecture.fields:
         try:
-            settings |= rule.read({name: value for name, value in fields.items() if name not in ignore})
+            settings |= rule.read(completed)
         except (TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
             if isinstance(error, UnsupportedModel):
                 raise
@@ -108,6 +112,19 @@ def settings_of(
     if not settings["use_moe"]:
         settings |= {"moe_layer_freq": "1"}
     return settings
+
+
+def _completed(fields: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """The fields as the configuration class of the architecture has them: defaults where they are missing,
+    and what null stands for.
+    """
+    completed = dict(architecture.defaults)
+    for name, value in fields.items():
+        if value is None and name in architecture.defaults and name not in architecture.null:
+            rule = f"{architecture.name} of transformers takes no null there"
+            raise refuse(name, "null", rule, f"leave it out for {json.dumps(architecture.defaults[name])}")
+        completed[name] = architecture.null.get(name) if value is None else value
+    return completed
 
 
 def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:

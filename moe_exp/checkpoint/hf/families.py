@@ -29,6 +29,8 @@ class Architecture:
         traits: what it can express: trait (see choice.py) to the values it allows; of a trait that is not
             named, the first of choice.TRAITS alone.
         rope_theta: base of the rotary embedding where config.json names none.
+        defaults: fields of its configuration class that may be missing, to the values they then have.
+        null: fields that may be null, to what null stands for there; None: what the rules make of it.
         without_effect: patterns of tensors that this class has and that change nothing, with the condition
             under which that is so.
         predicts_more: whether published folders have layers for multi-token prediction behind those of the
@@ -41,6 +43,8 @@ class Architecture:
     tensors: tuple[TensorRule, ...]
     settings: Mapping[str, Any]
     traits: Mapping[str, tuple[Any, ...]]
+    defaults: Mapping[str, Any]
+    null: Mapping[str, Any]
     without_effect: Mapping[str, str] = field(default_factory=dict)
     predicts_more: bool = False
 
@@ -53,20 +57,18 @@ _SIZES = (
     same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_heads"),
     same("vocab_size", "vocab_size"),
-    same("max_position_embeddings", "seq_len", 4096),
-    same("initializer_range", "init_std", 0.02),
+    same("max_position_embeddings", "seq_len"),
+    same("initializer_range", "init_std"),
     must_be("hidden_act", "silu", because=_ACTIVATION),
 )
 
 
-def _common(
-    *, theta: float = 10000.0, epsilon: float = 1e-6, fraction: float | None = None
-) -> tuple[FieldRule, ...]:
+def _common(*, theta: float = 10000.0, fraction: float | None = None) -> tuple[FieldRule, ...]:
     return (
         *_SIZES,
         rope(theta, fraction=fraction),
-        same("rms_norm_eps", "norm_epsilon", epsilon),
-        same("tie_word_embeddings", "tie_embeddings", False),
+        same("rms_norm_eps", "norm_epsilon"),
+        same("tie_word_embeddings", "tie_embeddings"),
     )
 
 
@@ -181,6 +183,25 @@ def _shared(name: str) -> tuple[TensorRule, ...]:
     )
 
 
+# What a missing field and what null stand for, by the classes of transformers. Sizes are not among them: the
+# weights of a folder that leaves one out are hardly those of the default.
+_DEFAULTS = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_QWEN_MOE_DEFAULTS = _DEFAULTS | {
+    "max_position_embeddings": 32768,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": None,
+    "norm_topk_prob": False,
+    "sliding_window": 4096,
+    "use_sliding_window": False,
+}
+_AS_MANY_AS_HEADS = {"num_key_value_heads": None}
+_QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
+
 _SOFTMAX = {"router_score": "softmax"}
 _DENSE_MODEL = {"use_moe": False}
 _DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",), "tied": (False, True)}
@@ -194,12 +215,12 @@ MIXTRAL = Architecture(
     "MixtralForCausalLM",
     "mixtral",
     fields=(
-        *_common(theta=1e6, epsilon=1e-5),
+        *_common(theta=1e6),
         *_HEADS,
         same("intermediate_size", "ffn_hidden_size.expert_ffn_size"),
         same("num_local_experts|num_experts", "num_experts"),
         same("num_experts_per_tok", "topk"),
-        rules.no_sliding_window(),
+        rules.no_sliding_window(switched=False),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
@@ -208,12 +229,21 @@ MIXTRAL = Architecture(
         "head_dim": ("hidden / heads", "free"),
         "tied": (False, True),
     },
+    defaults=_DEFAULTS
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "sliding_window": None,
+    },
+    null={"head_dim": None, "sliding_window": None},
 )
 OLMOE = Architecture(
     "OlmoeForCausalLM",
     "olmoe",
     fields=(
-        *_common(epsilon=1e-5),
+        *_common(),
         *_HEADS_BY_WIDTH,
         _NO_BIAS,
         same("intermediate_size", "ffn_hidden_size.expert_ffn_size"),
@@ -225,6 +255,16 @@ OLMOE = Architecture(
     tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
     traits={"qk_norm": ("all",), "routing": ("softmax", "softmax, normalized"), "tied": (False, True)},
+    defaults=_DEFAULTS
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": None,
+        "attention_bias": False,
+        "clip_qkv": None,
+        "norm_topk_prob": False,
+    },
+    null=_AS_MANY_AS_HEADS | {"clip_qkv": None},
 )
 QWEN3_MOE = Architecture(
     "Qwen3MoeForCausalLM",
@@ -244,6 +284,8 @@ QWEN3_MOE = Architecture(
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True},
     traits=_QWEN_TRAITS | {"qk_norm": ("head",), "head_dim": ("hidden / heads", "free")},
+    defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4, "attention_bias": False},
+    null=_QWEN_MOE_NULL,
 )
 QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM",
@@ -259,13 +301,13 @@ QWEN2_MOE = Architecture(
             lambda f: {"shared_expert_gate": bool(rules.given(f, "shared_expert_intermediate_size"))},
             lambda c: {},
         ),
-        same("num_experts|num_local_experts", "num_experts"),
+        same("num_experts", "num_experts"),
         same("num_experts_per_tok", "topk"),
         # vLLM's class has the biases whatever `qkv_bias` says, and does not start without them: zeros where
         # ours has none.
         FieldRule(
             ("qkv_bias",),
-            lambda f: {"qkv_bias": rules.given(f, "qkv_bias", True)},
+            lambda f: {"qkv_bias": rules.given(f, "qkv_bias")},
             lambda c: {"qkv_bias": True},
         ),
         rules.normalized_weights(),
@@ -290,6 +332,9 @@ QWEN2_MOE = Architecture(
     settings=_SOFTMAX,
     traits=_QWEN_TRAITS | {"shared": ("none", "gated"), "qkv_bias": (False, True)},
     without_effect={r"model\.layers\.\d+\.mlp\.shared_expert(_gate)?\..*": "no_shared"},
+    defaults=_QWEN_MOE_DEFAULTS
+    | {"num_key_value_heads": 16, "qkv_bias": True, "max_window_layers": 28, "layer_types": None},
+    null=_QWEN_MOE_NULL | {"layer_types": None},
 )
 _DEEPSEEK_FIELDS = (
     same("intermediate_size", "ffn_hidden_size"),
@@ -329,17 +374,31 @@ DEEPSEEK_V3 = Architecture(
     settings={"multi_latent_attention": True, "qk_norm": True},
     traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
     predicts_more=True,
+    defaults=_DEFAULTS
+    | {
+        "max_position_embeddings": 4096,
+        "num_key_value_heads": 128,
+        "attention_bias": False,
+        "q_lora_rank": 1536,
+        "rope_interleave": True,
+        "first_k_dense_replace": 3,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+    },
+    null=_AS_MANY_AS_HEADS | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
 )
 # DeepSeek-V3's MoE without latent attention.
 GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     fields=(
-        *_common(epsilon=1e-5, fraction=0.5),
+        *_common(fraction=0.5),
         *_HEADS,
         *_DEEPSEEK_FIELDS,
-        same("attention_bias", "qkv_bias", False),
-        same("use_qk_norm", "qk_norm", False),
+        same("attention_bias", "qkv_bias"),
+        same("use_qk_norm", "qk_norm"),
     ),
     tensors=(
         *_MODEL,
@@ -360,6 +419,20 @@ GLM4_MOE = Architecture(
         "head_dim": ("hidden / heads", "free"),
     },
     predicts_more=True,
+    defaults=_DEFAULTS
+    | {
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "num_key_value_heads": 8,
+        "attention_bias": False,
+        "use_qk_norm": False,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    null={},
 )
 LLAMA = Architecture(
     "LlamaForCausalLM",
@@ -374,6 +447,15 @@ LLAMA = Architecture(
     tensors=(*_MODEL, *_ATTENTION, *_DENSE),
     settings=_DENSE_MODEL,
     traits=_DENSE_TRAITS | {"head_dim": ("hidden / heads", "free")},
+    defaults=_DEFAULTS
+    | {
+        "max_position_embeddings": 2048,
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    null=_AS_MANY_AS_HEADS | {"head_dim": None},
 )
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",
@@ -388,6 +470,18 @@ QWEN3 = Architecture(
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
     settings=_DENSE_MODEL | {"qk_norm": True},
     traits=_DENSE_TRAITS | {"qk_norm": ("head",), "head_dim": ("hidden / heads", "free")},
+    defaults=_DEFAULTS
+    | {
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "attention_bias": False,
+        "sliding_window": 4096,
+        "use_sliding_window": False,
+        "max_window_layers": 28,
+        "layer_types": None,
+    },
+    null=_AS_MANY_AS_HEADS | {"sliding_window": None, "layer_types": None},
 )
 
 # In the order in which they are tried for a model of ours.

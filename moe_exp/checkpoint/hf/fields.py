@@ -59,20 +59,19 @@ def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
     return default
 
 
-def same(names: str, setting: str, default: Any = _REQUIRED) -> FieldRule:
+def same(names: str, setting: str) -> FieldRule:
     """A field with the meaning of one setting.
 
     Args:
         names: of the field, `num_experts|num_local_experts` for one with two names; the first is written.
         setting: its name. `head_dim.kv_channels`: read into the setting head_dim, written from the property
             kv_channels.
-        default: where the field is missing.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
 
     def read(fields: Fields) -> Settings:
-        other = next((fields[other] for other in others if fields.get(other) is not None), default)
+        other = next((fields[other] for other in others if fields.get(other) is not None), _REQUIRED)
         return {target: given(fields, name, other)}
 
     return FieldRule((name, *others), read, lambda c: {name: getattr(c, source or target)})
@@ -113,16 +112,17 @@ def head_dim() -> FieldRule:
     return FieldRule(("head_dim",), read, lambda c: {"head_dim": c.kv_channels})
 
 
-def no_sliding_window() -> FieldRule:
+def no_sliding_window(*, switched: bool = True) -> FieldRule:
     """Attention over a window, which Megatron's local attention does not have; a window that is switched off
     is nothing.
+
+    Args:
+        switched: whether the class has `use_sliding_window`; Mixtral's has not, and uses the window it has.
     """
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
     def read(fields: Fields) -> Settings:
-        used = given(
-            fields, "use_sliding_window", "sliding_window" in fields and "max_window_layers" not in fields
-        )
+        used = given(fields, "use_sliding_window") if switched else True
         window = given(fields, "sliding_window", 0) if used else 0
         if window and window < given(fields, "max_position_embeddings"):
             raise refuse(
@@ -144,7 +144,7 @@ def normalized_weights() -> FieldRule:
     name = "norm_topk_prob"
     return FieldRule(
         (name,),
-        lambda f: {"router_pre_softmax": not given(f, name, False)},
+        lambda f: {"router_pre_softmax": not given(f, name)},
         lambda c: {name: not c.router_pre_softmax or c.router_normalize == "true"},
     )
 
@@ -153,7 +153,7 @@ def dense_layers_by_list() -> FieldRule:
     """`mlp_only_layers` and `decoder_sparse_step` of the Qwen family."""
 
     def read(fields: Fields) -> Settings:
-        step, dense = given(fields, "decoder_sparse_step", 1), set(given(fields, "mlp_only_layers", []))
+        step, dense = given(fields, "decoder_sparse_step"), set(given(fields, "mlp_only_layers", []))
         num_layers = given(fields, "num_hidden_layers")
         if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
             raise refuse(
@@ -185,9 +185,7 @@ def first_dense_layers() -> FieldRule:
     name = "first_k_dense_replace"
     return FieldRule(
         (name,),
-        lambda f: layer_settings(
-            [layer >= given(f, name, 0) for layer in range(given(f, "num_hidden_layers"))]
-        ),
+        lambda f: layer_settings([layer >= given(f, name) for layer in range(given(f, "num_hidden_layers"))]),
         lambda c: {name: c.moe_layers.index(True)},
     )
 
@@ -210,7 +208,7 @@ def limited_groups() -> FieldRule:
     """
 
     def read(fields: Fields) -> Settings:
-        groups, used = given(fields, "n_group", 1), given(fields, "topk_group", 1)
+        groups, used = given(fields, "n_group"), given(fields, "topk_group")
         if groups <= 1:
             return {"num_router_groups": 0, "router_group_topk": 0}
         if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
@@ -242,8 +240,8 @@ def sigmoid_routing() -> FieldRule:
     def read(fields: Fields) -> Settings:
         return {
             "router_score": "sigmoid",
-            "router_normalize": "true" if given(fields, "norm_topk_prob", True) else "false",
-            "router_scaling_factor": given(fields, "routed_scaling_factor", 1.0),
+            "router_normalize": "true" if given(fields, "norm_topk_prob") else "false",
+            "router_scaling_factor": given(fields, "routed_scaling_factor"),
             "router_bias_update_rate": 1e-3,
         }
 
@@ -275,7 +273,7 @@ def latent_attention() -> FieldRule:
             raise refuse(
                 "num_key_value_heads", found, "latent attention has as many as heads", "mend the config.json"
             )
-        if (found := given(fields, "rms_norm_eps", LATENT_EPSILON)) != LATENT_EPSILON:
+        if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
             rule = f"transformers has {LATENT_EPSILON} inside latent attention, Megatron one for all norms"
             raise refuse("rms_norm_eps", found, rule, "convert another model")
         settings = {setting: given(fields, name) for name, setting in own.items()}

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
 import pytest
+from huggingface_hub.errors import StrictDataclassError
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from moe_exp.checkpoint.hf.config_json import architecture_of, fields_of, settings_of
+from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
+from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.checkpoint.hf.importing import _config
 
 LLAMA = {
@@ -133,3 +138,105 @@ def test_dense_layers_of_qwen(fields, expected):
     is_moe = _config(found).moe_layers
     step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
     assert is_moe == [layer not in dense and (layer + 1) % step == 0 for layer in range(4)]
+
+
+# Null is a value of the configuration class here, and the model cannot be built with it.
+NULL_BUILDS_NOTHING = {
+    "first_k_dense_replace", "n_group", "num_experts_per_tok", "num_key_value_heads", "topk_group",
+    "v_head_dim",
+}  # fmt: skip
+
+
+def fields_of_class(architecture: Architecture) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """The configuration class of the installed transformers, the defaults of its fields that our rules know,
+    and a config.json with all of them.
+    """
+    known = {name for rule in architecture.fields for name in rule.names} - {"rope_parameters"}
+    of_class = CONFIG_MAPPING[architecture.model_type]
+    defaults = {field.name: field.default for field in dataclasses.fields(of_class) if field.name in known}
+    values = of_class()
+    names = {"architectures": [architecture.name], "model_type": architecture.model_type}
+    return of_class, defaults, names | {name: getattr(values, name) for name in defaults}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
+def test_a_missing_field_is_what_transformers_makes_of_it(architecture):
+    of_class, defaults, whole = fields_of_class(architecture)
+    expected = settings_of(whole, architecture)
+    for name, default in defaults.items():
+        part = {other: value for other, value in whole.items() if other != name}
+        if name in architecture.defaults:
+            assert architecture.defaults[name] == default, name
+            assert settings_of(part, architecture) == expected, name
+        else:
+            with pytest.raises(UnsupportedModel, match=rf"{name}=\(missing\)"):
+                settings_of(part, architecture)
+    assert architecture.defaults.keys() <= defaults.keys()
+    rope = of_class().rope_parameters
+    assert expected["rotary_base"] == rope["rope_theta"]
+    assert expected["rotary_fraction"] == rope.get("partial_rotary_factor", 1.0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=list(ARCHITECTURES))
+def test_null_is_what_transformers_makes_of_it(architecture):
+    of_class, defaults, whole = fields_of_class(architecture)
+    accepted = set()
+    for name in defaults:
+        fields = whole | {name: None}
+        try:
+            found = getattr(of_class.from_dict(fields), name)
+        except StrictDataclassError:
+            with pytest.raises(UnsupportedModel, match=f"{name}="):
+                settings_of(fields, architecture)
+            continue
+        if name in NULL_BUILDS_NOTHING and found is None:
+            with pytest.raises(UnsupportedModel, match=f"{name}="):
+                settings_of(fields, architecture)
+            continue
+        accepted.add(name)
+        is_flag = isinstance(defaults[name], bool)
+        meant = whole | {name: bool(found) if is_flag else found}
+        if name == "rope_interleave":
+            with pytest.raises(UnsupportedModel, match="rope_interleave=False"):
+                settings_of(fields, architecture)
+        else:
+            assert settings_of(fields, architecture) == settings_of(meant, architecture), name
+    assert accepted == architecture.null.keys()
+
+
+def test_fields_that_deepseek_v3_leaves_out_or_has_as_null():
+    """n_group 8 and routed_scaling_factor 2.5 are those of its class; null is false."""
+    left_out = {name: value for name, value in DEEPSEEK.items() if name not in DEEPSEEK_DEFAULTS}
+    assert settings(left_out) == settings(left_out | DEEPSEEK_DEFAULTS)
+    assert settings(left_out)["num_router_groups"] == 8
+    assert settings(left_out)["router_scaling_factor"] == 2.5
+    assert settings(left_out)["q_lora_rank"] == 1536
+    assert settings(DEEPSEEK | {"norm_topk_prob": None})["router_normalize"] == "false"
+    assert settings(DEEPSEEK | {"q_lora_rank": None})["q_lora_rank"] == 0
+    with pytest.raises(UnsupportedModel, match="rope_interleave=False: Megatron's latent attention turns"):
+        settings(DEEPSEEK | {"rope_interleave": None})
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"n_group=null: DeepseekV3ForCausalLM of transformers takes no null there\. Fix: leave it out"
+        r" for 8\.",
+    ):
+        settings(DEEPSEEK | {"n_group": None})
+
+
+DEEPSEEK_DEFAULTS = {
+    "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "norm_topk_prob": True, "q_lora_rank": 1536,
+    "first_k_dense_replace": 3,
+}  # fmt: skip
+
+
+def test_a_window_is_switched_off_by_fields_of_the_class_alone():
+    window = {"sliding_window": 1024, "max_position_embeddings": 4096}
+    mixtral = fields_of_class(ARCHITECTURES["MixtralForCausalLM"])[2] | window
+    foreign = {"use_sliding_window": False, "max_window_layers": 0}
+    for fields in (mixtral, mixtral | foreign):
+        with pytest.raises(UnsupportedModel, match="sliding_window=1024: attention over a window"):
+            settings(fields)
+    qwen = fields_of_class(ARCHITECTURES["Qwen3MoeForCausalLM"])[2] | window
+    settings(qwen)  # whose class has the switch, and it is off
+    with pytest.raises(UnsupportedModel, match="sliding_window=1024: attention over a window"):
+        settings(qwen | {"use_sliding_window": True})
