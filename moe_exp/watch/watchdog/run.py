@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from moe_exp.config import Config
-from moe_exp.runs.records import Record
+from moe_exp.runs.records import Record, parsed_record, time_of
 from moe_exp.runs.run_folder import RunFolder
 
 _LAST_RECORDS = 50  # of training, for the pace
@@ -302,17 +302,12 @@ def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
                     last.append(line)
     except FileNotFoundError:
         pass
-    return [event for event in events if "event" in event and "time" in event], _parsed(last)
+    return [event for event in events if "event" in event and time_of(event) is not None], _parsed(last)
 
 
 def _parsed(lines: Sequence[bytes] | deque[bytes]) -> list[Record]:
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # cut off by a crash, or being written
-            continue
-    return [record for record in found if isinstance(record.get("iteration"), int)]
+    found = (parsed_record(line) for line in lines)  # none: cut off by a crash, or being written
+    return [record for record in found if record and isinstance(record.get("iteration"), int)]
 
 
 def event_time(event: Record) -> float:
