@@ -210,7 +210,7 @@ def _read_settings(run: Run, path: Path) -> None:
         return
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         run.notes.append(f"config.yaml cannot be read ({' '.join(str(error).split())[:200]})")
         return
     if not isinstance(settings, dict):

@@ -269,7 +269,7 @@ def _config(path: Path) -> Config:
         return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
     except ConfigError:
         raise
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another file."
         ) from None

@@ -263,7 +263,7 @@ def _settings(path: Path) -> dict[str, Any]:
     }
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):  # it is written anew at every start
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # it is written anew at every start
         read = {}
     return defaults | {
         name: value for name, value in (read if isinstance(read, dict) else {}).items() if name in defaults
@@ -275,14 +275,14 @@ def _launched(provenance: Path) -> float:
         return datetime.fromisoformat(
             json.loads(provenance.read_text(encoding="utf-8"))["starts"][-1]["time"]
         ).timestamp()
-    except (OSError, ValueError, LookupError, TypeError):  # of a run that has not come so far
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # of a run that has not come so far
         return 0.0
 
 
 def _summed_up(summary: Path) -> tuple[float, str] | None:
     try:
         return summary.stat().st_mtime, str(json.loads(summary.read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
