@@ -6,6 +6,7 @@ import argparse
 import importlib
 import importlib.metadata
 import logging
+import re
 import sys
 from collections.abc import Sequence
 
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(arguments: list[str]) -> int:
     parser = _parser(arguments[0] if arguments else "")
+    for flag in (argument[:-3] for argument in arguments if re.fullmatch("--[a-z-]+=--", argument)):
+        parser.error(f"argument {flag}: expected one argument")  # argparse would fail to unpack it
     args = parser.parse_args(arguments)
     if args.command is None:
         parser.print_help()

@@ -46,14 +46,19 @@ def tell_launcher(code: int, *, by_any_rank: bool = False) -> bool:
     """
     told = os.environ.get(EXIT_CODE_FILE)
     if told and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
-        Path(told).write_text(str(code))
+        try:
+            Path(told).write_text(str(code))
+        except FileNotFoundError:  # the launcher has ended, and has taken the folder with it
+            return False
     return bool(told)
 
 
 def told_exit_code() -> int | None:
     """What a rank of this node has told by `tell_launcher`."""
-    told = Path(os.environ.get(EXIT_CODE_FILE) or "none")
-    text = told.read_text() if told.exists() else ""
+    try:
+        text = Path(os.environ.get(EXIT_CODE_FILE) or "none").read_text()
+    except FileNotFoundError:
+        return None
     return int(text) if text else None
 
 

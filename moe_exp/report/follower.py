@@ -20,7 +20,7 @@ import orjson
 import yaml
 
 from moe_exp.report.run_status import ended_status
-from moe_exp.runs.records import Record
+from moe_exp.runs.records import Record, parsed_record
 from moe_exp.runs.run_folder import RunFolder
 
 LAST_RECORDS = 2000  # train records whose losses are kept for the picture
@@ -177,7 +177,7 @@ class Follower:
         try:
             record = orjson.loads(line)
         except orjson.JSONDecodeError:
-            record = _lenient(line)
+            record = parsed_record(line)
         if isinstance(record, dict):
             if self.watched.take(record) and self._also:
                 self._also(record)
@@ -194,7 +194,7 @@ class Follower:
             if path not in self._read or self._read[path][0] != changed:
                 found = parse(path.read_text(encoding="utf-8"))
                 self._read[path] = (changed, found if isinstance(found, dict) else {})
-        except (OSError, ValueError, yaml.YAMLError):
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return self._read[path][1]
 
@@ -229,13 +229,6 @@ class Follower:
             and self.status() is None
             and age > max(_NEVER_LATE_SECONDS, _LATE_FACTOR * usual)
         )
-
-
-def _lenient(line: bytes) -> Any:
-    try:
-        return json.loads(line)  # takes NaN, which others may have written
-    except ValueError:
-        return None
 
 
 def number(value: Any) -> float | None:

@@ -25,6 +25,7 @@ from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.load_history import Floats, LoadHistory, number
 from moe_exp.report.run_status import ended_status
+from moe_exp.runs.records import parsed_record
 from moe_exp.runs.run_folder import RunFolder
 
 _NAN = float("nan")
@@ -198,7 +199,7 @@ def _ended(run: Run, folder: RunFolder) -> str | None:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -209,7 +210,7 @@ def _read_settings(run: Run, path: Path) -> None:
         return
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         run.notes.append(f"config.yaml cannot be read ({' '.join(str(error).split())[:200]})")
         return
     if not isinstance(settings, dict):
@@ -259,10 +260,7 @@ def _parsed(line: bytes) -> Any:
         return orjson.loads(line)
     except ValueError:
         pass
-    try:
-        return json.loads(line.decode(errors="replace"))  # takes NaN and Infinity, which JSON does not have
-    except (ValueError, RecursionError):
-        return None
+    return parsed_record(line.decode(errors="replace"))
 
 
 class _Reader:

@@ -185,23 +185,34 @@ def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))
         lines = file.read().split(b"\n")[(size > num_bytes) : -1]
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            continue  # read_metrics says so
-    return [record for record in found if isinstance(record, dict)]
+    found = (parsed_record(line) for line in lines)  # read_metrics says where one is none
+    return [record for record in found if record is not None]
+
+
+def parsed_record(line: str | bytes) -> Record | None:
+    """The record in a line, with NaN as others may write it; None where it is none. A number of more than 40
+    digits, which no measurement has and no float may hold, is null.
+    """
+    try:
+        record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) <= 40 else None)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def time_of(event: Record) -> float | None:
+    """When an event was, in seconds since 1970; None where it does not say."""
+    try:
+        return datetime.fromisoformat(event["time"]).timestamp()
+    except (KeyError, TypeError, ValueError, OverflowError):
+        return None
 
 
 def _records(path: Path) -> Iterator[Record]:
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            if isinstance(record, dict) and line.endswith("\n"):
+            record = parsed_record(line)
+            if record is not None and line.endswith("\n"):
                 yield record
             elif line.endswith("\n") and line.strip():
                 logger.warning("%s: line %d is not a record and is left out", path, number)

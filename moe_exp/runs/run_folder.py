@@ -210,7 +210,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     """config.yaml as a dict; ValueError with a one-line reason if it is not one."""
     try:
         settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(" ".join(str(error).split())) from None
     if not isinstance(settings, dict):
         raise ValueError("it holds no settings")

@@ -26,7 +26,6 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ import yaml
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.host.files import bytes_text
 from moe_exp.planner.costs.disk import DiskUse, disk_use
-from moe_exp.runs.records import Record, read_metrics
+from moe_exp.runs.records import Record, read_metrics, time_of
 from moe_exp.runs.run_folder import RunFolder
 
 # Events that end all ranks, by themselves or by a restart. What comes within this time is one failure: all
@@ -96,24 +95,29 @@ class Measured:
 
 def measured(records: Sequence[Record]) -> Measured:
     """Of the records of a run's metrics.jsonl."""
-    train = [record for record in records if record["kind"] == "train"]
-    events = [record for record in records if record["kind"] == "event"]
-    saves = [event for event in events if event["event"] == "checkpoint"]
-    times = [
-        record["elapsed_time_per_iteration_ms"] / 1e3
-        for record in train[-_NUM_RECORDS:]
-        if record["elapsed_time_per_iteration_ms"]
-    ]
+    train = [record for record in records if record.get("kind") == "train"]
+    events = [record for record in records if record.get("kind") == "event"]
+    saves = [event for event in events if event.get("event") == "checkpoint"]
+    times, seconds = (
+        _numbers(train[-_NUM_RECORDS:], "elapsed_time_per_iteration_ms"),
+        _numbers(saves, "seconds"),
+    )
     failures, restarts = _failures(events)
     return Measured(
-        iteration_seconds=statistics.median(times) if times else None,
-        save_seconds=statistics.median(save["seconds"] for save in saves) if saves else None,
-        checkpoint_bytes=saves[-1]["bytes"] if saves else None,
-        hours=(train[-1].get("training_seconds") or 0.0) / 3600 if train else 0.0,
+        iteration_seconds=statistics.median(times) / 1e3 if times else None,
+        save_seconds=statistics.median(seconds) if seconds else None,
+        checkpoint_bytes=int(*_numbers(saves, "bytes")[-1:]) or None,
+        hours=sum(_numbers(train[-1:], "training_seconds")) / 3600,
         num_failures=failures,
         restart_seconds=statistics.median(restarts) if restarts else None,
-        iteration=train[-1]["iteration"] if train else 0,
+        iteration=int(*_numbers(train, "iteration")[-1:]),
     )
+
+
+def _numbers(records: Sequence[Record], key: str) -> list[float]:
+    """Values of a key, of the records that have one: finite and more than 0."""
+    values = (record.get(key) for record in records)
+    return [value for value in values if isinstance(value, int | float) and 0 < value < math.inf]
 
 
 def _failures(events: Sequence[Record]) -> tuple[int, list[float]]:
@@ -121,11 +125,12 @@ def _failures(events: Sequence[Record]) -> tuple[int, list[float]]:
     count, restarts, last = 0, [], -math.inf
     is_down = False
     for event in events:
-        seconds = datetime.fromisoformat(event["time"]).timestamp()
-        if event["event"] in FAILURES:
+        if (seconds := time_of(event)) is None:
+            continue
+        if event.get("event") in FAILURES:
             count += seconds - last > _ONE_FAILURE_SECONDS
             last, is_down = seconds, True
-        elif event["event"] in ("resume", "start") and is_down:
+        elif event.get("event") in ("resume", "start") and is_down:
             restarts.append(seconds - last)
             is_down = False
     return count, restarts
@@ -265,7 +270,7 @@ def _config(path: Path) -> Config:
         return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
     except ConfigError:
         raise
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(
             f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another file."
         ) from None

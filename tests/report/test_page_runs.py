@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from helpers.run_folders import dense_and_moe, event, experts, train_record, write_run
+from moe_exp.cli import main
 from moe_exp.config import ConfigError
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.follower import Follower
 from moe_exp.report.load_history import LoadHistory
 from moe_exp.report.run_data import read_run, read_runs
+from moe_exp.runs.records import last_records
 
 
 def fresh(folder):
@@ -163,3 +165,20 @@ def test_folders_that_are_no_run_are_named_together(tmp_path):
 def test_runs_of_one_name_are_told_apart_and_one_run_is_read_once(tmp_path):
     a, b = dense_and_moe(tmp_path / "a")[0], dense_and_moe(tmp_path / "b")[0]
     assert [run.name for run in read_runs([a, b, a])] == ["a/dense", "b/dense"]
+
+
+def test_a_number_that_no_float_holds_is_not_measured(tmp_path, capsys):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    digits, nested = "1" * 400, "[" * 100_000
+    (folder / "metrics.jsonl").write_text(
+        '{"kind": "train", "iteration": 1, "lm_loss": 2.5}\n'
+        f'{{"kind": "train", "iteration": 2, "lm_loss": {digits}, "grad_norm": -{digits}}}\n'
+        f'{{"kind": "train", "iteration": {digits}, "lm_loss": 2.0}}\n'
+        f'{{"kind": "valid", "iteration": 2, "lm_loss": {digits}}}\n'
+        f'{{"kind": "event", "event": {nested}\n'
+    )
+    (folder / "summary.json").write_text(nested)
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0
+    assert main(["watch", "run", str(folder), "--once"]) in (0, 1, 2, 3)
+    assert last_records(folder / "metrics.jsonl")[1]["lm_loss"] is None

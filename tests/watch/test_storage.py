@@ -295,3 +295,27 @@ def test_records_of_a_real_run(session_runs):
     (event,) = [event for event in run.records("event") if event["event"] == "checkpoint"]
     assert event["bytes"] < use.one_bytes < 1.5 * event["bytes"]
     assert storage_of(Path(run.folder.path)).measured.checkpoint_bytes == event["bytes"]
+
+
+def test_events_without_a_time_or_with_odd_values_are_passed_over():
+    event = {"kind": "event", "iteration": 1}
+    odd = [
+        {**event, "event": "hang", "time": time} for time in (None, 7, "yesterday", [], "0001-01-01T00:00:00")
+    ]
+    records = [
+        {},
+        {"kind": "train"},
+        {"kind": "train", "iteration": 8, "elapsed_time_per_iteration_ms": 500},
+        {"kind": "train", "iteration": "9", "elapsed_time_per_iteration_ms": "fast", "training_seconds": []},
+        {**event, "event": "checkpoint"},
+        {**event, "event": "checkpoint", "seconds": "long", "bytes": None},
+        {**event, "event": "hang"},
+        {"kind": "event"},
+        *odd[:-1],
+        {**event, "event": "rank_failed", "time": "2026-11-03T02:14:09+01:00"},
+        {**event, "event": "resume", "time": "2026-11-03T02:15:09+01:00"},
+    ]
+    assert measured(records) == Measured(
+        iteration_seconds=0.5, num_failures=1, restart_seconds=60.0, iteration=8
+    )
+    measured(odd)

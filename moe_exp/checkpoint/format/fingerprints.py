@@ -192,7 +192,7 @@ def read(folder: Path) -> Fingerprints | None:
         }
     except FileNotFoundError:
         return None
-    except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:
         raise ValueError(
             f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use another checkpoint."
         ) from None

@@ -187,7 +187,7 @@ class Manifest:
         except NewerFormatError:
             raise
         # as a flipped bit will have it
-        except (AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:
             raise ValueError(
                 f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use an older checkpoint."
             ) from None

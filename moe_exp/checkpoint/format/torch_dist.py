@@ -40,6 +40,7 @@ from moe_exp.checkpoint.format.foreign import read_inert
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
 METADATA = ".metadata"
+_MOST_EMPTY_ROWS = 2**20
 # What a .metadata may be made of.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _CLASSES = {
@@ -173,9 +174,21 @@ class CheckpointReader:
                 chunks = tuple(
                     self._chunk(metadata, key, tuple(c.offsets), tuple(c.sizes)) for c in value.chunks
                 )
-                self.tensors[key] = StoredTensor(key, tuple(value.size), value.properties.dtype, chunks)
+                stored = StoredTensor(key, tuple(value.size), value.properties.dtype, chunks)
+                self._refuse_impossible(stored)
+                self.tensors[key] = stored
             else:
                 self.objects[key] = self._chunk(metadata, key, None, ())
+
+    def _refuse_impossible(self, stored: StoredTensor) -> None:
+        """A damaged shape, of 2**40 rows say, would take all memory where its rows are listed."""
+        held = sum(chunk.num_bytes for chunk in stored.chunks)
+        rows = max(stored.shape, default=0)
+        if stored.num_bytes > held or (stored.num_bytes <= 0 and rows > _MOST_EMPTY_ROWS):
+            raise ValueError(
+                f"{self.folder}: says that {stored.key} is {'x'.join(map(str, stored.shape))}, and holds"
+                f" {held} bytes of it. Fix: use another checkpoint."
+            )
 
     def _chunk(
         self, metadata: Metadata, key: str, offsets: tuple[int, ...] | None, sizes: tuple[int, ...]

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import MANIFEST
+from moe_exp.config import problem
 
 PATTERNS = ("*.pt", "*.pth", "*.bin")
 
@@ -52,6 +53,12 @@ def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bo
         return [path]
     if not path.is_dir():
         raise ValueError(f"PATH={path}: is not there. Fix: name a file or a folder.")
+    for pattern in patterns:
+        if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
+            rule = "is a pattern of names inside of PATH"
+            raise ValueError(
+                problem("pattern", pattern, rule, "give one such as '*.pt', and the folder as PATH")
+            )
     found = {
         file
         for pattern in patterns

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import yaml
 
 from moe_exp.config import Config
-from moe_exp.runs.records import Record
+from moe_exp.runs.records import Record, parsed_record, time_of
 from moe_exp.runs.run_folder import RunFolder
 
 _LAST_RECORDS = 50  # of training, for the pace
@@ -263,7 +263,7 @@ def _settings(path: Path) -> dict[str, Any]:
     }
     try:
         read = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):  # it is written anew at every start
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):  # it is written anew at every start
         read = {}
     return defaults | {
         name: value for name, value in (read if isinstance(read, dict) else {}).items() if name in defaults
@@ -275,14 +275,14 @@ def _launched(provenance: Path) -> float:
         return datetime.fromisoformat(
             json.loads(provenance.read_text(encoding="utf-8"))["starts"][-1]["time"]
         ).timestamp()
-    except (OSError, ValueError, LookupError, TypeError):  # of a run that has not come so far
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):  # of a run that has not come so far
         return 0.0
 
 
 def _summed_up(summary: Path) -> tuple[float, str] | None:
     try:
         return summary.stat().st_mtime, str(json.loads(summary.read_text(encoding="utf-8"))["status"])
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return None
 
 
@@ -302,17 +302,12 @@ def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
                     last.append(line)
     except FileNotFoundError:
         pass
-    return [event for event in events if "event" in event and "time" in event], _parsed(last)
+    return [event for event in events if "event" in event and time_of(event) is not None], _parsed(last)
 
 
 def _parsed(lines: Sequence[bytes] | deque[bytes]) -> list[Record]:
-    found = []
-    for line in lines:
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # cut off by a crash, or being written
-            continue
-    return [record for record in found if isinstance(record.get("iteration"), int)]
+    found = (parsed_record(line) for line in lines)  # none: cut off by a crash, or being written
+    return [record for record in found if record and isinstance(record.get("iteration"), int)]
 
 
 def event_time(event: Record) -> float:

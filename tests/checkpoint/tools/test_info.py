@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import enum
+import itertools
 import json
 import os
+import pickle
 import re
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +25,8 @@ from helpers.checkpoint.ckpt_files import (
     drawn_state,
     write_checkpoint,
 )
-from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.format.folders import MANIFEST
+from moe_exp.checkpoint.format.torch_dist import read_common, read_metadata
 from moe_exp.checkpoint.tools.info import describe
 from moe_exp.cli import main
 from moe_exp.runs.run_folder import LATEST
@@ -180,3 +184,32 @@ def test_what_is_no_checkpoint(make, text, tmp_path, capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("moe-exp ckpt: ")
     assert text in line
+
+
+@pytest.mark.parametrize(
+    ("command", "damage"),
+    [
+        *itertools.product(["info", "verify", "reshape", "diff"], ["rows", "chunk", "empty rows"]),
+        *itertools.product(["info", "verify", "reshape"], ["nested"]),  # diff reads no manifest
+    ],
+)
+def test_a_checkpoint_that_is_impossible_is_refused(command, damage, tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "a", manifest=damage == "nested")
+    if damage == "nested":
+        (folder / MANIFEST).write_text("[" * 100_000)
+        expected = f"{MANIFEST}: cannot be read (maximum recursion depth exceeded"
+    else:
+        metadata = read_metadata(folder)
+        key = "decoder.layers.self_attention.linear_proj.weight"
+        tensor = metadata.state_dict_metadata[key]
+        others = tensor.size[1:]
+        tensor.size = torch.Size([2**40, *(others if damage != "empty rows" else [0])])
+        if damage == "chunk":
+            tensor.chunks[0] = replace(tensor.chunks[0], sizes=torch.Size([2**40, *others]))
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+        expected = f"says that {key} is {2**40}x"
+    more = {"reshape": ["--tp", "1", str(tmp_path / "b")], "diff": [str(write_checkpoint(tmp_path / "c"))]}
+    assert main(["ckpt", command, str(folder), *more.get(command, [])]) in (1, 2)
+    printed = capsys.readouterr()
+    assert expected in printed.out + printed.err
+    assert not (tmp_path / "b").exists()

@@ -249,3 +249,10 @@ def test_files_of_a_checkpoint_stay_as_its_manifest_says(tmp_path):
     assert shrink(path).problem == "belongs to a checkpoint, whose manifest.json has its checksum"
     assert shrink(path, target=tmp_path / "elsewhere.pt").gain_bytes > 70_000
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("pattern", ["/abs", "../*.pt", ""])
+def test_a_pattern_that_leads_out_of_the_folder(pattern, tmp_path, capsys):
+    assert main(["ckpt", "shrink", str(tmp_path), f"--pattern={pattern}"]) == 1
+    rule = f"PATTERN={pattern}: is a pattern of names inside of PATH. Fix: give one such as '*.pt',"
+    assert rule in capsys.readouterr().err
