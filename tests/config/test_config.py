@@ -28,7 +28,7 @@ def test_preset_flag_wins_over_preset_variable():
 
 def test_default_preset_depends_on_gpus(monkeypatch):
     for gpus, preset, ranks in ((0, "cpu", None), (3, "reference", 3)):
-        for module in ("settings", "model_settings"):
+        for module in ("loading", "model_settings"):
             monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda gpus=gpus: gpus)
         config = load_config({}, {})
         assert config.preset == preset

@@ -1,0 +1,253 @@
+"""What has to hold between the settings of the experts, the router and upcycling; a part of checks.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from moe_exp.config.checks.divisors import choices as _choices
+from moe_exp.config.checks.divisors import divisors as _divisors
+from moe_exp.config.checks.divisors import multiples as _multiples
+from moe_exp.config.checks.divisors import must_divide as _must_divide
+from moe_exp.config.settings import Config, problem
+
+
+def check_moe(c: Config) -> Iterator[str]:
+    if not c.use_moe:
+        return  # EP and ETP of the MoE run that a dense run is compared with do not concern it
+    yield from _must_divide(c, "ep", "NUM_EXPERTS", c.num_experts)
+    yield from _must_divide(
+        c, "etp", "MOE_FFN_HIDDEN_SIZE" if c.moe_ffn_hidden_size else "FFN_HIDDEN_SIZE", c.expert_ffn_size
+    )
+    if c.topk > c.num_experts:
+        yield problem(
+            "topk", c.topk, f"is over NUM_EXPERTS={c.num_experts}", f"set TOPK to at most {c.num_experts}"
+        )
+    if c.dispatcher == "local" and c.ep * c.etp > 1:
+        fix = "set DISPATCHER=alltoall, or EP=1 and ETP=1"
+        yield problem(
+            "dispatcher", "local", f"needs every expert on every rank, but EP={c.ep} and ETP={c.etp}", fix
+        )
+    yield from _deepep(c)
+    yield from _capacity(c)
+    yield from _router(c)
+    yield from _router_groups(c)
+    yield from _balancing(c)
+    yield from _grouped_mm_rows(c)
+
+
+def _deepep(c: Config) -> Iterator[str]:
+    """What the package asks for; whether it is there, and a GPU, is seen when the layer is built."""
+    if c.dispatcher != "deepep":
+        return
+    if c.ep == 1 or c.etp > 1:
+        yield problem(
+            "dispatcher",
+            "deepep",
+            f"sends tokens between whole experts, but EP={c.ep} and ETP={c.etp}",
+            "set DISPATCHER=alltoall",
+        )
+    if c.dtype != "bf16":
+        yield problem(
+            "dispatcher",
+            "deepep",
+            f"sends bf16 rows, but DTYPE={c.dtype}",
+            "set DTYPE=bf16 or DISPATCHER=alltoall",
+        )
+    if c.deterministic:
+        # deepseek-ai/DeepEP issue 589: torch fills new tensors then, on another stream than the one on which
+        # DeepEP writes into them.
+        rule = "its package may return NaN with the algorithms of DETERMINISTIC=true"
+        yield problem("dispatcher", "deepep", rule, "set DISPATCHER=alltoall, or DETERMINISTIC=false")
+    if c.hidden_size % 8:
+        fix = f"set HIDDEN_SIZE to {_multiples(8, c.hidden_size)}, or DISPATCHER=alltoall"
+        yield problem("hidden_size", c.hidden_size, "DISPATCHER=deepep sends rows of a multiple of 8", fix)
+
+
+def _capacity(c: Config) -> Iterator[str]:
+    for name in ("capacity_factor", "min_capacity"):
+        if c.moe_type == "dmoe" and getattr(c, name):
+            fix = f"set MOE_TYPE=moe, or {name.upper()}=0"
+            yield problem(name, getattr(c, name), "MOE_TYPE=dmoe drops nothing, it has no capacity", fix)
+    if c.moe_type == "moe" and c.token_rounding:
+        fix = "set MOE_TYPE=dmoe, or TOKEN_ROUNDING=0"
+        yield problem(
+            "token_rounding", c.token_rounding, "MOE_TYPE=moe has its number of rows from the capacity", fix
+        )
+    if c.use_moe and c.token_rounding > (slots := c.mbsz * c.seq_len * c.topk):
+        rule = f"rounds nothing, as a micro-batch has {slots} slots in all (MBSZ * SEQ_LEN * TOPK)"
+        yield problem(
+            "token_rounding",
+            c.token_rounding,
+            rule,
+            "set a tile of the kernels, 64 or 128, or TOKEN_ROUNDING=0",
+        )
+    if c.shared_expert_gate and not c.shared_expert_size:
+        yield problem(
+            "shared_expert_gate",
+            "true",
+            "there is no shared expert",
+            "set SHARED_EXPERT_SIZE, or SHARED_EXPERT_GATE=false",
+        )
+
+
+def _router(c: Config) -> Iterator[str]:
+    if c.topk > 1 or c.aux_loss_type == "sinkhorn":
+        return
+    rule = "the weight of the one chosen expert is always 1, so the router would not learn with TOPK=1"
+    if c.router_score == "softmax" and not c.router_pre_softmax:
+        yield problem("router_pre_softmax", "false", rule, "set ROUTER_PRE_SOFTMAX=true")
+    elif c.router_normalize == "true":
+        yield problem("router_normalize", "true", rule, "set ROUTER_NORMALIZE=false")
+
+
+def _balancing(c: Config) -> Iterator[str]:
+    num_losses, num_coeffs = len(c.aux_loss_type.split(",")), len(c.aux_loss_coeff.split(","))
+    if num_coeffs not in (1, num_losses):
+        rule = f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={c.aux_loss_type}"
+        yield problem("aux_loss_coeff", c.aux_loss_coeff, rule, "give one for all, or one for each")
+    if c.aux_loss_type == "sinkhorn" and (c.num_router_groups or c.router_bias_update_rate):
+        name = "num_router_groups" if c.num_router_groups else "router_bias_update_rate"
+        fix = f"set AUX_LOSS_TYPE=aux_loss or none, or {name.upper()}=0"
+        yield problem(
+            "aux_loss_type", "sinkhorn", f"balances by itself and does not go with {name.upper()}", fix
+        )
+    if c.aux_loss_type == "sinkhorn" and c.force_routing != "none":
+        yield problem(
+            "force_routing",
+            c.force_routing,
+            "chooses the experts, and so does AUX_LOSS_TYPE=sinkhorn",
+            "set one of the two to none",
+        )
+
+
+def _router_groups(c: Config) -> Iterator[str]:
+    groups, used = c.num_router_groups, c.router_group_topk
+    if bool(groups) != bool(used):
+        name = "num_router_groups" if groups else "router_group_topk"
+        other = "ROUTER_GROUP_TOPK" if groups else "NUM_ROUTER_GROUPS"
+        yield problem(
+            name, groups or used, f"has no effect while {other}=0", f"set both, or {name.upper()}=0"
+        )
+    if not groups or not used:
+        return
+    yield from _must_divide(c, "num_router_groups", "NUM_EXPERTS", c.num_experts)
+    if used > groups:
+        yield problem(
+            "router_group_topk",
+            used,
+            f"is over NUM_ROUTER_GROUPS={groups}",
+            f"set ROUTER_GROUP_TOPK to at most {groups}",
+        )
+    if used <= groups and c.num_experts % groups == 0 and c.topk > (reach := used * c.num_experts // groups):
+        fix = (
+            f"set TOPK to at most {reach}, or ROUTER_GROUP_TOPK to at least"
+            f" {-(-c.topk * groups // c.num_experts)}"
+        )
+        yield problem(
+            "topk",
+            c.topk,
+            f"is over the {reach} experts of the ROUTER_GROUP_TOPK={used} groups a token may use",
+            fix,
+        )
+
+
+def check_upcycle(c: Config) -> Iterator[str]:
+    """What has to hold for a model with copies of a dense MLP as experts to compute what the dense model
+    does.
+    """
+    if not c.upcycle_from:
+        if c.upcycle_granularity > 1:
+            fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"
+            yield problem(
+                "upcycle_granularity", c.upcycle_granularity, "has no effect without UPCYCLE_FROM", fix
+            )
+        return
+    if not c.use_moe:
+        yield problem(
+            "upcycle_from",
+            c.upcycle_from,
+            "a dense model has no experts to fill",
+            "set USE_MOE=true, or leave it empty",
+        )
+        return
+    if c.load_dir:
+        yield problem(
+            "upcycle_from",
+            c.upcycle_from,
+            f"LOAD_DIR={c.load_dir} names other weights to start from",
+            "give one of the two",
+        )
+    if c.router_weights_sum is None:
+        name, value = ("topk", 1) if c.topk == 1 else ("router_normalize", c.router_normalize)
+        fix = (
+            "set TOPK to at least 2 and ROUTER_NORMALIZE=true, or with softmax scores"
+            " ROUTER_PRE_SOFTMAX=false"
+        )
+        yield problem(
+            name, value, "upcycling needs router weights that add up to the same for every token", fix
+        )
+    if c.shared_expert_size:
+        rule = "a shared expert would add to what the dense model computes"
+        yield problem(
+            "shared_expert_size", c.shared_expert_size, rule, "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"
+        )
+    factor = c.expert_capacity_factor
+    if factor is not None and factor * c.topk < c.num_experts:
+        fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {math.ceil(c.num_experts / c.topk)}"
+        yield problem(
+            "capacity_factor", factor, "upcycling needs every token's experts, this drops some", fix
+        )
+    yield from _granularity(c)
+
+
+def _granularity(c: Config) -> Iterator[str]:
+    shards = c.upcycle_granularity
+    if c.expert_ffn_size * shards != c.ffn_hidden_size:
+        rule = f"is not FFN_HIDDEN_SIZE / UPCYCLE_GRANULARITY = {c.ffn_hidden_size} / {shards}"
+        fix = f"set MOE_FFN_HIDDEN_SIZE={c.ffn_hidden_size // shards}"
+        if c.ffn_hidden_size % shards:
+            fix = f"set UPCYCLE_GRANULARITY to {_choices(_divisors(c.ffn_hidden_size, shards))}"
+        yield problem("moe_ffn_hidden_size", c.expert_ffn_size, rule, fix)
+    for name in ("num_experts", "topk"):
+        value = getattr(c, name)
+        if value % shards:
+            rule = (
+                f"is not a multiple of UPCYCLE_GRANULARITY={shards}, each token needs every shard equally"
+                " often"
+            )
+            yield problem(name, value, rule, f"set {name.upper()} to {_multiples(shards, value)}")
+    if shards > 1 and c.num_router_groups and c.num_experts // c.num_router_groups % shards:
+        rule = (
+            "leaves NUM_EXPERTS/NUM_ROUTER_GROUPS experts per group, not a multiple of"
+            f" UPCYCLE_GRANULARITY={shards}"
+        )
+        yield problem("num_router_groups", c.num_router_groups, rule, "set NUM_ROUTER_GROUPS=0")
+    for name, value in (("force_routing", c.force_routing), ("aux_loss_type", c.aux_loss_type)):
+        if shards > 1 and value in ("balanced", "zipf", "sinkhorn"):
+            rule = f"does not choose all of the UPCYCLE_GRANULARITY={shards} shards of a dense MLP"
+            yield problem(name, value, rule, f"set {name.upper()}=none")
+
+
+def _grouped_mm_rows(c: Config) -> Iterator[str]:
+    """torch's grouped_mm and the CUTLASS kernels read rows in pieces of 16 bytes."""
+    if c.expert_backend in ("grouped_gemm", "megablocks") and c.dtype != "bf16":
+        yield problem(
+            "expert_backend",
+            c.expert_backend,
+            f"computes in bf16 only, not in {c.dtype}",
+            "set DTYPE=bf16, or EXPERT_BACKEND=auto",
+        )
+    if c.expert_backend not in ("torch", "grouped_gemm", "megablocks"):
+        return
+    num_bytes = 4 if c.dtype == "fp32" else 2
+    ffn_name = "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size"
+    for name, value, ways in (("hidden_size", c.hidden_size, 1), (ffn_name, c.expert_ffn_size, c.etp)):
+        if value // ways * num_bytes % 16:
+            of = f" / ETP={ways}" if ways > 1 else ""
+            rule = (
+                f"EXPERT_BACKEND={c.expert_backend} needs rows of a multiple of 16 bytes, {name.upper()}{of}"
+                f" in {c.dtype} is no such row"
+            )
+            fix = f"set {name.upper()} to {_multiples(16 // num_bytes * ways, value)}, or EXPERT_BACKEND=loop"
+            yield problem(name, value, rule, fix)
