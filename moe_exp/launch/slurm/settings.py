@@ -16,7 +16,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.config.setting_types import ONE_LINE_FIX, NonNegative, Positive, one_line
+from moe_exp.config.setting_types import ONE_LINE_FIX, NonNegative, PathText, Positive, one_line
 
 # What --export names of the submitter's environment: enough to find programs and the home folder, nothing
 # that changes what is computed.
@@ -67,7 +67,7 @@ class SlurmSettings(BaseModel):
     cpu_nodes: bool = Field(
         False, description="nodes without GPUs: GPUS_PER_NODE counts processes, and no GPUs are asked for"
     )
-    exclude_file: str = Field(
+    exclude_file: PathText = Field(
         "", description="nodes that no job gets, one a line, # for comments; empty: RUN_DIR/exclude_nodes.txt"
     )
     requeue: bool = Field(True, description="a job that fails, or whose node fails, goes back into the queue")
@@ -78,7 +78,7 @@ class SlurmSettings(BaseModel):
         60, description="wait after a failure, times the failures in a row: a file server may be away"
     )
     modules: str = Field("", description="environment modules to load, as in 'cuda/12.6 nccl'")
-    setup: str = Field("", description="file that the batch script sources before it starts the run")
+    setup: PathText = Field("", description="file that the batch script sources before it starts the run")
     container: str = Field("", description="image: a name for pyxis and enroot, or an apptainer file")
     container_runtime: Literal["auto", "pyxis", "apptainer"] = Field(
         "auto", description="auto: apptainer for a .sif file, else pyxis"
@@ -151,7 +151,7 @@ def time_limit_seconds(text: str) -> int | None:
     """Seconds of a time as SLURM writes and reads it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S; None for anything
     else.
     """
-    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    match = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     if not match:
         return None
     days, *parts = (None if part is None else int(part) for part in match.groups())
@@ -167,7 +167,8 @@ def time_limit_seconds(text: str) -> int | None:
 
 def _line(error: Any, given: Mapping[str, Any]) -> str:
     name = str(error["loc"][0])
-    rule = error["msg"].partition(", unable to")[0].replace("Input should", "must")
+    rule = error["msg"].removeprefix("Value error, ").partition(", unable to")[0]
+    rule = rule.replace("Input should", "must")
     fix = ONE_LINE_FIX if error["type"] == "one_line" else f"give {name.upper()}, {_description(name)}"
     return problem(name, given[name], rule, fix)
 

@@ -167,6 +167,11 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
         ),
         ({"CONTAINER_MOUNTS": "/big"}, "CONTAINER_MOUNTS=/big: has no effect without CONTAINER."),
         ({"PASS_ENV": "NOT_SET"}, "PASS_ENV=NOT_SET: is not set in this shell."),
+        (
+            {"EXCLUDE_FILE": "~no_such_user/x"},
+            "EXCLUDE_FILE=~no_such_user/x: names the home folder of no user",
+        ),
+        ({"TIME_LIMIT": "9" * 5000}, f"TIME_LIMIT={'9' * 48}...{'9' * 48}: is no time limit of SLURM's."),
         ({"CHAIN": "ring"}, "CHAIN=ring: must be 'array' or 'dependency'."),
         (
             {"PARTITION": "a\nb"},
