@@ -8,7 +8,10 @@ JsonlWriter) where they run.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import datetime
+import decimal
 import glob
 import json
 import os
@@ -188,8 +191,10 @@ def read_parquet(
                     f"{path}: there is no column {text_field!r}, but {', '.join(columns)}. Fix: give"
                     " --text-field."
                 )
+            odd = [one.name for one in file.schema_arrow if one.name != text_field and _is_odd(one.type)]
             for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
-                yield from _batch_documents(batch, path, number, tally, text_field, skip_bad)
+                for row in _batch_documents(batch, path, number, tally, text_field, skip_bad):
+                    yield row | {name: _plain(row[name]) for name in odd} if odd else row
                 number += batch.num_rows
                 if advance:
                     advance(path.stat().st_size * batch.num_rows / num_rows)
@@ -202,6 +207,29 @@ def read_parquet(
     found = tally.num_documents + tally.skipped.total() - before
     if found != num_rows:
         raise BadDocument(path, number, f"{found} rows were read, the file says that it has {num_rows}")
+
+
+def _is_odd(kind: Any) -> bool:
+    """Whether values of an Arrow type, or of one inside of it, are none of JSON's."""
+    from pyarrow import types
+
+    if types.is_nested(kind):
+        return any(_is_odd(kind.field(index).type) for index in range(kind.num_fields))
+    is_bytes = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    return is_bytes or types.is_decimal(kind) or types.is_duration(kind) or types.is_time(kind)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it: bytes in base64, decimals and times of day as text, durations in seconds."""
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode()
+    if isinstance(value, decimal.Decimal | datetime.time):
+        return str(value)
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
 
 
 def _one_line(error: Exception) -> str:

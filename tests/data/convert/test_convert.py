@@ -4,6 +4,7 @@ on any other.
 
 from __future__ import annotations
 
+import datetime
 import gzip
 import json
 import multiprocessing
@@ -13,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -253,6 +255,21 @@ def test_rows_of_parquet_follow_the_rules_of_lines(tmp_path):
     }
     lines = [json.loads(one) for one in chunks(tmp_path / "y")[0].read_bytes().splitlines()]
     assert lines == [{"text": "one", "id": "a"}, {"text": "two\x00", "id": "a.parquet/1"}]
+
+
+def test_columns_that_json_does_not_have(tmp_path):
+    row = {
+        "text": "a", "raw": b"\xff\x00", "price": Decimal("1.50"), "took": datetime.timedelta(seconds=3),
+        "at": datetime.time(12, 30), "parts": [b"1"], "of": {"x": b"1"}, "day": datetime.date(2026, 1, 2),
+    }  # fmt: skip
+    path = write_parquet(tmp_path / "in/a.parquet", [row, dict.fromkeys(row) | {"text": "b"}])
+    convert([path], tmp_path / "x", ConvertSettings(), ONE)
+    first, second = [json.loads(line) for line in chunks(tmp_path / "x")[0].read_bytes().splitlines()]
+    assert first["metadata"] == {
+        "raw": "/wA=", "price": "1.50", "took": 3.0, "at": "12:30:00", "parts": ["MQ=="], "of": {"x": "MQ=="},
+        "day": "2026-01-02",
+    }  # fmt: skip
+    assert set(second["metadata"].values()) == {None}
 
 
 def test_parquet_without_the_text_column(tmp_path):
