@@ -19,6 +19,7 @@ from moe_exp.layers.kernels.launch import (
     contiguous,
     dot_constants,
     jit,
+    last_contiguous,
     num_programs,
     power_of_2,
     rows_class,
@@ -279,6 +280,7 @@ def activation_grad(
     if num_rows == 0:
         return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)
     offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
+    dy, hidden_RW = last_contiguous(dy), last_contiguous(hidden_RW)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])

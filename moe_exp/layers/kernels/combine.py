@@ -7,7 +7,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, jit, rows_class, runs_kernel, tl, tuned
+from moe_exp.layers.kernels.launch import (
+    cdiv,
+    compilable,
+    jit,
+    last_contiguous,
+    rows_class,
+    runs_kernel,
+    tl,
+    tuned,
+)
 
 # Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has
 # the same bits with each.
@@ -85,8 +94,8 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> T
     out_TD = y_RD.new_empty(num_tokens, width)
     if out_TD.numel() == 0:
         return out_TD
-    y_RD, row_TK = _last_contiguous(y_RD), _last_contiguous(row_TK)
-    weights = row_TK if weights_TK is None else _last_contiguous(weights_TK)
+    y_RD, row_TK = last_contiguous(y_RD), last_contiguous(row_TK)
+    weights = row_TK if weights_TK is None else last_contiguous(weights_TK)
 
     def grid(constants: dict[str, int]) -> tuple[int, int]:
         return num_tokens, cdiv(width, constants["BLOCK_D"])
@@ -96,7 +105,3 @@ def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> T
         weights.stride(0), WIDTH=width, TOPK=topk, HAS_WEIGHTS=weights_TK is not None,
     )  # fmt: skip
     return out_TD
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()

@@ -12,7 +12,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, power_of_2, runs_kernel, tl
+from moe_exp.layers.kernels.launch import (
+    cdiv,
+    compilable,
+    contiguous,
+    jit,
+    last_contiguous,
+    power_of_2,
+    runs_kernel,
+    tl,
+)
 
 BLOCK = 4096  # words at a time
 
@@ -80,10 +89,10 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
         Log of the sum of exp(logits), and the logit of the right word, 0 where another rank has it: [N] each,
         fp32.
     """
-    if not runs_kernel(logits_NV):
+    if not runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:  # the kernel computes in fp32
         return cross_entropy_statistics_torch(logits_NV, target_N, first)
     num_rows, width = logits_NV.shape
-    (target_N,) = contiguous(target_N)
+    (target_N,), logits_NV = contiguous(target_N), last_contiguous(logits_NV)
     log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _statistics_kernel[(num_rows,)](
@@ -126,9 +135,10 @@ def cross_entropy_gradient(
         grad_N: gradient of each loss, fp32.
         first: number of this rank's first word.
     """
-    if not runs_kernel(logits_NV):
+    if not runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
         return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)
     num_rows, width = logits_NV.shape
+    logits_NV = last_contiguous(logits_NV)
     target_N, log_sum_N, grad_N = contiguous(target_N, log_sum_N, grad_N)
     dlogits_NV = logits_NV.new_empty(num_rows, width)
     if num_rows:

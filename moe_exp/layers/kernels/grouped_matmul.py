@@ -16,6 +16,7 @@ from moe_exp.layers.kernels.launch import (
     descriptors,
     dot_constants,
     jit,
+    last_contiguous,
     num_programs,
     power_of_2,
     rows_class,
@@ -195,7 +196,7 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
     y_RO = x_RI.new_empty(num_rows, width)
     if num_rows == 0:
         return y_RO
-    (offsets_L1,) = contiguous(offsets_L1)
+    (offsets_L1,), x_RI = contiguous(offsets_L1), last_contiguous(x_RI)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])

@@ -177,6 +177,11 @@ def rows_class(num_rows: int, num_groups: int = 1) -> int:
     return sum(num_rows >= num_groups * size for size in (64, 512))
 
 
+def last_contiguous(x: Tensor) -> Tensor:
+    """`x`, or a copy where its last dimension has gaps, of whose stride the kernels know nothing."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
     """Vectors as kernels read them, one value after the other; None stays None."""
     return tuple(None if x is None else x.contiguous() for x in tensors)

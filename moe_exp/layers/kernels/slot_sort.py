@@ -20,11 +20,14 @@ _BLOCK = 128
 
 @jit
 def _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT: tl.constexpr):
-    """Expert of each slot, `num_experts` for a dropped one; what is past the last slot has one more."""
+    """Expert of each slot, `num_experts` for a dropped one or an expert that is not there; what is past the
+    last slot has one more.
+    """
     is_slot = slots < num_slots
     chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
     if HAS_KEPT:
         chosen = tl.where(tl.load(kept + slots, mask=is_slot, other=0) != 0, chosen, num_experts)
+    chosen = tl.where((chosen >= 0) & (chosen < num_experts), chosen, num_experts)
     return tl.where(is_slot, chosen, num_experts + 1)
 
 
@@ -75,6 +78,7 @@ def slot_sort_torch(
     expert_N = expert_TK.reshape(-1).long()
     if kept_TK is not None:
         expert_N = expert_N.masked_fill(~kept_TK.reshape(-1), num_experts)
+    expert_N = expert_N.masked_fill((expert_N < 0) | (expert_N > num_experts), num_experts)
     slot_N = torch.argsort(expert_N, stable=True)
     place_N = torch.empty_like(slot_N).scatter_(0, slot_N, torch.arange(num_slots, device=slot_N.device))
     row_N = torch.where(expert_N < num_experts, place_N, num_slots)
@@ -99,7 +103,8 @@ def slot_sort(
     """Sorts the N = T*K slots by expert, those of one expert by position; the dropped ones come last.
 
     Args:
-        expert_TK: the expert of every slot, int32 or int64, in [0, E) where it is kept. N below 2^31.
+        expert_TK: the expert of every slot, int32 or int64, in [0, E) where it is kept: a slot of
+            another expert counts as dropped. N below 2^31.
         num_experts: E.
         kept_TK: bool, the slots that are not dropped; None for all.
 

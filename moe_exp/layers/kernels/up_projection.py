@@ -19,6 +19,7 @@ from moe_exp.layers.kernels.launch import (
     descriptors,
     dot_constants,
     jit,
+    last_contiguous,
     num_programs,
     power_of_2,
     rows_class,
@@ -302,6 +303,7 @@ def up_projection(
     if num_rows == 0 or x.size(0) == 0:
         return hidden_RW.zero_(), active_RF.zero_()
     offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
+    x, weight1_LWD = last_contiguous(x), last_contiguous(weight1_LWD)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(

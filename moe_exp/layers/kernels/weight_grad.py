@@ -17,6 +17,7 @@ from moe_exp.layers.kernels.launch import (
     contiguous,
     dot_constants,
     jit,
+    last_contiguous,
     power_of_2,
     rows_class,
     runs_kernel,
@@ -165,11 +166,17 @@ def weight_grad(
         b_index_R: the same for `b`.
         out: fp32 [L, M, N], Megatron's main_grad: is added to in place; an expert without rows is left alone.
 
+    Raises:
+        ValueError: the last dimension of `out` has gaps.
+
     Returns:
         `out`, or a new [L, M, N] in the dtype of `a`, zero for an expert without rows.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R)
+    if out.stride(-1) != 1:
+        rule = "its last dimension has to be contiguous"
+        raise ValueError(f"out={tuple(out.stride())} strides: {rule}. Fix: give out.contiguous().")
     _add_grad(out, a, b, offsets_L1, a_index_R, b_index_R)
     return out
 
@@ -216,6 +223,7 @@ def _launch(
             dw_LMN.zero_()
         return
     offsets_L1, a_index_R, b_index_R = contiguous(offsets_L1, a_index_R, b_index_R)
+    a, b = last_contiguous(a), last_contiguous(b)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         # Not persistent: the device hands out the next tile where one is done, whatever the rows of each.
