@@ -69,7 +69,11 @@ class SampleOrder:
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
     """Whether two `SampleOrder.facts` agree in all that both have: an older version wrote fewer."""
-    return all(saved[name] == value for name, value in facts.items() if name in saved)
+    return not _differing(facts, saved)
+
+
+def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    return {name for name, value in facts.items() if name in saved and saved[name] != value}
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ def order_changes(
         saved: `SampleOrder.facts` of the checkpoint. A fact that it does not have is not compared.
         checkpoint: what to call it.
     """
-    differing = {name for name, value in order.facts().items() if name in saved and saved[name] != value}
+    differing = _differing(order.facts(), saved)
     changes = []
     if "fingerprint" in differing:
         changes.append(_other_files(config, order, saved, checkpoint))
