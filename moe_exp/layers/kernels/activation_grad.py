@@ -1,8 +1,8 @@
-"""The gradient of the down-projection's input and, in its epilogue, of the weighted activation. Shape
-suffixes in `moe_exp.layers`.
+"""Gradient of the down-projection's input and, in the epilogue, of the weighted activation.
 
-The activation is computed again from the saved pre-activation while the product is still in registers:
-backward keeps nothing of width F but that, and the gradient of the activation is never written.
+The activation is recomputed from the saved pre-activation while the product is in registers: backward keeps
+nothing else of width F, and the gradient of the activation is never written. Shape suffixes in
+`moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from moe_exp.layers.kernels.launch import (
     INTERPRETED,
     cdiv,
     compilable,
+    configs,
     contiguous,
     dot_constants,
     jit,
@@ -38,47 +39,15 @@ from moe_exp.layers.kernels.tiles import (
 from moe_exp.layers.kernels.weight_grad import gathered
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
-CONFIGS = [
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "num_warps": 8,
-        "num_stages": 3,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 256,
-        "BLOCK_K": 32,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 64,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "num_warps": 4,
-        "num_stages": 4,
-    },
-]
+CONFIGS = configs(
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS num_warps num_stages",
+    (128, 128, 64, 8, 1, 8, 3),
+    (128, 256, 32, 8, 1, 8, 4),
+    (128, 128, 64, 8, 1, 8, 4),
+    (64, 128, 64, 8, 2, 4, 4),
+)
 
-# The gradient of a router weight is a sum over the columns of its row: first over chunks of so many, whatever
-# the tiles, then over those.
+# A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles.
 CHUNK_COLUMNS = 16 if INTERPRETED else 32
 
 
@@ -88,9 +57,7 @@ def _finish(
     width: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Writes all results for one chunk of columns; `dactive` is the gradient of the weighted activation
-    there.
-    """
+    """Writes all results for one chunk of columns; `dactive` is the gradient of the weighted activation."""
     columns = first + tl.arange(0, CHUNK)
     mask = is_row[:, None]
     if not EVEN:
@@ -116,7 +83,7 @@ def _finish(
     tl.store(partial, tl.sum(dactive * active, 1), mask=tl.where(is_row, first, width) < width)
 
 
-@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth"])
+@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth", "GATED"])
 @jit
 def _kernel(
     dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials, num_experts, num_tokens, num_rows,
@@ -169,7 +136,7 @@ def _kernel(
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
-        # Chunk by chunk: what one loads and computes is out of the registers when the next begins.
+        # Chunk by chunk, so that each chunk's values leave the registers before the next.
         chunks = column_chunks(dactive, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
             _finish(
@@ -200,7 +167,7 @@ def activation_grad_torch(
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The twin of `activation_grad`. Half precision is computed in fp32 from the product on."""
+    """Plain-torch twin of `activation_grad`; half precision is computed in fp32 after the product."""
     dactive_RF = grouped_matmul_torch(
         dy if token_R is None else gathered(dy, token_R), weight2_LDF, offsets_L1
     )
@@ -244,25 +211,24 @@ def activation_grad(
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """From the gradient of the outputs to that of the pre-activation, with a = act(h), or act(gate) * up, and
-    w the router weight.
+    """Gradients from the outputs to the pre-activation, for a = act(h) or act(gate) * up and router weight w.
 
-    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F has an order of its own, of
-    chunks of columns, so that it does not depend on the tiles; nothing is added atomically.
+    da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F runs in fixed chunks of columns,
+    so it does not depend on the tiles; there are no atomics.
 
     Args:
         dy: gradient of the outputs in the dtype of the weights, last dimension contiguous: rows [R, D], or
             tokens [T, D] with `token_R`.
-        weight2_LDF: second projection of the experts, as torch's Linear has it.
+        weight2_LDF: second projection of the experts, in torch's (out, in) order.
         hidden_RW: pre-activation, W = 2F with the gate half first, or F; last dimension contiguous.
         offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
-        activation: a name in activations.ACTIVATIONS.
-        token_R: int32, token of each row; T for a row of padding, whose gradient is zero.
-        weights_R: fp32 router weights; None: 1.
+        activation: a key of activations.ACTIVATIONS.
+        token_R: int32, token of each row; T for a padding row, whose gradient is zero.
+        weights_R: fp32 router weights; None for 1.
 
     Returns:
-        Gradient of hidden_RW, a * w [R, F] for the gradient of W2, both in the dtype of hidden_RW, and the
-        gradient of the weights [R], fp32. Rows from offsets[L] on have no values.
+        Gradient of hidden_RW and a * w [R, F] (for the gradient of W2), both in the dtype of hidden_RW, and
+        the gradient of the weights [R], fp32. Rows from offsets[L] on are undefined.
     """
     if not runs_kernel(dy):
         return activation_grad_torch(

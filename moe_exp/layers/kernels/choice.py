@@ -1,8 +1,7 @@
-"""Which parts of the layer take a kernel where plain torch would do the same: all on a CUDA device, none on a
-CPU.
+"""Which parts of the layer use kernels instead of plain torch: all on a CUDA device, none on a CPU.
 
-The switch is one for the process and not an argument of the layer: row orders and drops are functions of
-tensors, called forward and backward, and a process trains one model.
+The switch is per process and not an argument of the layer: row orders and drops are functions of tensors,
+called forward and backward, and a process trains one model.
 """
 
 from __future__ import annotations
@@ -19,10 +18,11 @@ ROUTING_KERNELS = ("auto", "off")
 
 _asked_for = False
 _switched_off = False
+_distrusted: dict[str, str] = {}  # see `distrust`
 
 
 def choose_routing(name: str, *, device_type: str, router_problem: str = "") -> tuple[str, str]:
-    """What the router, drops and row orders run, and the reason in words.
+    """What router, drops and row orders run, and the reason in words.
 
     Args:
         name: one of ROUTING_KERNELS.
@@ -33,7 +33,7 @@ def choose_routing(name: str, *, device_type: str, router_problem: str = "") -> 
         return "torch", "asked for by ROUTING_KERNELS"
     if device_type == "cpu":
         return "torch", "the kernels are for GPUs"
-    if rule := missing():
+    if rule := distrusted("routing") or missing():
         return "torch", f"not triton: {rule}"
     if router_problem:
         return (
@@ -44,8 +44,7 @@ def choose_routing(name: str, *, device_type: str, router_problem: str = "") -> 
 
 
 def set_routing_kernels(name: str) -> None:
-    """Switches the kernels of routing and row order for all layers of this process: what ROUTING_KERNELS says
-    of the last model built.
+    """Switches the kernels of routing and row order for this process; the last model built wins.
 
     Args:
         name: `auto`: on a GPU that can run them; `off`: plain torch everywhere.
@@ -59,22 +58,29 @@ def set_routing_kernels(name: str) -> None:
     _switched_off = name == "off"
 
 
-def takes_kernels(x: Tensor) -> bool:
-    """Whether routing and row order of `x` go through kernels.
+def distrust(part: str, reason: str) -> None:
+    """Disables the kernels of `experts` or `routing` in this process after a failed self-test."""
+    _distrusted[part] = reason
 
-    On a CPU Triton's interpreter would run them, far slower than plain torch: only inside
-    `interpreted_kernels`.
+
+def distrusted(part: str) -> str:
+    """Why the kernels of `experts` or `routing` are disabled, in words; empty if they are not."""
+    return _distrusted.get(part, "")
+
+
+def takes_kernels(x: Tensor) -> bool:
+    """Whether routing and row order of `x` use kernels.
+
+    On a CPU only inside `interpreted_kernels`: Triton's interpreter is far slower than plain torch.
     """
-    if _switched_off:
+    if _switched_off or _distrusted.get("routing"):
         return False
     return runs_kernel(x) and not _missing() if x.is_cuda else _asked_for and runs_kernel(x)
 
 
 @contextmanager
 def interpreted_kernels() -> Iterator[None]:
-    """Inside, also tensors of a CPU take kernels, where TRITON_INTERPRET=1 was set before the first import:
-    for tests.
-    """
+    """For tests: also use kernels on CPU tensors, if TRITON_INTERPRET=1 was set before the first import."""
     global _asked_for
     before, _asked_for = _asked_for, True
     try:

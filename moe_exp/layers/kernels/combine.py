@@ -1,6 +1,4 @@
-"""Gather and weighted sum: from the experts' rows back to tokens, also the gradient of tokens. Shape suffixes
-in `moe_exp.layers`.
-"""
+"""Weighted sum of expert rows to tokens, also for gradients. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from torch import Tensor
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
+    configs,
     jit,
     last_contiguous,
     rows_class,
@@ -20,12 +19,13 @@ from moe_exp.layers.kernels.launch import (
 
 # Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has
 # the same bits with each.
-CONFIGS = [
-    {"BLOCK_D": 1024, "num_warps": 4, "num_stages": 1},
-    {"BLOCK_D": 512, "num_warps": 2, "num_stages": 1},
-    {"BLOCK_D": 256, "num_warps": 1, "num_stages": 1},
-    {"BLOCK_D": 2048, "num_warps": 8, "num_stages": 1},
-]
+CONFIGS = configs(
+    "BLOCK_D num_warps num_stages",
+    (1024, 4, 1),
+    (512, 2, 1),
+    (256, 1, 1),
+    (2048, 8, 1),
+)
 
 
 @tuned(CONFIGS, key=["rows_class", "WIDTH", "TOPK"])
@@ -40,8 +40,7 @@ def _kernel(
     for k in tl.static_range(TOPK):
         y_row = tl.load(row + token * stride_row + k).to(tl.int64)
         is_kept = y_row < num_rows
-        # A dropped slot's row has no columns: one comparison for both, with whole vectors where no block is
-        # cut.
+        # A dropped slot's row has no columns: one comparison for both, on whole vectors.
         is_wanted = columns < tl.where(is_kept, WIDTH, 0)
         x = tl.load(y + y_row * stride_y + columns, mask=is_wanted, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
@@ -55,13 +54,13 @@ def _kernel(
 
 
 def combine_torch(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """The twin of `combine`."""
+    """Plain-torch twin of `combine`."""
     dtype = torch.promote_types(y_RD.dtype, torch.float32)
     with_zero = torch.cat([y_RD.to(dtype), y_RD.new_zeros(1, y_RD.size(1), dtype=dtype)])
     total_TD = torch.zeros(row_TK.size(0), y_RD.size(1), dtype=dtype, device=y_RD.device)
     for k in range(row_TK.size(1)):
         slot_TD = with_zero.index_select(0, row_TK[:, k].clamp(max=y_RD.size(0)))
-        # A dropped slot may have no weight either.
+        # A dropped slot's weight may be undefined, too.
         is_kept_T1 = (row_TK[:, k] < y_RD.size(0)).unsqueeze(1)
         total_TD += (
             slot_TD if weights_TK is None else torch.where(is_kept_T1, slot_TD * weights_TK[:, k : k + 1], 0)
@@ -75,17 +74,12 @@ def _fake(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Ten
 
 @compilable("combine", _fake)
 def combine(y_RD: Tensor, row_TK: Tensor, weights_TK: Tensor | None = None) -> Tensor:
-    """The sum over a token's K rows, times its weights: added in fp32, in slot order, without atomics and
-    without an [N, D] in memory.
+    """Weighted sum of a token's K rows, [T, D] in y's dtype: in fp32, in slot order, no atomics, no [N, D].
 
     Args:
-        y_RD: rows, the last dimension contiguous.
-        row_TK: the row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing,
-            whatever its weight.
-        weights_TK: the weight of each slot; None for 1.
-
-    Returns:
-        [T, D] in y's dtype.
+        y_RD: rows, last dimension contiguous.
+        row_TK: row of each slot, int32 or int64; R or more for a dropped slot, which adds nothing.
+        weights_TK: weight of each slot; None for 1.
     """
     num_tokens, topk = row_TK.shape
     if not runs_kernel(y_RD) or y_RD.dtype == torch.float64:

@@ -1,8 +1,7 @@
-"""Cross entropy over a large vocabulary, of which a rank may hold a part: one pass over the logits each way.
+"""Cross entropy over a large vocabulary, possibly split over ranks: one pass over the logits each way.
 
-loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Kept for backward are the logits as they are and one
-number per token; the probabilities are computed again. Megatron keeps them, in fp32: with logits in bf16 that
-is twice the bytes of the logits more.
+loss = log(sum_v exp(z_v)) - z_target per token, in fp32. Backward keeps the logits and one number per token
+and recomputes the probabilities; Megatron keeps them in fp32, with bf16 logits twice their bytes.
 
 N tokens, V words of this rank.
 """
@@ -36,7 +35,7 @@ def _statistics_kernel(logits, target, log_sum, picked, first, width, stride, BL
         z = tl.load(logits + words, mask=words < width, other=float("-inf")).to(tl.float32)
         before = largest
         largest = tl.maximum(before, tl.max(z, 0))
-        shift = tl.where(largest == float("-inf"), 0.0, largest)  # as long as every word is impossible
+        shift = tl.where(largest == float("-inf"), 0.0, largest)  # as long as all words are impossible
         total = total * tl.exp(before - shift) + tl.sum(tl.exp(z - shift), 0)
     tl.store(log_sum + row, largest + tl.log(total))
     word = tl.load(target + row) - first
@@ -62,7 +61,7 @@ def _block(width: int) -> int:
 
 
 def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """The twin of `cross_entropy_statistics`."""
+    """Plain-torch twin of `cross_entropy_statistics`."""
     z_NV = logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
     word_N = target_N - first
     is_here_N = (word_N >= 0) & (word_N < z_NV.size(1))
@@ -78,16 +77,15 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
     ),
 )
 def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """What the loss is made of, from the words of this rank.
+    """Parts of the loss from the words of this rank.
 
     Args:
-        logits_NV: the last dimension contiguous.
-        target_N: int64, the right word of each token in the whole vocabulary.
-        first: number of this rank's first word.
+        logits_NV: last dimension contiguous.
+        target_N: int64, target word of each token in the whole vocabulary.
+        first: index of this rank's first word.
 
     Returns:
-        Log of the sum of exp(logits), and the logit of the right word, 0 where another rank has it: [N] each,
-        fp32.
+        Log-sum-exp of the logits, and the logit of the target, 0 if it is on another rank: [N] each, fp32.
     """
     if not runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:  # the kernel computes in fp32
         return cross_entropy_statistics_torch(logits_NV, target_N, first)
@@ -112,7 +110,7 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
 def cross_entropy_gradient_torch(
     logits_NV: Tensor, target_N: Tensor, log_sum_N: Tensor, grad_N: Tensor, first: int
 ) -> Tensor:
-    """The twin of `cross_entropy_gradient`."""
+    """Plain-torch twin of `cross_entropy_gradient`."""
     probabilities_NV = (logits_NV.to(log_sum_N.dtype) - log_sum_N.unsqueeze(1)).exp_()
     words_V = torch.arange(first, first + logits_NV.size(1), device=logits_NV.device)
     probabilities_NV -= (words_V == target_N.unsqueeze(1)).to(probabilities_NV.dtype)
@@ -129,11 +127,9 @@ def cross_entropy_gradient(
     """(softmax - onehot) times the gradient of each token's loss, in the dtype of the logits.
 
     Args:
-        logits_NV: as for `cross_entropy_statistics`.
-        target_N: the same.
+        logits_NV, target_N, first: as for `cross_entropy_statistics`.
         log_sum_N: over the words of all ranks.
         grad_N: gradient of each loss, fp32.
-        first: number of this rank's first word.
     """
     if not runs_kernel(logits_NV) or logits_NV.dtype == torch.float64:
         return cross_entropy_gradient_torch(logits_NV, target_N, log_sum_N, grad_N, first)

@@ -1,7 +1,6 @@
-"""Capacity: which slots an expert keeps, and its rows padded to one number, without the host waiting. Shape
-suffixes in `moe_exp.layers`.
+"""Capacity without synchronizing: which slots an expert keeps, and its rows padded to a fixed number.
 
-All start from `slot_sort`: an expert's slots are then neighbours, in the order of the sequence.
+All start from `slot_sort`: slots by expert, in sequence order. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,12 @@ from moe_exp.layers.kernels.launch import cdiv, compilable, contiguous, jit, pow
 from moe_exp.layers.kernels.slot_sort import slot_sort, slot_sort_torch
 
 _BLOCK = 1024
-_BLOCK_ROWS = 4096  # of one expert at a time; it may have all of them
+_BLOCK_ROWS = 4096  # rows of one expert at a time; it may have all of them
 
 
 @jit
 def _sort_key(x):
-    """Integers in the order of the floats when taken as unsigned; NaN is the largest, and both zeros are
-    one.
-    """
+    """Integers that, as unsigned, are in the order of the floats; NaN is the largest, and -0 equals 0."""
     x = tl.where(x == 0.0, 0.0, x.to(tl.float32))
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x != x, 0x7FFFFFFF, bits)
@@ -29,13 +26,11 @@ def _sort_key(x):
 
 @jit
 def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
-    """One expert: the weight of the last slot that stays is found digit by digit, 8 bits each, by
-    counting.
-    """
+    """Finds the weight of one expert's last kept slot, digit by digit of 8 bits, by counting."""
     expert = tl.program_id(0)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     limit = tl.load(limits + expert).to(tl.int32)
-    wanted = tl.minimum(limit, end - first)  # those still to find, of which the digits so far are `prefix`
+    wanted = tl.minimum(limit, end - first)  # still to find, among those whose digits so far are `prefix`
     prefix, known = tl.zeros((1,), dtype=tl.int32), tl.zeros((1,), dtype=tl.int32)
     digits = tl.arange(0, 256)
     for step in tl.static_range(4):
@@ -60,7 +55,7 @@ def _largest_kernel(slot, offsets, weights, limits, kept, BLOCK: tl.constexpr):
         key = _sort_key(tl.load(weights + mine, mask=rows < end, other=0.0))
         is_equal = (key == prefix) & (rows < end)
         place = equal_before + tl.cumsum(is_equal.to(tl.int32), 0) - 1
-        # As unsigned: the sign bit is turned round on both sides.
+        # Unsigned comparison: flip the sign bit on both sides.
         is_larger = (key ^ (-(2**31))) > (prefix ^ (-(2**31)))
         keeps = (is_larger | (is_equal & (place < wanted))) & (limit > 0)
         tl.store(kept + mine, keeps, mask=rows < end)
@@ -74,7 +69,7 @@ def _pad_kernel(
 ):  # fmt: skip
     mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_rows = num_experts * rows_per_expert
-    # As slot: the row of it.
+    # As a slot: its row.
     is_slot = mine < num_slots
     sorted_row = tl.load(row + mine, mask=is_slot, other=num_slots)
     is_kept = sorted_row < num_slots
@@ -82,7 +77,7 @@ def _pad_kernel(
     place = sorted_row - tl.load(offsets + chosen, mask=is_slot & is_kept, other=0)
     fits = is_kept & (place < rows_per_expert)
     tl.store(row_out + mine, tl.where(fits, chosen * rows_per_expert + place, num_rows), mask=is_slot)
-    # As row: the slot in it.
+    # As a row: its slot.
     is_row = mine < num_rows
     owner = mine // rows_per_expert
     source = tl.load(offsets + owner, mask=is_row, other=0) + mine - owner * rows_per_expert
@@ -103,7 +98,7 @@ def _first_kernel(expert, row, offsets, limits, kept, num_slots, BLOCK: tl.const
 
 
 def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """The twin of `keep_within`."""
+    """Plain-torch twin of `keep_within`."""
     num_slots, num_experts = expert_TK.numel(), limits_E.numel()
     expert_N = expert_TK.reshape(-1).long()
     first_N = torch.arange(num_slots, device=expert_N.device)
@@ -122,16 +117,12 @@ def keep_within_torch(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Te
     lambda expert_TK, weights_TK, limits_E: expert_TK.new_empty(expert_TK.shape, dtype=torch.bool),
 )
 def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) -> Tensor:
-    """The slots that stay when every expert keeps as many as it may: those of highest weight, ties by
-    position, or the first.
+    """Slots [T, K], bool, that remain when every expert keeps at most its limit: highest weight, or first.
 
     Args:
-        expert_TK: chosen experts, int32 or int64; E for a slot of padding, which does not stay.
-        weights_TK: fp32 router weights; None: by position alone.
+        expert_TK: chosen experts, int32 or int64; E for a padding slot, which is never kept.
+        weights_TK: fp32 router weights, ties by position; None: by position only.
         limits_E: slots per expert, int32, on the device.
-
-    Returns:
-        bool [T, K].
     """
     if not runs_kernel(expert_TK) or (weights_TK is not None and weights_TK.dtype != torch.float32):
         return keep_within_torch(expert_TK, weights_TK, limits_E)
@@ -156,7 +147,7 @@ def keep_within(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor) 
 def padded_order_torch(
     expert_TK: Tensor, num_experts: int, rows_per_expert: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `padded_order`."""
+    """Plain-torch twin of `padded_order`."""
     num_slots, num_rows = expert_TK.numel(), num_experts * rows_per_expert
     row_N, offsets_E1 = (x.long() for x in slot_sort_torch(expert_TK, num_experts, kept_TK)[1:])
     is_kept_N = row_N < num_slots
@@ -184,14 +175,11 @@ def padded_order(
     """Row order with the same number of rows for every expert.
 
     Args:
-        expert_TK: as for `slot_sort`.
-        num_experts: E.
-        rows_per_expert: a slot past it, by position among those of its expert, is dropped.
-        kept_TK: as for `slot_sort`.
+        expert_TK, kept_TK: as for `slot_sort`.
+        rows_per_expert: slots beyond it, by position within their expert, are dropped.
 
     Returns:
-        slot_R: the slot of each row, int32, N for a row of padding; row_N: the row of each slot, int32, R for
-            a dropped one.
+        slot_R: slot of each row, int32, N for a padding row; row_N: row of each slot, int32, R if dropped.
     """
     if not runs_kernel(expert_TK):
         return padded_order_torch(expert_TK, num_experts, rows_per_expert, kept_TK)

@@ -1,6 +1,4 @@
-"""Grouped GEMM: rows of every expert times its matrix, the down-projection and the gradient of rows. Shape
-suffixes in `moe_exp.layers`.
-"""
+"""Grouped GEMM for the down-projection and the gradient of rows. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -12,6 +10,7 @@ from torch import Tensor
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
+    configs,
     contiguous,
     descriptors,
     dot_constants,
@@ -29,78 +28,16 @@ from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 LARGEST_N, LARGEST_K = 256, 64
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is
 # of two bytes each.
-CONFIGS = [
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "TMA": 0,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 256,
-        "BLOCK_K": 32,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "TMA": 0,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 32,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "TMA": 0,
-        "num_warps": 4,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 64,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "TMA": 0,
-        "num_warps": 4,
-        "num_stages": 3,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 256,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "TMA": 1,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "TMA": 1,
-        "num_warps": 8,
-        "num_stages": 3,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "TMA": 1,
-        "num_warps": 4,
-        "num_stages": 3,
-    },
-]
+CONFIGS = configs(
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
+    (128, 128, 64, 8, 1, 0, 8, 4),
+    (128, 256, 32, 8, 1, 0, 8, 4),
+    (128, 128, 32, 8, 2, 0, 4, 4),
+    (64, 128, 64, 8, 2, 0, 4, 3),
+    (128, 256, 64, 8, 1, 1, 8, 4),
+    (128, 128, 64, 8, 2, 1, 8, 3),
+    (128, 128, 64, 8, 2, 1, 4, 3),
+)
 
 
 def _set_blocks(args: dict[str, Any]) -> None:
@@ -169,7 +106,7 @@ def _kernel(
 
 
 def grouped_matmul_torch(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
-    """The twin of `grouped_matmul`."""
+    """Plain-torch twin of `grouped_matmul`."""
     y_RO = x_RI.new_zeros(x_RI.size(0), w_LIO.size(2))
     ends = offsets_L1.tolist()
     for w_IO, first, end in zip(w_LIO.unbind(0), ends, ends[1:], strict=False):
@@ -179,15 +116,12 @@ def grouped_matmul_torch(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Ten
 
 @compilable("grouped_matmul", lambda x_RI, w_LIO, offsets_L1: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
 def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
-    """Each row times its expert's matrix.
+    """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
 
     Args:
-        x_RI: rows sorted by expert, the last dimension contiguous.
-        w_LIO: matrices of the experts; any strides, so also a transposed view.
+        x_RI: rows sorted by expert, last dimension contiguous.
+        w_LIO: matrices of the experts, any strides (also a transposed view).
         offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
-
-    Returns:
-        [R, O]; rows from offsets[L] on have no values.
     """
     if not runs_kernel(x_RI):
         return grouped_matmul_torch(x_RI, w_LIO, offsets_L1)

@@ -1,35 +1,39 @@
-"""What all kernels share: whether they run, how a launch is sized and tuned, and their place in
-torch.compile.
+"""Shared by all kernels: whether they run, how a launch is sized and tuned, and torch.compile.
 
-A kernel's module has the kernel, its twin in plain torch (`..._torch`: the path of a CPU, and the oracle of
-the tests) and the public function that takes one or the other. With TRITON_INTERPRET=1 in the environment
-before the first import, Triton runs on CPU tensors, slowly, and the kernels are taken there, too.
+A kernel's module has the kernel, its twin in plain torch (`..._torch`: CPU path and test oracle) and the
+public function that picks one. With TRITON_INTERPRET=1 in the environment before the first import, Triton
+interprets kernels on CPU tensors, slowly, and they are used there, too.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-# As Triton 3.9 compiles where nothing is said (a * b + c as one instruction), which it warns of, as 3.10 is
-# to do otherwise: the numbers of these kernels are not to change with it. It is one setting for the process,
-# so it holds for kernels of torch.compile, too.
+# Triton 3.9's default (a * b + c as one instruction). It warns if unset because 3.10 changes it; our numbers
+# must not change with it. Process-wide, so it also applies to kernels of torch.compile.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 try:
     import triton
     import triton.language
+    import triton.runtime.autotuner
     import triton.tools.tensor_descriptor
-except ImportError:  # its absence is said by `missing`, where somebody asks for the kernels
+except ImportError:  # `missing` reports it when the kernels are requested
     triton = None
 
 tl: Any = None if triton is None else triton.language
+
+logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OLDEST_GPU = (8, 0)
@@ -38,7 +42,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def missing() -> str:
-    """Why the kernels cannot run on this machine's CUDA device, in words; empty: they can."""
+    """Why the kernels cannot run on this machine's CUDA device, in words; empty if they can."""
     if triton is None:
         return "triton is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_GPU:
@@ -46,21 +50,24 @@ def missing() -> str:
     return ""
 
 
+def triton_version() -> str:
+    """Version of the Triton that compiles the kernels, or `missing`."""
+    return "missing" if triton is None else str(triton.__version__)
+
+
 def runs_kernel(x: Tensor) -> bool:
-    """Whether a kernel computes on `x`, and not its twin."""
+    """Whether `x` is computed by a kernel, not its twin."""
     return triton is not None and (x.is_cuda or INTERPRETED)
 
 
-# How the arguments of kernels begin that may be others at every launch: with expert parallelism or drops a
-# rank has other numbers of rows in every micro-batch. Left to itself Triton compiles a kernel for 1, one for
-# multiples of 16 and one for the rest, when they first come: seconds in which the other ranks wait.
+# Prefixes of kernel arguments that change between launches: with expert parallelism or drops, row counts
+# differ in every micro-batch. By default Triton compiles separately for 1, multiples of 16 and the rest, on
+# first use: for seconds, in which the other ranks wait.
 VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit, where Triton is there; one kernel for all values of the arguments that begin as in
-    VARYING.
-    """
+    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING."""
     if triton is None:
         return function
     parameters = inspect.signature(function).parameters.values()
@@ -71,23 +78,40 @@ def jit(function: Callable[..., Any]) -> Any:
 
 
 class Tuned:
-    """A kernel with several configs: `kernel[grid](...)` takes the fastest, and with
-    torch.use_deterministic_algorithms the first.
+    """A kernel with several configs: `kernel[grid](...)` takes the fastest.
 
-    What was measured as fastest may be another config after the next start, and other tiles add up in another
-    order; with the first a run has the same bits in every start. Asked at every launch, as torch does: also a
-    process that has timed the configs.
+    With torch.use_deterministic_algorithms it takes the first: another start may measure another config as
+    fastest, whose tiles sum in another order. Checked at every launch, as in torch, so also after timing.
 
     Args:
-        first: the autotuner with the first config alone, which times nothing.
-        timed: the one with all.
+        first: autotuner with only the first config, which times nothing.
+        timed: autotuner with all configs.
     """
 
     def __init__(self, first: Any, timed: Any):
         self.first, self.timed = first, timed
 
     def __getitem__(self, grid: Any) -> Any:
-        return (self.first if torch.are_deterministic_algorithms_enabled() else self.timed)[grid]
+        is_first = torch.are_deterministic_algorithms_enabled() and self.timed.only is None
+        return (self.first if is_first else self.timed)[grid]
+
+    def configs(self) -> list[Any]:
+        """Configs that may run now."""
+        return self.timed.configs[:1] if torch.are_deterministic_algorithms_enabled() else self.timed.configs
+
+    @contextmanager
+    def only(self, config: Any) -> Iterator[None]:
+        """Inside, launches take this config; UnsuitedError if the operands do not suit it."""
+        self.timed.only = config
+        try:
+            yield
+        finally:
+            self.timed.only = None
+
+
+def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
+    """Configs for `tuned`, a row each, with the `names` of their values."""
+    return [dict(zip(names.split(), row, strict=True)) for row in rows]
 
 
 def tuned(
@@ -96,42 +120,159 @@ def tuned(
     trial: str | None = None,
     set_blocks: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[Any], Any]:
-    """triton.autotune over `configs`, of which the first is the one for deterministic algorithms and for the
-    interpreter; see Tuned.
+    """Decorator for an autotuner over `configs`; see Tuned and Autotuner.
 
     Args:
-        configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 for what needs the tensor
-            descriptor `w_tma`.
-        key: arguments of the kernel that another shape changes; for each new set of values the configs are
-            timed.
-        trial: argument of a kernel that adds to what is there: 1 while the configs are timed, for which it
-            must leave its output as it was, else 0. The launch does not give it. Triton's own way is a copy
-            of the output, in the first backward pass of a run.
-        set_blocks: gives descriptors among the arguments the block shapes of the config, called with all
-            arguments before each launch.
+        configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 needs the tensor descriptor
+            `w_tma`. The first is used for deterministic algorithms and the interpreter.
+        key: kernel arguments; the configs are timed for each new set of their values.
+        trial: argument of a kernel that accumulates into its output: 1 while configs are timed, when it must
+            leave the output unchanged, else 0; not passed by the launch. Triton's own way is to copy the
+            output, in the first backward pass of a run.
+        set_blocks: sets block shapes of descriptors; called with all arguments before each launch.
     """
 
     def decorate(function: Any) -> Any:
         if triton is None:
             return function
         function, hooks = _told_of_trials(function, trial) if trial else (function, {})
-        # A driver is wanted as soon as there are two.
+        # As soon as there are two configs, Triton needs a driver.
         chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
         first = triton.autotune(chosen[:1], key=[])(function)
-        return Tuned(
-            first,
-            triton.autotune(chosen, key=list(key), prune_configs_by={"early_config_prune": _suited}, **hooks)(
-                function
-            ),
-        )
+        return Tuned(first, Autotuner(function, chosen, key, **hooks))
 
     return decorate
 
 
-def _told_of_trials(function: Any, trial: str) -> tuple[Any, dict[str, Callable[..., None]]]:
-    """The kernel with its argument `trial` given, and the autotuner's hooks, which stand round every launch
-    that is timed.
+class UnsuitedError(ValueError):
+    """The config does not suit these operands, such as one with tensor descriptors where there are none."""
+
+
+class Autotuner(object if triton is None else triton.runtime.autotuner.Autotuner):  # type: ignore[misc]
+    """Triton's autotuner, except that a config that fails in any way is skipped, with one warning.
+
+    Triton's own skips configs that need too much shared memory or registers; any other error of compiling, of
+    a tensor descriptor or of the launch would end the run. A config that fails after it was chosen (operands
+    with another alignment) is dropped, too, and the others are timed again.
+
+    Args:
+        key: see `tuned`.
+        pre_hook, post_hook: Triton's, called before and after each timed launch.
     """
+
+    def __init__(
+        self,
+        function: Any,
+        configs: Sequence[Any],
+        key: Sequence[str],
+        *,
+        pre_hook: Any = None,
+        post_hook: Any = None,
+    ):
+        self._error: Exception | None = None  # of the config that is timed
+
+        def after_trial(args: dict[str, Any], exception: Exception | None) -> None:
+            self._error = exception or self._error
+            if post_hook is not None:
+                post_hook(args, exception)
+
+        options = {
+            "pre_hook": pre_hook,
+            "post_hook": after_trial,
+            "prune_configs_by": {"early_config_prune": _suited},
+        }
+        super().__init__(function, function.arg_names, list(configs), list(key), None, None, **options)
+        self._dropped: list[Any] = []
+        self._warned: list[Any] = []
+        self._num_left = 0
+        self.only: Any = None  # see Tuned.only
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Launches the fastest config, or the next one if that fails."""
+        if self.only is not None:
+            return self._run_only(self.only, *args, **kwargs)
+        while True:
+            self.best_config = None
+            try:
+                return super().run(*args, **kwargs)
+            except Exception as error:
+                # Without a config it was not a launch; a single config has no alternative.
+                if self.best_config is None or len(self.configs) == 1 or is_of_device(error):
+                    raise
+                self.drop(self.best_config, error)
+                self.cache = {
+                    key: config for key, config in self.cache.items() if config not in self._dropped
+                }
+
+    def _run_only(self, config: Any, *args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        if not _suited([config], named):
+            raise UnsuitedError(f"{self._name()}: config {config} is not for these operands")
+        if config.pre_hook is not None:
+            config.pre_hook(named | config.all_kwargs())
+        return self.fn.run(*args, **kwargs, **config.all_kwargs())
+
+    def drop(self, config: Any, error: Exception) -> None:
+        """Never uses the config again."""
+        self._dropped.append(config)
+        self._warn(config, error)
+
+    def prune_configs(self, kwargs: dict[str, Any]) -> list[Any]:
+        """Configs that suit the operands and have not failed in a launch."""
+        left = [config for config in super().prune_configs(kwargs) if config not in self._dropped]
+        self._num_left = len(left)
+        if not left:
+            raise self._no_config_error()
+        return left
+
+    def _bench(self, *args: Any, config: Any, **meta: Any) -> Any:
+        self._error = None
+        try:
+            timings = super()._bench(*args, config=config, **meta)
+        except Exception as error:
+            if is_of_device(error):
+                raise
+            self._error, timings = error, [math.inf] * 3
+        if self._error is not None:
+            self._warn(config, self._error)
+            self._num_left -= 1
+            if self._num_left == 0:
+                raise self._no_config_error() from self._error
+        return timings
+
+    def _warn(self, config: Any, error: Exception) -> None:
+        if config not in self._warned:
+            self._warned.append(config)
+            logger.warning("%s: config %s is not used: %s", self._name(), config, in_one_line(error))
+
+    def _no_config_error(self) -> RuntimeError:
+        return RuntimeError(f"{self._name()}: none of its {len(self.configs)} configs runs")
+
+    def _name(self) -> str:
+        return f"kernel {self.base_fn.__module__.rpartition('.')[2]}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """Type and text of an error, shortened, as compiler errors may be long."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) <= 300 else text[:300] + ' ...'}"
+
+
+def is_of_device(error: Exception) -> bool:
+    """Whether the config is not to blame: out of memory, or the device is unusable (illegal access)."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    if not torch.cuda.is_available():
+        return False
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
+
+
+def _told_of_trials(function: Any, trial: str) -> tuple[Any, dict[str, Callable[..., None]]]:
+    """The kernel with its argument `trial` supplied, and the autotuner's hooks around every timed launch."""
     is_trial = 0
 
     def begin(args: dict[str, Any], reset_only: bool = False) -> None:
@@ -146,7 +287,7 @@ def _told_of_trials(function: Any, trial: str) -> tuple[Any, dict[str, Callable[
 
 
 def make_config(config: dict[str, int], set_blocks: Callable[[dict[str, Any]], None] | None = None) -> Any:
-    """triton.Config of constants with `num_warps` and `num_stages`; of small tiles under the interpreter."""
+    """triton.Config of constants with `num_warps` and `num_stages`; small tiles if interpreted."""
     constants = {name: value for name, value in config.items() if not name.startswith("num_")}
     if INTERPRETED:
         constants = {
@@ -168,37 +309,31 @@ def _suited(configs: list[Any], named_args: dict[str, Any], **others: Any) -> li
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """Part of the keys of tuning: 0, 1 or 2 for less than 64, less than 512 or more rows per group, which
-    want other tiles.
+    """0, 1 or 2 for less than 64, less than 512 or more rows per group, which need different tiles.
 
-    So a process that first generates a few tokens does not train with their config. Coarse, because every
-    class is timed once.
+    Part of the tuning keys, so that a process that first generates a few tokens does not train with their
+    config. Coarse, because every class is timed once.
     """
     return sum(num_rows >= num_groups * size for size in (64, 512))
 
 
 def last_contiguous(x: Tensor) -> Tensor:
-    """`x`, or a copy where its last dimension has gaps, of whose stride the kernels know nothing."""
+    """`x`, or a copy if its last dimension is strided, which kernels do not support."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def contiguous(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Vectors as kernels read them, one value after the other; None stays None."""
+    """Contiguous vectors, as kernels read them; None stays None."""
     return tuple(None if x is None else x.contiguous() for x in tensors)
 
 
 def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """Tensor descriptors, for the copy engine that GPUs have from Hopper on (TMA): whole blocks, no addresses
-    and masks in registers.
+    """Tensor descriptors for the copy engine of Hopper and later (TMA): whole blocks, no masks.
 
-    What lies outside a tensor is read as zero. The block shapes are set by `tuned`'s set_blocks.
-
-    Args:
-        tensors: of which None stays None.
+    Values outside a tensor are read as zero. `tuned`'s set_blocks sets the block shapes. None stays None.
 
     Returns:
-        All None where the device has no TMA, or one of the tensors does not fit: 16 bytes are the unit of
-            addresses and strides.
+        All None if the device has no TMA or an address or stride is not a multiple of 16 bytes.
     """
     if not all(x is None or _fits_tma(x) for x in tensors):
         return (None,) * len(tensors)
@@ -223,12 +358,12 @@ def _has_tma(x: Tensor) -> bool:
 
 
 def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1) -> int:
-    """Programs of a persistent grid: each takes one tile after the other.
+    """Programs of a persistent grid, in which each computes one tile after another.
 
     Args:
         x: on the device.
-        num_tiles: at most so many; under the interpreter two, so that each has several.
-        per_processor: that fit on a streaming multiprocessor together.
+        num_tiles: upper limit; under the interpreter two, so that each program has several tiles.
+        per_processor: programs that fit on a streaming multiprocessor together.
     """
     if not x.is_cuda:
         return min(2, num_tiles)
@@ -241,52 +376,65 @@ def _num_processors(device: int) -> int:
 
 
 def dot_constants(x: Tensor) -> dict[str, Any]:
-    """Constants of kernels with `tiles.dot`: TF32 only where torch may use it, and fp32 operands under the
-    interpreter.
-    """
+    """Constants of kernels with `tiles.dot`: TF32 only if torch may use it; fp32 if interpreted."""
     allows_tf32 = x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
     return {"PRECISION": "tf32" if allows_tf32 else "ieee", "INTERPRET": INTERPRETED}
 
 
 def power_of_2(number: int) -> int:
-    """The smallest power of 2 that is not smaller."""
+    """The smallest power of 2 that is at least `number`."""
     return 1 << max(0, number - 1).bit_length()
 
 
 def cdiv(number: int, divisor: int) -> int:
-    """Rounded up."""
+    """Division, rounded up."""
     return -(-number // divisor)
 
 
 def compilable(
     name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Under torch.compile the function is one operator, `moe_exp::name`, that is not looked into; else it is
-    called as it is.
+    """Decorator: runs a function on its tensors' device; Triton would launch on the current one.
+
+    Under torch.compile it is one opaque operator, `moe_exp::name`.
 
     Args:
-        name: of the operator.
-        fake: what the function returns by shape and dtype, without values; called with the same arguments.
-        mutates: arguments that it writes to.
+        fake: returns the shapes and dtypes of the results, without values; takes the same arguments.
+        mutates: names of arguments that it writes to.
     """
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function, eval_str=True)
-        positional = _positional(function, signature)
+
+        @functools.wraps(function)
+        def on_its_device(*args: Any, **kwargs: Any) -> Any:
+            with _device_of((*args, *kwargs.values())):
+                return function(*args, **kwargs)
+
+        positional = _positional(on_its_device, signature)
         operator = torch.library.custom_op(f"moe_exp::{name}", positional, mutates_args=tuple(mutates))
         operator.register_fake(_positional(fake, signature))
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
-            return operator(*args, **kwargs) if torch.compiler.is_compiling() else function(*args, **kwargs)
+            return (operator if torch.compiler.is_compiling() else on_its_device)(*args, **kwargs)
 
         return call  # type: ignore[return-value]
 
     return decorate
 
 
+current_device: Any = torch.cuda.device  # under which a kernel is launched
+
+
+def _device_of(args: Sequence[Any]) -> Any:
+    """A context in which the device of the first tensor is the current one; no-op on a CPU."""
+    x = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    return current_device(x.device) if x is not None and x.is_cuda else nullcontext()
+
+
 def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
-    """The function with no argument by keyword only: an operator of torch takes no tensor in that way."""
+    """The function without keyword-only arguments: an operator of torch accepts no tensor there."""
     kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
     by_keyword = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     first = len(kinds) - len(by_keyword)

@@ -1,8 +1,6 @@
-"""Permute, unpermute and chunk sort: rows moved as they are, for the paths where they travel. Shape suffixes
-in `moe_exp.layers`.
+"""Permute, unpermute and chunk sort: moves rows unchanged. Shape suffixes in `moe_exp.layers`.
 
-Both directions are gathers: the gradient of `gather_rows` by the rows of slots is `combine` by the slots of
-rows, and the other way round.
+Both directions are gathers: the gradient of `gather_rows` by rows of slots is `combine` by slots of rows.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
 
-# Elements of a program: 8 per thread of four warps.
+# Elements per program: 8 per thread of four warps.
 _TILE = 1024
 _BLOCK_R = 128
 
@@ -45,39 +43,40 @@ def _gather_kernel(
 
 @jit
 def _chunk_kernel(
-    rows, first, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
-):
-    """Every program adds up all chunks' sizes for itself: there are few."""
-    chunks = tl.arange(0, BLOCK_C)
-    is_chunk = chunks < num_sources * num_experts
-    by_source = (chunks % num_sources) * num_experts + chunks // num_sources
-    size = tl.load(rows + by_source, mask=is_chunk, other=0).to(tl.int32)
-    ends = tl.cumsum(size, 0)
-    shift = tl.load(first + by_source, mask=is_chunk, other=0).to(tl.int32) - (ends - size)
+    ends_by_expert, ends_by_source, slot, row, num_rows, num_sources, num_experts, BLOCK_R: tl.constexpr,
+    STEPS: tl.constexpr,
+):  # fmt: skip
+    """Every row finds its chunk by bisection: only STEPS grows with the number of chunks, logarithmically."""
     mine = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
-    is_mine = ((ends - size)[None, :] <= mine[:, None]) & (mine[:, None] < ends[None, :])
-    source = mine + tl.sum(tl.where(is_mine, shift[None, :], 0), 1)
-    tl.store(slot + mine, source, mask=mine < num_rows)
-    tl.store(row + source, mine, mask=mine < num_rows)
+    is_mine, num_chunks = mine < num_rows, num_sources * num_experts
+    chunk = tl.zeros((BLOCK_R,), dtype=tl.int32)  # chunks that end at or before the row
+    for step in tl.static_range(STEPS):
+        further = chunk + (1 << (STEPS - 1 - step))
+        is_chunk = is_mine & (further <= num_chunks)
+        end = tl.load(ends_by_expert + further - 1, mask=is_chunk, other=0)
+        chunk = tl.where(is_chunk & (end <= mine), further, chunk)
+    as_it_came = (chunk % num_sources) * num_experts + chunk // num_sources
+    shift = tl.load(ends_by_source + as_it_came, mask=is_mine, other=0) - tl.load(
+        ends_by_expert + chunk, mask=is_mine, other=0
+    )
+    source = mine + shift.to(tl.int32)
+    tl.store(slot + mine, source, mask=is_mine)
+    tl.store(row + source, mine, mask=is_mine)
 
 
 def gather_rows_torch(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """The twin of `gather_rows`."""
+    """Plain-torch twin of `gather_rows`."""
     with_zero = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return with_zero.index_select(0, (index_R // divisor).clamp(max=x.size(0)))
 
 
 @compilable("gather_rows", lambda x, index_R, divisor=1: x.new_empty(index_R.size(0), *x.shape[1:]))
 def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
-    """x[index // divisor]; zero where that is past the last row of x.
+    """x[index // divisor], [R, D] or [R]; zero if that is past the last row of x.
 
     Args:
         x: [T, D] or [T], any dtype.
-        index_R: int32 or int64, not negative: the token of each row, or the slot with `divisor` K.
-        divisor: of the index.
-
-    Returns:
-        [R, D] or [R].
+        index_R: int32 or int64, not negative: the token of each row, or the slot with divisor K.
     """
     if not runs_kernel(x):
         return gather_rows_torch(x, index_R, divisor)
@@ -86,7 +85,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     if out.numel() == 0:
         return out
     x = x.contiguous() if x.dim() == 1 or x.stride(1) != 1 else x
-    # The largest power of 2 in the width, so that no column is masked; a narrow or odd width is one block.
+    # The largest power of 2 that divides the width, so no column is masked; else one block.
     block_d = min(_TILE, width & -width)
     block_d = block_d if block_d >= _TILE // 8 else min(_TILE, power_of_2(width))
     block_r = _TILE // block_d
@@ -106,7 +105,7 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
 
 
 def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """The twin of `chunk_order`."""
+    """Plain-torch twin of `chunk_order`."""
     ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
     shift_C = first_C - (rows_C.cumsum(0) - rows_C)
@@ -122,31 +121,28 @@ def _fake_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
 
 @compilable("chunk_order", _fake_order)
 def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Where rows go that come in chunks by source and, from every source, by expert, and shall be by expert
-    and then by source.
+    """Row order from chunks by source and expert to chunks by expert and source.
 
     Args:
         rows_SL: rows of every chunk, int64 or int32, on the device.
-        num_rows: their sum: R, below 2^31.
+        num_rows: R, their sum, below 2^31.
 
     Returns:
-        slot_R: for each row by expert its place as it came, int32; row_R: the inverse.
+        slot_R: original place of each sorted row, int32; row_R: the inverse.
     """
     if not runs_kernel(rows_SL):
         return chunk_order_torch(rows_SL, num_rows)
     slot_R, row_R = _fake_order(rows_SL, num_rows)
     if num_rows == 0:
         return slot_R, row_R
-    rows_SL = rows_SL.contiguous()
-    first_C = rows_SL.view(-1).cumsum(0) - rows_SL.view(-1)
     _chunk_kernel[(cdiv(num_rows, _BLOCK_R),)](
-        rows_SL,
-        first_C,
+        rows_SL.t().flatten().cumsum(0),
+        rows_SL.flatten().cumsum(0),
         slot_R,
         row_R,
         num_rows,
         *rows_SL.shape,
         BLOCK_R=_BLOCK_R,
-        BLOCK_C=power_of_2(rows_SL.numel()),
+        STEPS=rows_SL.numel().bit_length(),
     )
     return slot_R, row_R

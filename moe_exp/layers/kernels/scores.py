@@ -1,11 +1,10 @@
-"""Parts of the router's kernels: scores of a tile of logits, [tokens, experts], the choice of the best, and
-their weights. All in fp32.
-"""
+"""Parts of the router's kernels, in fp32, on a tile of logits [tokens, experts]: scores, choice, weights."""
 
 from __future__ import annotations
 
 from moe_exp.layers.kernels.launch import jit, tl
 
+KERNEL_SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 EPSILON: tl.constexpr = tl.constexpr(1e-20) if tl else None  # added to sums of softmax, as in Router
 LEAST: tl.constexpr = tl.constexpr(-(2**31)) if tl else None
 
@@ -27,12 +26,13 @@ def sigmoid(z):
 
 @jit
 def raw_scores(z, probabilities, SCORE: tl.constexpr):
-    """What the router chooses by and weighs with."""
+    """Scores for the router's choice and weights."""
     if SCORE == "softmax":
         raw = probabilities
     elif SCORE == "sigmoid":
         raw = sigmoid(z)
     else:
+        tl.static_assert(SCORE == "sqrtsoftplus", "no such score")
         raw = tl.sqrt(softplus(z))
     return raw
 
@@ -41,19 +41,18 @@ def raw_scores(z, probabilities, SCORE: tl.constexpr):
 def softplus(z):
     x = tl.exp(-tl.abs(z))
     u = 1.0 + x
-    # log1p: what the addition rounds off is put right by the quotient (Higham 2002, section 1.14.1).
+    # log1p: the quotient corrects the rounding of the addition (Higham 2002, section 1.14.1).
     log1p = tl.where(u == 1.0, x, tl.log(u) * (x / tl.where(u == 1.0, 1.0, u - 1.0)))
     return tl.maximum(z, 0.0) + log1p
 
 
 @jit
 def log_scores(z, SCORE: tl.constexpr):
-    """Logarithm of the raw scores of sigmoid and sqrtsoftplus, and its derivative; see the twin,
-    `topk.scores_torch`.
-    """
+    """Log of the raw scores of sigmoid and sqrtsoftplus, and its derivative; twin: `topk.scores_torch`."""
     if SCORE == "sigmoid":
         log, slope = -softplus(-z), sigmoid(-z)
     else:
+        tl.static_assert(SCORE == "sqrtsoftplus", "no such score")
         is_far = z < -18.0
         x = tl.where(is_far, 1.0, softplus(z))
         log = 0.5 * tl.where(is_far, z, tl.log(x))  # to a relative exp(-18) = 1.5e-8, less than fp32 resolves
@@ -63,18 +62,14 @@ def log_scores(z, SCORE: tl.constexpr):
 
 @jit
 def key_of(x):
-    """Integers in the order of the floats; NaN is the largest, as for torch.topk, and -0 is 0. None is LEAST,
-    which stands for no expert.
-    """
+    """Integers in the order of the floats; NaN is largest, as in torch.topk, -0 is 0, and none is LEAST."""
     bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
 
 
 @jit
 def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr):
-    """TOPK times the best of what is left: experts and their values, [BLOCK_T, BLOCK_K], and the keys, now
-    LEAST for the chosen.
-    """
+    """The TOPK best experts and their values, [BLOCK_T, BLOCK_K], and the keys, now LEAST for the chosen."""
     places = tl.arange(0, BLOCK_K)[None, :]
     chosen = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.int32)
     value = tl.zeros((BLOCK_T, BLOCK_K), dtype=tl.float32)
@@ -89,8 +84,9 @@ def choose(key, values, experts, TOPK: tl.constexpr, BLOCK_T: tl.constexpr, BLOC
 
 @jit
 def weigh(value, is_place, factor, SCORE: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
-    """From the raw scores of the chosen to router weights; from their logits for a softmax after the choice,
-    and from the logarithms of the raw scores where sigmoid or sqrtsoftplus are normalized.
+    """Router weights from the raw scores of the chosen.
+
+    From their logits for a softmax after the choice; from log scores for normalized sigmoid and sqrtsoftplus.
     """
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
         value = tl.where(is_place, value, -float("inf"))

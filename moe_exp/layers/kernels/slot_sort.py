@@ -1,9 +1,8 @@
-"""Slots sorted by expert, by counting, without the host waiting for the device. Shape suffixes in
-`moe_exp.layers`.
+"""Sorts slots by expert by counting, without synchronizing. Shape suffixes in `moe_exp.layers`.
 
-Three steps: how many slots of each block go to each expert, one running sum over experts and then blocks,
-which is where each block's slots of an expert begin, and every slot to its place. Counting keeps the order of
-the slots of an expert whatever the blocks are, so the result has the same bits every time.
+Three steps: count each block's slots per expert; take a running sum over experts, then blocks, which is where
+each block's slots of an expert begin; move every slot to its place. Counting keeps the order of an expert's
+slots whatever the blocks are, so results are bitwise reproducible.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ from torch import Tensor
 
 from moe_exp.layers.kernels.launch import cdiv, compilable, jit, power_of_2, runs_kernel, tl
 
-# A slot's place among those of its block is found by comparing all pairs: half a block's comparisons per
-# slot.
+# A slot's place within its block is found by comparing all pairs: half a block of comparisons per slot.
 _BLOCK = 128
 
 
 @jit
 def _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT: tl.constexpr):
-    """Expert of each slot, `num_experts` for a dropped one or an expert that is not there; what is past the
-    last slot has one more.
-    """
+    """Expert of each slot; `num_experts` if dropped or invalid, one more past the last slot."""
     is_slot = slots < num_slots
     chosen = tl.load(expert + slots, mask=is_slot, other=0).to(tl.int32)
     if HAS_KEPT:
@@ -40,7 +36,7 @@ def _count_kernel(
     slots = block * BLOCK + tl.arange(0, BLOCK)
     chosen = _experts_of_block(expert, kept, slots, num_slots, num_experts, HAS_KEPT)
     experts = tl.arange(0, BLOCK_E)
-    # One place later, so that the running sum is that of all before.
+    # Shifted by one place, so that the running sum excludes the block itself.
     place = 1 + experts.to(tl.int64) * num_blocks + block
     tl.store(counts + place, tl.histogram(chosen, BLOCK_E), mask=experts <= num_experts)
     if block == 0:
@@ -73,7 +69,7 @@ def _place_kernel(
 def slot_sort_torch(
     expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The twin of `slot_sort`."""
+    """Plain-torch twin of `slot_sort`."""
     num_slots = expert_TK.numel()
     expert_N = expert_TK.reshape(-1).long()
     if kept_TK is not None:
@@ -100,19 +96,16 @@ def _fake(
 def slot_sort(
     expert_TK: Tensor, num_experts: int, kept_TK: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sorts the N = T*K slots by expert, those of one expert by position; the dropped ones come last.
+    """Sorts the N = T*K slots by expert, and within an expert by position; dropped ones come last.
 
     Args:
-        expert_TK: the expert of every slot, int32 or int64, in [0, E) where it is kept: a slot of
-            another expert counts as dropped. N below 2^31.
-        num_experts: E.
-        kept_TK: bool, the slots that are not dropped; None for all.
+        expert_TK: expert of every slot, int32 or int64; outside [0, E) counts as dropped. N below 2^31.
+        kept_TK: bool, slots that are not dropped; None for all.
 
     Returns:
-        slot_N: the slot of each row, int32.
-        row_N: the row of each slot, int32; N for a dropped one.
-        offsets_E1: int32, expert e has rows offsets[e] to offsets[e + 1]; the last is the number of kept
-            slots.
+        slot_N: slot of each row, int32.
+        row_N: row of each slot, int32; N if dropped.
+        offsets_E1: int32, expert e has rows offsets[e] to offsets[e + 1]; the last counts kept slots.
     """
     if not runs_kernel(expert_TK):
         return slot_sort_torch(expert_TK, num_experts, kept_TK)

@@ -1,12 +1,12 @@
-"""The router after its logits, in one pass over them: scores, top-k, weights, and all sums that losses and
-statistics want.
+"""The router after its logits in one pass: scores, top-k, weights, and all sums for losses and statistics.
 
-Neither the scores of all experts nor their gradient are written. Float sums go through one partial sum per
-program, added up in a fixed order. Shape suffixes in `moe_exp.layers`.
+Never writes the scores of all experts or their gradient. Each program writes partial float sums, which are
+added in a fixed order. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from moe_exp.layers.kernels.scores import (
     weigh,
 )
 
-_EPSILON = 1e-20  # of the twin, as in Router
+_EPSILON = 1e-20  # for the twin, as in Router
 
 # Elements of a tile of [tokens, experts]: 8 per thread of four warps.
 _TILE = 1024
@@ -33,19 +33,17 @@ _PROGRAMS_PER_PROCESSOR = 4
 
 
 class TopK(NamedTuple):
-    """What the router decides, and what its losses and statistics need of the scores.
+    """Router decisions, and what losses and statistics need of the scores.
 
     Args:
-        expert_TK: chosen experts, int64, best first; ties to the lowest expert.
+        expert_TK: chosen experts, int64, best first; ties go to the lowest index.
         weights_TK: router weights, fp32, with gradient.
         lse_T: log-sum-exp of the logits, fp32, with gradient.
-        score_sums_E: scores, rows summing to 1, summed over the tokens that are not padding, fp32, with
-            gradient.
+        score_sums_E: scores (rows sum to 1) summed over tokens without padding, fp32, with gradient.
         tokens_per_expert_E: slots per expert, int64, without padding.
-        by_score_E: as tokens_per_expert_E, of the K experts of highest score; the same unless a bias has a
-            say in the choice.
-        entropy: of the scores, summed over the tokens that are not padding, fp32 scalar.
-        largest: weight of every token, summed likewise.
+        by_score_E: like tokens_per_expert_E for the K highest scores; differs only with a bias.
+        entropy: of the scores, summed over tokens without padding, fp32 scalar.
+        largest: largest weight of each token, summed likewise.
     """
 
     expert_TK: Tensor
@@ -60,7 +58,7 @@ class TopK(NamedTuple):
 
 @jit
 def _load_tile(logits, valid, tokens, experts, num_tokens, num_experts, stride, HAS_VALID: tl.constexpr):
-    """Logits, -inf where there is no expert; whether a token is there, and whether it counts."""
+    """Logits (-inf past the last expert), whether a token exists, and whether it counts."""
     is_token = tokens < num_tokens
     is_expert = experts < num_experts
     place = logits + tokens.to(tl.int64)[:, None] * stride + experts[None, :]
@@ -93,7 +91,7 @@ def _forward_kernel(
         probabilities, logsumexp = softmax(z)
         raw = raw_scores(z, probabilities, SCORE)
 
-        # Logits are in the order of the scores, and do not run into one another where the scores are 0 or 1.
+        # Logits have the order of the scores, without ties of scores that round to 0 or 1.
         by_score = raw if SCORE == "softmax" else z
         choice = by_score
         if HAS_BIAS:
@@ -152,7 +150,7 @@ def _backward_kernel(
     probabilities, _ = softmax(z)
     raw = raw_scores(z, probabilities, SCORE)
 
-    # Everything of the K chosen is spread over E: what was not chosen is zero.
+    # Values of the K chosen are spread over E; others are zero.
     is_chosen = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.int1)
     dvalue = tl.zeros((BLOCK_T, BLOCK_E), dtype=tl.float32)
     for k in tl.static_range(TOPK):
@@ -163,7 +161,7 @@ def _backward_kernel(
         )
         is_chosen = is_chosen | is_k
     value = tl.where(is_chosen, raw, 0.0)
-    in_logs = z  # what a softmax over the chosen takes
+    in_logs = z  # input of a softmax over the chosen
     if SCORE != "softmax":
         in_logs, slope = log_scores(z, SCORE)
     if (SCORE == "softmax" and not PRE_SOFTMAX) or (SCORE != "softmax" and NORMALIZE):
@@ -188,7 +186,7 @@ def _backward_kernel(
             draw = dscore
         dz += raw * (draw - tl.sum(draw * raw, 1)[:, None])
     else:
-        # The gradient of the logarithms of the raw scores.
+        # Gradient of the logarithms of the raw scores.
         dlog = dvalue * value
         if NORMALIZE:
             dlog -= value * tl.sum(dlog, 1)[:, None]
@@ -205,37 +203,64 @@ def _backward_kernel(
 def scores_torch(logits_TE: Tensor, score: str) -> tuple[Tensor, Tensor]:
     """Raw scores of `sigmoid` and `sqrtsoftplus` and their logarithm, in the dtype of the logits.
 
-    A softmax of the logarithms is scores divided by their sum, wherever the logits lie. The scores themselves
-    underflow in fp32, sigmoid below -103.
+    A softmax of the logarithms is scores / sum of scores for any logits, while the scores underflow in fp32
+    (sigmoid below -103).
     """
-    log_TE = _LogScores.apply(logits_TE, score)
-    return logits_TE.sigmoid() if score == "sigmoid" else log_TE.exp(), log_TE
+    log_TE = _LogScores.apply(logits_TE, SCORE_FUNCTIONS[score])
+    return SCORE_FUNCTIONS[score].raw(logits_TE, log_TE), log_TE
+
+
+class ScoreFunction(NamedTuple):
+    """A per-expert score: `raw` from logits and logarithms; `log` and its derivative `slope` from logits."""
+
+    raw: Callable[[Tensor, Tensor], Tensor]
+    log: Callable[[Tensor], Tensor]
+    slope: Callable[[Tensor], Tensor]
+
+
+def _log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
+    # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 fp64 does not resolve the rest.
+    far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
+    near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
+    return torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
+
+
+def _slope_of_log_sqrt_softplus(logits_TE: Tensor) -> Tensor:
+    near_TE = logits_TE.clamp(min=-18.0)
+    slope_TE = near_TE.sigmoid() / torch.nn.functional.softplus(near_TE)
+    far_TE = 1 - logits_TE.clamp(max=-18.0).exp() / 2
+    return torch.where(logits_TE < -18.0, far_TE, slope_TE) / 2
+
+
+# Every score except softmax, which is over all experts. kernels/scores.py has the same for KERNEL_SCORES.
+SCORE_FUNCTIONS = {
+    "sigmoid": ScoreFunction(
+        raw=lambda logits_TE, log_TE: logits_TE.sigmoid(),
+        log=torch.nn.functional.logsigmoid,
+        slope=lambda logits_TE: torch.sigmoid(-logits_TE),
+    ),
+    "sqrtsoftplus": ScoreFunction(
+        raw=lambda logits_TE, log_TE: log_TE.exp(),
+        log=_log_sqrt_softplus,
+        slope=_slope_of_log_sqrt_softplus,
+    ),
+}
 
 
 class _LogScores(torch.autograd.Function):
-    """Keeps the logits alone for backward, where autograd would keep six tensors of their size."""
+    """Saves only the logits for backward; autograd would save six tensors of their size."""
 
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, score: str) -> Tensor:
+    def forward(ctx: Any, logits_TE: Tensor, score: ScoreFunction) -> Tensor:
         ctx.save_for_backward(logits_TE)
         ctx.score = score
-        if score == "sigmoid":
-            return torch.nn.functional.logsigmoid(logits_TE)
-        # log(log(1 + x)) = log(x) - x / 2 + O(x^2) with x = exp(z); below -18 fp64 does not resolve the rest.
-        far_TE = logits_TE - logits_TE.clamp(max=-18.0).exp() / 2
-        near_TE = torch.nn.functional.softplus(logits_TE.clamp(min=-18.0)).log()
-        return torch.where(logits_TE < -18.0, far_TE, near_TE) / 2
+        return score.log(logits_TE)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (logits_TE,), (grad_TE,) = ctx.saved_tensors, grads
-        if ctx.score == "sigmoid":
-            return grad_TE * torch.sigmoid(-logits_TE), None
-        near_TE = logits_TE.clamp(min=-18.0)
-        slope_TE = near_TE.sigmoid() / torch.nn.functional.softplus(near_TE)
-        far_TE = 1 - logits_TE.clamp(max=-18.0).exp() / 2
-        return grad_TE * torch.where(logits_TE < -18.0, far_TE, slope_TE) / 2, None
+        return grad_TE * ctx.score.slope(logits_TE), None
 
 
 def router_topk_torch(
@@ -249,13 +274,13 @@ def router_topk_torch(
     bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:
-    """The twin of `router_topk`, in the dtype of the logits."""
+    """Plain-torch twin of `router_topk`, in the dtype of the logits."""
     if score == "softmax":
         raw_TE = scores_TE = logits_TE.softmax(dim=-1)
     else:
         raw_TE, log_TE = scores_torch(logits_TE, score)
         scores_TE = log_TE.softmax(dim=-1)
-    # Logits are in the order of the scores, and do not run into one another where the scores are 0 or 1.
+    # Logits have the order of the scores, without ties of scores that round to 0 or 1.
     by_score_TE = (raw_TE if score == "softmax" else logits_TE).detach()
     expert_TK = _best(by_score_TE if bias_E is None else raw_TE.detach() + bias_E, topk)
     weights_TK = raw_TE.gather(1, expert_TK)
@@ -279,7 +304,7 @@ def router_topk_torch(
 
 
 def _best(choice_TE: Tensor, topk: int) -> Tensor:
-    """The K best; torch.topk does not say which of equals it takes."""
+    """The K best; torch.topk does not specify which of equal values it takes."""
     return choice_TE.argsort(dim=-1, descending=True, stable=True)[:, :topk].contiguous()
 
 
@@ -303,22 +328,19 @@ def router_topk(
     bias_E: Tensor | None = None,
     valid_T: Tensor | None = None,
 ) -> TopK:
-    """Chooses the K experts of highest score and weighs them, as `moe_exp.layers.router.Router` does, with
-    its formulas.
+    """Chooses and weighs the K experts of highest score, with the formulas of `moe_exp.layers.router.Router`.
 
     Args:
         logits_TE: fp32.
-        topk: K.
         score: `softmax`, `sigmoid` or `sqrtsoftplus`.
-        pre_softmax: weights are the softmax over all experts, else over the chosen K.
+        pre_softmax: softmax over all experts, else over the chosen K.
         normalize: divide the weights by their sum.
-        scaling_factor: times the weights.
-        bias_E: fp32, added to the scores for the choice and not to the weights.
+        scaling_factor: multiplies the weights.
+        bias_E: fp32, added to the scores for the choice but not to the weights.
         valid_T: bool, tokens that are not padding; None for all.
 
     Returns:
-        See TopK. Backward takes the gradients of weights_TK, lse_T and score_sums_E, and computes the scores
-        again.
+        See TopK. Backward takes gradients of weights_TK, lse_T and score_sums_E, and recomputes the scores.
     """
     options: dict[str, Any] = {
         "score": score,

@@ -1,7 +1,7 @@
-"""Grouped GEMM of the up-projection: rows gathered inside, weighted activation in the epilogue. Shape
-suffixes in `moe_exp.layers`.
+"""Grouped GEMM of the up-projection: gathers rows, weighted activation in the epilogue.
 
-W is the width of the first projection: 2F for a gated activation (gate half first), else F.
+Shape suffixes in `moe_exp.layers`; W is the width of the first projection: 2F if gated (gate half first),
+else F.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
+    configs,
     contiguous,
     descriptors,
     dot_constants,
@@ -32,78 +33,16 @@ from moe_exp.layers.kernels.tiles import activate, column_chunks, dot, in_groups
 LARGEST_K = 64
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is
 # of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
-CONFIGS = [
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "TMA": 0,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 256,
-        "BLOCK_K": 32,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "TMA": 0,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 32,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "TMA": 0,
-        "num_warps": 4,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 64,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "TMA": 0,
-        "num_warps": 4,
-        "num_stages": 3,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 256,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "TMA": 1,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 1,
-        "TMA": 1,
-        "num_warps": 8,
-        "num_stages": 4,
-    },
-    {
-        "BLOCK_M": 128,
-        "BLOCK_N": 128,
-        "BLOCK_K": 64,
-        "GROUP_M": 8,
-        "PROGRAMS": 2,
-        "TMA": 1,
-        "num_warps": 4,
-        "num_stages": 3,
-    },
-]
+CONFIGS = configs(
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
+    (128, 128, 64, 8, 1, 0, 8, 4),
+    (128, 256, 32, 8, 1, 0, 8, 4),
+    (128, 128, 32, 8, 2, 0, 4, 4),
+    (64, 128, 64, 8, 2, 0, 4, 3),
+    (128, 256, 64, 8, 1, 1, 8, 4),
+    (128, 128, 64, 8, 1, 1, 8, 4),
+    (128, 128, 64, 8, 2, 1, 4, 3),
+)
 # Columns of the product that the epilogue takes at a time.
 CHUNK_COLUMNS = tl.constexpr(64) if tl else 64
 
@@ -113,7 +52,7 @@ def _finish(
     products, hidden_rows, active_rows, scale, is_row, column, width, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the results for COLUMNS of the activation from `column` on."""
+    """Writes the results for COLUMNS of the activation, starting at `column`."""
     columns = column + tl.arange(0, COLUMNS)
     is_out = is_row[:, None] & (columns < width)[None, :]
     hidden_block = hidden_rows[:, None] + columns[None, :]
@@ -171,8 +110,7 @@ def _kernel(
             source = tl.minimum(source, num_tokens - 1)
         depths = tl.arange(0, DEPTH)
         x_block = x + source.to(tl.int64)[:, None] * stride_x + depths[None, :]
-        # Columns of the gate and of up in turn: both come from one product, and a pair of them is in one
-        # thread.
+        # Columns of gate and up alternate: both come from one product, and a pair of them is in one thread.
         each = tl.arange(0, BLOCK_N)
         of_w = tl.minimum(column + (each // 2 if GATED else each), width - 1)
         if GATED:
@@ -205,7 +143,7 @@ def _kernel(
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0)
-        # Chunk by chunk: what one computes is out of the registers when the next begins.
+        # Chunk by chunk, so that each chunk's values leave the registers before the next.
         chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
             _finish(
@@ -234,7 +172,7 @@ def up_projection_torch(
     weights_R: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """The twin of `up_projection`."""
+    """Plain-torch twin of `up_projection`."""
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
     hidden_RW.zero_(), active_RF.zero_()
     function, gated = ACTIVATIONS[activation]
@@ -278,22 +216,20 @@ def up_projection(
     weights_R: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """hidden = x[token] W1^T and the weighted activation act(gate) * up * weight, or act(hidden) * weight,
-    both from fp32 sums.
+    """hidden = x[token] W1^T, and act(gate) * up * weight or act(hidden) * weight, from fp32 sums.
 
     Args:
-        x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; the last dimension contiguous.
-        weight1_LWD: of the experts, in torch's (out, in) order, the gate half first; the last dimension
-            contiguous.
+        x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; last dimension contiguous.
+        weight1_LWD: in torch's (out, in) order, gate half first; last dimension contiguous.
         offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
-        activation: a name in activations.ACTIVATIONS.
-        token_R: int32, the token of each row; T for a row of padding, which is zero.
+        activation: a key of activations.ACTIVATIONS.
+        token_R: int32, token of each row; T for a padding row, which is zero.
         weights_R: fp32, router weight of each row; None for 1.
-        keeps_hidden: False where no backward pass follows: hidden is then not written.
+        keeps_hidden: write hidden, for a backward pass.
 
     Returns:
-        hidden [R, W], which backward needs, or [0, W], and the weighted activation [R, F], both in the dtype
-        of x; rows from offsets[L] on have no values.
+        hidden [R, W] (or [0, W]) and the weighted activation [R, F], in the dtype of x; rows from offsets[L]
+        on are undefined.
     """
     options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
     if not runs_kernel(x):
@@ -311,7 +247,7 @@ def up_projection(
         )
         return (num_programs(x, most_tiles, per_processor=constants["PROGRAMS"]),)
 
-    # [L, F, 2, D]: a block of it has rows of the gate and of up in turn.
+    # [L, F, 2, D]: a block has alternating rows of gate and up.
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
     x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
     _kernel[grid](

@@ -1,9 +1,8 @@
-"""Gradients of the experts' matrices: the rows are summed over, and either side may be gathered. Shape
-suffixes in `moe_exp.layers`.
+"""Gradients of the experts' matrices: sums over rows, either side of which may be gathered.
 
-One program computes one tile of one expert's matrix from all of its rows: nothing is added atomically, and a
-result has the same bits every time. Experts differ in rows as routing wants it; tiles of the fullest come
-first, so that the last to be done are short.
+One program computes one tile of one expert's matrix from all of its rows: no atomics, so results are bitwise
+reproducible. Experts differ in rows; tiles of the fullest come first, so that the last ones are short. Shape
+suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from torch import Tensor
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
+    configs,
     contiguous,
     dot_constants,
     jit,
@@ -27,23 +27,22 @@ from moe_exp.layers.kernels.launch import (
 from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups
 
 # Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
-CONFIGS = [
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 8, "num_stages": 3},
-    {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 32, "GROUP_M": 8, "num_warps": 8, "num_stages": 4},
-    {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "num_warps": 4, "num_stages": 4},
-    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP_M": 8, "num_warps": 4, "num_stages": 3},
-]
+CONFIGS = configs(
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M num_warps num_stages",
+    (128, 128, 64, 8, 8, 3),
+    (128, 256, 64, 8, 8, 3),
+    (128, 256, 32, 8, 8, 4),
+    (128, 128, 32, 8, 4, 4),
+    (64, 128, 64, 8, 4, 3),
+)
 
-# Every program compares all pairs of experts; with 256 of them the registers do not hold that.
+# Every program compares all pairs of experts; for 256 there are not enough registers.
 _MOST_ORDERED = 128
 
 
 @jit
 def _expert_of_place(place, offsets, num_experts, BLOCK_E: tl.constexpr, ORDERED: tl.constexpr):
-    """The expert that has this place when those with most rows come first; of equals, the one with the lower
-    number.
-    """
+    """The expert at this place when sorted by rows, most first; ties by lower number."""
     if ORDERED:
         mine = tl.arange(0, BLOCK_E)
         is_mine = mine < num_experts
@@ -79,8 +78,7 @@ def _kernel(
     tile_m, tile_n = in_groups(tile, tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # The rows of the next step are looked up one step ahead: a load that waits for another one could not be
-    # started as early.
+    # Looks up the rows of the next step one step ahead: a load that depends on another would start later.
     rows = first + tl.arange(0, DEPTH)
     a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
     for _ in range(first, end, DEPTH):
@@ -103,15 +101,15 @@ def _kernel(
         sums = chunks[i]
         if ADDS:
             before = tl.load(block + columns[None, :], mask=mask, other=0.0)
-            # What is timed costs what the launch will cost, and leaves main_grad as it was.
+            # Timed launches cost the same as real ones but leave main_grad unchanged.
             sums = tl.where(is_trial != 0, before, before + sums)
         tl.store(block + columns[None, :], sums.to(dw.dtype.element_ty), mask=mask)
 
 
 @jit
 def _rows_of(index, rows, end, num_rows):
-    """Where the rows are in an operand of `num_rows`; from the end on, and for padding, one past the last."""
-    if index is None:  # no return in it: Triton would read on
+    """Row indices into an operand of `num_rows`; one past the last from the end on, and for padding."""
+    if index is None:  # no early return: Triton would keep compiling the rest
         rows = tl.where(rows < end, rows, num_rows)
     else:
         rows = tl.load(index + rows, mask=rows < end, other=num_rows)
@@ -119,7 +117,7 @@ def _rows_of(index, rows, end, num_rows):
 
 
 def gathered(x: Tensor, index_R: Tensor) -> Tensor:
-    """x[index] in plain torch, an index of len(x) gives zeros."""
+    """x[index] in plain torch; an index of len(x) gives zeros."""
     return torch.cat([x, x.new_zeros(1, x.size(1))]).index_select(0, index_R)
 
 
@@ -132,7 +130,7 @@ def weight_grad_torch(
     b_index_R: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The twin of `weight_grad`."""
+    """Plain-torch twin of `weight_grad`."""
     ends = offsets_L1.tolist()
     dw_LMN = a.new_empty(len(ends) - 1, a.size(1), b.size(1)) if out is None else out
     for dw_MN, first, end in zip(dw_LMN.unbind(0), ends, ends[1:], strict=False):
@@ -154,23 +152,21 @@ def weight_grad(
     b_index_R: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Sum over the rows of every expert: dw_e = sum_r a_r^T b_r, with accumulation in fp32.
+    """Sum over the rows of every expert: dw_e = sum_r a_r^T b_r, accumulated in fp32.
 
     Args:
-        a: [R, M], sorted by expert, or what `a_index_R` takes rows from; last dimension contiguous.
+        a: [R, M], sorted by expert, or the source of `a_index_R`; last dimension contiguous.
         b: [R, N], the same.
-        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Later rows are not
-            read.
-        a_index_R: int32, the row of `a` for each row; one past the last gives zeros. None: they are there in
-            order.
+        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Others are unread.
+        a_index_R: int32, index into `a` of each row; one past the last gives zeros. None: already in order.
         b_index_R: the same for `b`.
-        out: fp32 [L, M, N], Megatron's main_grad: is added to in place; an expert without rows is left alone.
-
-    Raises:
-        ValueError: the last dimension of `out` has gaps.
+        out: fp32 [L, M, N], Megatron's main_grad: added to in place; unchanged for an expert without rows.
 
     Returns:
         `out`, or a new [L, M, N] in the dtype of `a`, zero for an expert without rows.
+
+    Raises:
+        ValueError: if the last dimension of `out` is not contiguous.
     """
     if out is None:
         return _new_grad(a, b, offsets_L1, a_index_R, b_index_R)
@@ -181,7 +177,7 @@ def weight_grad(
     return out
 
 
-# Two operators: what torch.compile sees may not return what it writes to.
+# Two operators: under torch.compile an operator may not return what it writes to.
 @compilable(
     "weight_grad",
     lambda a, b, offsets_L1, a_index_R, b_index_R: a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)),
@@ -226,7 +222,7 @@ def _launch(
     a, b = last_contiguous(a), last_contiguous(b)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
-        # Not persistent: the device hands out the next tile where one is done, whatever the rows of each.
+        # Not persistent: the device schedules the next tile when one is done, whatever its number of rows.
         return (num_experts * cdiv(num_m, constants["BLOCK_M"]) * cdiv(num_n, constants["BLOCK_N"]),)
 
     _kernel[grid](

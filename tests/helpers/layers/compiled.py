@@ -68,8 +68,8 @@ class Compiled:
 
 
 def on_gpu(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    """A tensor without values that says it is on a GPU; inside a launch only."""
-    return torch.empty(sizes, dtype=dtype, device="cuda")
+    """A tensor without values that says it is on GPU 1, while 0 is the current one; inside a launch only."""
+    return torch.empty(sizes, dtype=dtype, device="cuda:1")
 
 
 def compiled(launch: Callable[[], Any], capability: int, config: int = 0) -> list[Compiled]:
@@ -93,6 +93,11 @@ def specializations(launch: Callable[[], Any], capability: int) -> list[tuple[st
     arguments have. Compiles nothing.
     """
     return _compiler().submit(_specialize, launch, capability).result()
+
+
+def devices(launch: Callable[[], Any], capability: int) -> list[tuple[str, int]]:
+    """Kernel and the number of the device that is the current one, of each that `launch` starts."""
+    return _compiler().submit(_current_devices, launch, capability).result()
 
 
 @functools.cache
@@ -141,6 +146,10 @@ def _specialize(launch: Callable[[], Any], capability: int) -> list[tuple[str, s
     return found
 
 
+def _current_devices(launch: Callable[[], Any], capability: int) -> list[tuple[str, int]]:
+    return [(name, device) for name, *_, device in _started(launch, capability)]
+
+
 def _count_configs(launch: Callable[[], Any], capability: int) -> int:
     return max(
         len(_configs(kernel, args, kwargs)) or 1 for _, kernel, args, kwargs in _launches(launch, capability)
@@ -157,6 +166,10 @@ def _configs(kernel: Any, args: Any, kwargs: Any) -> list[Any]:
 
 
 def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any]]:
+    return [started[:4] for started in _started(launch, capability)]
+
+
+def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any, int]]:
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.driver import driver
@@ -167,15 +180,21 @@ def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any
     driver.set_active(_Driver(capability))
     package._num_processors = lambda device: 132
     package._has_tma = lambda x: capability >= 90
-    started: list[tuple[str, Any, Any, Any]] = []
+    current, started = [0], []
+
+    @contextlib.contextmanager
+    def make_current(device: torch.device) -> Any:
+        current.append(device.index)
+        yield
+        current.pop()
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         del grid, warmup
         name = getattr(kernel, "base_fn", kernel).__module__.rpartition(".")[2]
-        started.append(
-            (name, kernel, [_mock(arg) for arg in args], {key: _mock(arg) for key, arg in kwargs.items()})
-        )
+        mocks = [_mock(arg) for arg in args], {key: _mock(arg) for key, arg in kwargs.items()}
+        started.append((name, kernel, *mocks, current[-1]))
 
+    package.current_device = make_current
     with FakeTensorMode(), _replaced(Autotuner, "run", record), _replaced(JITFunction, "run", record):
         launch()
     return started

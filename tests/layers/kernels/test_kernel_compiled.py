@@ -13,9 +13,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.layers.compiled import SHARED_LIMIT, Compiled, compiled, num_configs, on_gpu, specializations
+from helpers.layers.compiled import (
+    SHARED_LIMIT,
+    Compiled,
+    compiled,
+    devices,
+    num_configs,
+    on_gpu,
+    specializations,
+)
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.combine import combine
+from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
 from moe_exp.layers.kernels.drops import keep_within, padded_order
 from moe_exp.layers.kernels.grouped_matmul import CONFIGS, grouped_matmul
 from moe_exp.layers.kernels.rows import chunk_order, gather_rows
@@ -223,6 +232,20 @@ def test_one_kernel_for_all_numbers_of_rows() -> None:
     assert len(usual) > 15
     for other in others:
         assert other == usual
+
+
+def all_kernels() -> None:
+    micro_batch(1024, 4096)
+    logits, target = on_gpu(64, 1000), on_gpu(64, dtype=torch.int64)
+    cross_entropy_statistics(logits, target, 0)
+    cross_entropy_gradient(logits, target, on_gpu(64, dtype=FP32), on_gpu(64, dtype=FP32), 0)
+
+
+def test_kernels_are_launched_on_the_device_of_their_tensors() -> None:
+    """Which is not the current one here."""
+    started = devices(all_kernels, 80)
+    assert {name for name, _ in started} >= {"cross_entropy", "topk", "rows", "weight_grad", "combine"}
+    assert {device for _, device in started} == {1}
 
 
 def test_hidden_is_not_written_where_nobody_wants_it() -> None:

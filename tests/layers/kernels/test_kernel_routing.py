@@ -8,14 +8,20 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.layers.kernel_device import DEVICE, needs_kernels
+from helpers.layers.tiny_moe import HIDDEN as TINY_HIDDEN
+from helpers.layers.tiny_moe import random, tiny_layer
+from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.kernels.choice import interpreted_kernels
+from moe_exp.layers.kernels.launch import INTERPRETED
 from moe_exp.layers.losses import AuxLoss
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.router.replay import RoutingReplay
 
@@ -133,3 +139,24 @@ def test_jitter_is_in_the_logits_before_the_kernel():
         x_TD = torch.randn(8, HIDDEN, device=DEVICE)
         first, second = (made.to(DEVICE).route(x_TD).weights_TK for _ in range(2))
     assert not torch.equal(first, second)
+
+
+# Rows that travel between ranks
+
+EXCHANGED = ({}, {"capacity_factor": 1.5, "pad_to_capacity": True}, {"token_rounding": 4})
+
+
+def outputs_of_rank() -> list[torch.Tensor]:
+    group = dist.group.WORLD
+    x_TD = random(24, TINY_HIDDEN, seed=4).chunk(group.size())[group.rank()]
+    with interpreted_kernels():
+        layers = [tiny_layer(ep_group=group, microbatch_group=group, **settings) for settings in EXCHANGED]
+        return [layer(x_TD)[0].detach() for layer in layers]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="Triton does not interpret here")
+def test_rows_of_the_all_to_all_path_are_moved_by_kernels():
+    by_rank = run_on_ranks(2, outputs_of_rank)
+    for settings, parts in zip(EXCHANGED, zip(*by_rank, strict=True), strict=True):
+        whole = tiny_layer(**settings)(random(24, TINY_HIDDEN, seed=4))[0]
+        torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=0)

@@ -41,8 +41,8 @@ def rows() -> None:
     gather_rows(on_gpu(TOKENS, DIM), on_gpu(TOKENS * TOPK, dtype=INT), TOPK)
 
 
-def chunks() -> None:
-    chunk_order(on_gpu(8, 16, dtype=LONG), TOKENS)
+def chunks(sources: int = 8, experts: int = 16) -> None:
+    chunk_order(on_gpu(sources, experts, dtype=LONG), TOKENS)
 
 
 def kept(by_weight: bool = True) -> None:
@@ -85,6 +85,15 @@ def test_kernels_fit_and_spill_nothing(name, capability):
 def test_rows_move_16_bytes_at_a_time():
     (kernel,) = compiled(rows, 80)
     assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx
+
+
+@pytest.mark.parametrize("capability", [80, 90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("experts", [64, 256, 512, 1024])
+@pytest.mark.parametrize("sources", [1, 8])
+def test_registers_of_the_chunk_order_do_not_grow_with_experts(sources, experts, capability):
+    (kernel,) = compiled(partial(chunks, sources, experts), capability)
+    assert kernel.stack_bytes == 0
+    assert kernel.registers <= 32
 
 
 @pytest.mark.parametrize("launch", [routed, partial(routed, score="sigmoid", extras=True)])

@@ -35,7 +35,9 @@ def test_rows_are_gathered_to_the_bit(num_sources, width, num_rows, divisor, dty
 
 
 @pytest.mark.parametrize(
-    ("sources", "experts", "most"), [(1, 1, 3), (3, 4, 60), (4, 5, 2), (2, 3, 1), at_real_size(64, 4, 3000)]
+    ("sources", "experts", "most"),
+    [(1, 1, 3), (3, 4, 60), (4, 5, 2), (2, 3, 1), at_real_size(64, 4, 3000)]
+    + [(sources, experts, most) for experts in (64, 256, 512, 1024) for sources, most in ((1, 3), (3, 2))],
 )
 def test_chunks_are_sorted_as_by_the_layer(sources, experts, most):
     rows_SL = torch.randint(0, most, (sources, experts), device=DEVICE)

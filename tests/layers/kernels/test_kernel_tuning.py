@@ -59,6 +59,8 @@ def stopwatch(monkeypatch):
             autotuner, "configs", [launch.make_config(config, set_blocks) for config in module.CONFIGS]
         )
         monkeypatch.setattr(autotuner, "cache", {})
+        monkeypatch.setattr(autotuner, "_dropped", [], raising=False)
+        monkeypatch.setattr(autotuner, "_warned", [], raising=False)
         monkeypatch.setitem(vars(autotuner), "do_bench", watch)
         run = autotuner.fn.run
         monkeypatch.setattr(
@@ -144,6 +146,111 @@ def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
     y_RO = grouped_matmul.grouped_matmul(shifted, w_LIO, offsets_L1)
     assert watch.launched[-1]["TMA"] == 0
     assert (y_RO - expected).norm() < 1e-6 * expected.norm()
+
+
+def failing(monkeypatch, watch, autotuner, is_failing, error):
+    """The launches of some configs fail, as ptxas, a descriptor or the driver has them fail."""
+    run = autotuner.fn.run
+
+    def launched(*args, **kwargs):
+        if is_failing(kwargs):
+            raise error
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(autotuner.fn, "run", launched)
+
+
+def product():
+    """x, w and offsets of two experts, and what a grouped matmul makes of them."""
+    x_RI, w_LIO = drawn(9, 32, dtype=torch.float32, seed=1), drawn(2, 32, 32, dtype=torch.float32, seed=2)
+    return (x_RI, w_LIO, offsets_of((4, 5))), torch.cat([x_RI[:4] @ w_LIO[0], x_RI[4:] @ w_LIO[1]])
+
+
+ERRORS = [
+    RuntimeError("PassManager::run failed"),
+    RuntimeError("Triton Error [CUDA]: invalid argument"),
+    launch.triton.OutOfResources(300_000, 232_448, "shared memory"),
+    ValueError("strides must be 16-byte aligned"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=str)
+def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, caplog, error):
+    """All with descriptors: those without are left."""
+    watch, (operands, expected) = stopwatch(grouped_matmul), product()
+    failing(monkeypatch, watch, grouped_matmul._kernel.timed, lambda kwargs: kwargs["TMA"], error)
+    for _ in range(2):
+        y_RO = grouped_matmul.grouped_matmul(*operands)
+        assert (y_RO - expected).norm() < 1e-6 * expected.norm()
+        assert watch.launched[-1]["TMA"] == 0
+    num_failing = sum(config["TMA"] for config in grouped_matmul.CONFIGS)
+    assert len(caplog.records) == num_failing > 1
+    for record in caplog.records:
+        assert record.levelname == "WARNING"
+        assert (
+            "kernel grouped_matmul: config BLOCK_M: " in record.getMessage()
+            and "TMA: 1" in record.getMessage()
+        )
+        assert f"{type(error).__name__}: {error}" in record.getMessage()
+    assert watch.num_timed == len(grouped_matmul.CONFIGS) - num_failing
+
+
+def test_one_of_the_configs_with_descriptors_fails(stopwatch, monkeypatch, caplog):
+    """The fastest of the others is one with descriptors, too."""
+    watch, (operands, _) = stopwatch(grouped_matmul), product()
+    fails = lambda kwargs: kwargs["TMA"] and kwargs["num_warps"] == 4  # noqa: E731
+    failing(monkeypatch, watch, grouped_matmul._kernel.timed, fails, RuntimeError("ptxas"))
+    grouped_matmul.grouped_matmul(*operands)
+    assert watch.launched[-1]["TMA"] == 1 and watch.launched[-1]["num_warps"] != 4
+    assert len(caplog.records) == 1
+
+
+def test_a_config_that_fails_after_it_was_chosen(stopwatch, monkeypatch, caplog):
+    watch, (operands, expected) = stopwatch(grouped_matmul), product()
+    grouped_matmul.grouped_matmul(*operands)
+    chosen = watch.launched[-1]["num_stages"], watch.launched[-1]["num_warps"]
+    assert watch.launched[-1]["TMA"] == 1
+
+    def fails(kwargs):
+        return kwargs["TMA"] and (kwargs["num_stages"], kwargs["num_warps"]) == chosen
+
+    failing(monkeypatch, watch, grouped_matmul._kernel.timed, fails, RuntimeError("illegal alignment"))
+    y_RO = grouped_matmul.grouped_matmul(*operands)
+    assert (y_RO - expected).norm() < 1e-6 * expected.norm()
+    assert not fails(watch.launched[-1])
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_no_config_runs(stopwatch, monkeypatch):
+    """The last error is the cause; a full memory is nobody's fault but its own."""
+    watch, (operands, _) = stopwatch(grouped_matmul), product()
+    timed = grouped_matmul._kernel.timed
+    failing(monkeypatch, watch, timed, lambda kwargs: True, RuntimeError("the driver says no"))
+    with pytest.raises(RuntimeError, match="kernel grouped_matmul: none of its 7 configs runs") as raised:
+        grouped_matmul.grouped_matmul(*operands)
+    assert str(raised.value.__cause__) == "the driver says no"
+    failing(monkeypatch, watch, timed, lambda kwargs: True, torch.OutOfMemoryError("full"))
+    with pytest.raises(torch.OutOfMemoryError):
+        grouped_matmul.grouped_matmul(*operands)
+
+
+@pytest.mark.parametrize("module", [activation_grad, up_projection])
+def test_an_activation_with_a_gate_does_not_choose_for_one_without(stopwatch, module):
+    """The matrices that decide on the tiles are of the same shape."""
+    watch = stopwatch(module)
+    for activation, width in (("swiglu", 32), ("squared_relu", 16)):
+        x_RD, offsets_L1 = drawn(9, 24, dtype=torch.float32, seed=1), offsets_of((4, 5))
+        if module is up_projection:
+            weight1_LWD = drawn(2, width, 24, dtype=torch.float32, seed=2)
+            up_projection.up_projection(x_RD, weight1_LWD, offsets_L1, activation=activation)
+        else:
+            weight2_LDF, hidden_RW = (
+                drawn(2, 24, 16, dtype=torch.float32, seed=2),
+                drawn(9, width, dtype=torch.float32, seed=3),
+            )
+            activation_grad.activation_grad(x_RD, weight2_LDF, hidden_RW, offsets_L1, activation=activation)
+    assert len(module._kernel.timed.cache) == 2
+    assert watch.num_timed >= 2 * sum(not config.get("TMA") for config in module.CONFIGS)
 
 
 # Gradients that are added to main_grad

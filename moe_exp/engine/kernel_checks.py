@@ -1,0 +1,187 @@
+"""Self-test of the Triton kernels that a run will use, with its sizes, on every rank before training.
+
+All ranks decide the same. If a kernel is wrong on any, EXPERT_BACKEND=auto and ROUTING_KERNELS=auto continue
+without Triton's kernels there; kernels requested by name end the start.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from moe_exp.config import Config, ConfigError
+from moe_exp.engine.model import DTYPES, moe_options, transformer_config
+from moe_exp.engine.runtime import Runtime
+from moe_exp.layers.experts.grouped_gemm import choose_backend
+from moe_exp.layers.kernels.choice import choose_routing, distrust
+from moe_exp.layers.kernels.launch import missing
+from moe_exp.layers.kernels.self_test import Sizes, can_check, check_kernels
+from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
+from moe_exp.layers.moe_layer import needs_scores
+from moe_exp.layers.router import kernel_problem
+
+logger = logging.getLogger(__name__)
+
+PARTS = {"experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entropy": "CROSS_ENTROPY"}
+
+
+@dataclass(frozen=True)
+class KernelFailure:
+    """A part of the model whose kernels are not used.
+
+    Args:
+        part: one of PARTS.
+        problems: one line per kernel, with the first rank and host that found it.
+        backend: what runs instead.
+    """
+
+    part: str
+    problems: list[str]
+    backend: str
+
+
+def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
+    """Compares the kernels of a run with their twins, and disables those of a part if one is wrong.
+
+    Called by every rank before the model is built; returns immediately if no kernel runs.
+
+    Raises:
+        ConfigError: on every rank, if a kernel requested by name is wrong on any.
+    """
+    device = runtime.device
+    parts = [part for part in parts_with_kernels(config, device) if can_check(device)]
+    if not parts:
+        return []
+    sizes = sizes_of(config)
+    found = {
+        part: [check.line(device) for check in check_kernels(part, sizes, device) if check.problem]
+        for part in parts
+    }
+    return [
+        _without_kernels(config, device, part, problems)
+        for part, problems in zip(parts, _of_all_ranks(list(found.values()), runtime), strict=True)
+        if problems
+    ]
+
+
+def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
+    """Which of PARTS run on Triton's kernels with these settings."""
+    parts = []
+    if config.use_moe and _expert_backend(config, device) == "triton":
+        parts.append("experts")
+    # The interpreter does not move rows of a layer, see `kernels.choice`.
+    routing = choose_routing(config.routing_kernels, device_type=device.type)
+    if config.use_moe and routing[0] == "triton":
+        parts.append("routing")
+    return [*parts, *(["cross entropy"] if config.cross_entropy == "triton" else [])]
+
+
+def _expert_backend(config: Config, device: torch.device) -> str:
+    dtype, bias = DTYPES[config.dtype], config.add_bias_linear
+    return choose_backend(config.expert_backend, device_type=device.type, dtype=dtype, bias=bias)[0]
+
+
+def sizes_of(config: Config) -> Sizes:
+    """Sizes with which a run calls kernels on each of its ranks."""
+    settings, router = transformer_config(config), None
+    if config.use_moe:
+        rules = router_config(settings, moe_options(config)["router"])
+        if not kernel_problem(rules, needs_scores=needs_scores(balancing_losses(settings))):
+            router = {
+                "num_experts": rules.num_experts,
+                "score": rules.score,
+                "pre_softmax": rules.pre_softmax,
+                "normalize": rules.normalizes,
+                "scaling_factor": rules.scaling_factor,
+                "expert_bias": rules.expert_bias,
+            }
+    return Sizes(
+        dtype=DTYPES[config.dtype],
+        hidden_size=config.hidden_size,
+        ffn_size=config.expert_ffn_size // config.etp,
+        num_experts=config.num_experts // config.ep,
+        topk=config.topk,
+        activation=config.activation,
+        gathers=config.ep == config.etp == 1 and config.dispatcher in ("auto", "local"),
+        adds=bool(settings.gradient_accumulation_fusion),
+        vocab_size=config.padded_vocab_size // config.tp,
+        router=router,
+    )
+
+
+def _of_all_ranks(found: list[list[str]], runtime: Runtime) -> list[list[str]]:
+    """Each part's problems, equal on all ranks: one number per part is exchanged, lines only if needed."""
+    if not dist.is_initialized():
+        return found
+    num_problems = torch.tensor([len(lines) for lines in found], device=runtime.device)
+    dist.all_reduce(num_problems, op=dist.ReduceOp.MAX)
+    if not num_problems.any():
+        return found
+    mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
+    of_ranks: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, mine)
+    # Those of the first rank that has any: the others have the same, or none.
+    return [next((lines for lines in parts if lines), []) for parts in zip(*of_ranks, strict=True)]
+
+
+def _without_kernels(config: Config, device: torch.device, part: str, problems: list[str]) -> KernelFailure:
+    name = PARTS[part]
+    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
+    if part == "cross entropy" or (part == "experts" and config.expert_backend != "auto"):
+        fix = "set CROSS_ENTROPY=megatron" if part == "cross entropy" else "set EXPERT_BACKEND=auto"
+        line = f"{name}=triton: the self-test of its kernels has failed: {problems[0]}{more}. Fix: {fix}."
+        raise ConfigError([line])
+    distrust(part, f"the self-test has failed: {problems[0]}{more}")
+    backend = "torch" if part == "routing" else _expert_backend(config, device)
+    for line in problems:
+        logger.warning("%s=auto continues with %s: %s", name, backend, line)
+    return KernelFailure(part, problems, backend)
+
+
+# For `moe-exp doctor --kernels`, which has no model.
+_DOCTOR_SIZES = Sizes(torch.bfloat16, hidden_size=1024, ffn_size=512, num_experts=8, topk=4, vocab_size=32000)
+_DOCTOR_ROUTERS = (
+    {"num_experts": 64, "score": "softmax"},
+    {"num_experts": 256, "score": "sigmoid", "normalize": True, "expert_bias": True},
+)
+
+
+def kernel_rows() -> tuple[list[list[str]], list[str]]:
+    """Output of `moe-exp doctor --kernels`: a row per kernel, and lines on failures and what is not checked.
+
+    A row has kernel, dtype, shape, number of configs, largest relative error and `ok` or `failed`.
+    """
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not can_check(device):
+        return [], [
+            f"No kernel is checked: {missing() or 'TRITON_INTERPRET=1 is not set, and there is no GPU'}."
+        ]
+    checks = []
+    for sizes in _doctor_sizes():
+        parts = ["experts"] if sizes.router is None else list(PARTS)
+        checks += [check for part in parts for check in check_kernels(part, sizes, device)]
+    rows = [
+        [
+            check.kernel, check.dtype, check.shape, str(check.num_configs), f"{check.error:.1e}",
+            "failed" if check.problem else "ok",
+        ]
+        for check in checks
+    ]  # fmt: skip
+    lines = [check.line(device) for check in checks if check.problem]
+    if device.type == "cpu":
+        lines.append(
+            "No GPU: the kernels were interpreted on the CPU, in their first config and with small widths."
+            " Not checked: what a GPU's compiler makes of them, tensor descriptors, the other configs."
+        )
+    return rows, lines
+
+
+def _doctor_sizes() -> Iterator[Sizes]:
+    for router, dtype in zip(_DOCTOR_ROUTERS, (torch.bfloat16, torch.float32), strict=True):
+        yield replace(_DOCTOR_SIZES, dtype=dtype, router=router)
+    for activation, dtype in (("gelu", torch.bfloat16), ("squared_relu", torch.float16)):
+        yield replace(_DOCTOR_SIZES, dtype=dtype, activation=activation, gathers=False, adds=True)

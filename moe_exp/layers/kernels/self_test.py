@@ -1,0 +1,394 @@
+"""Compares kernels with their plain-torch twins before training. Shape suffixes in `moe_exp.layers`.
+
+Kernels are called as in training, with the model's widths but few rows, experts without rows and others with
+more than a tile, in all configs that the autotuner may choose. Does not use torch's global random state.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.activations import ACTIVATIONS
+from moe_exp.layers.kernels import (
+    activation_grad,
+    combine,
+    cross_entropy,
+    drops,
+    grouped_matmul,
+    rows,
+    slot_sort,
+    topk,
+    up_projection,
+    weight_grad,
+)
+from moe_exp.layers.kernels.launch import (
+    INTERPRETED,
+    Tuned,
+    UnsuitedError,
+    cdiv,
+    in_one_line,
+    is_of_device,
+    missing,
+    runs_kernel,
+    triton_version,
+)
+
+# Limits of a result row's error relative to its norm; those of bf16 and fp16 are a few roundings.
+LIMITS = {torch.bfloat16: 3e-2, torch.float16: 8e-3, torch.float32: 1e-4}
+_LIMIT_TF32 = 5e-3
+
+_ROWS = (37, 0, 3, 130, 1, 64)  # of the experts in turn
+_MOST_WEIGHT_BYTES = 2**30  # of the experts' matrices; with more there are fewer experts
+_INTERPRETED_WIDTH = 48  # an interpreted kernel takes about a second for a model's
+_INTERPRETED_EXPERTS = 3
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What kernels are called with.
+
+    Args:
+        dtype: of rows and weights.
+        hidden_size: D.
+        ffn_size: F on this rank.
+        num_experts: L on this rank.
+        topk: K.
+        activation: a key of activations.ACTIVATIONS.
+        gathers: kernels take rows from the tokens themselves, as if all experts are on the rank.
+        adds: gradients are added to main_grad.
+        vocab_size: V on this rank.
+        router: options of `router_topk`, with `num_experts` of all ranks; None if it uses no kernel.
+    """
+
+    dtype: torch.dtype
+    hidden_size: int
+    ffn_size: int
+    num_experts: int
+    topk: int = 2
+    activation: str = "swiglu"
+    gathers: bool = True
+    adds: bool = False
+    vocab_size: int = 1000
+    router: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class KernelCheck:
+    """Result of comparing a kernel with its twin.
+
+    Args:
+        dtype: of the operands, such as `bf16`.
+        shape: in words.
+        num_configs: number of configs compared.
+        error: largest relative error of all results.
+        problem: what is wrong, with the config; empty if nothing.
+    """
+
+    kernel: str
+    dtype: str
+    shape: str
+    num_configs: int
+    error: float
+    problem: str = ""
+
+    def line(self, device: torch.device) -> str:
+        """Everything that a report of the failure needs."""
+        where = f"{self.dtype}, {self.shape}; {device_in_words(device)}; {versions()}"
+        return f"kernel {self.kernel} ({where}): {self.problem}"
+
+
+Outputs = Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class _Case:
+    """One public function with its operands; `run` and `twin` take nothing and return all that they write."""
+
+    kernel: str
+    dtype: torch.dtype
+    shape: str
+    run: Callable[[], Outputs]
+    twin: Callable[[], Outputs]
+    tuned: Tuned | None
+
+
+def can_check(device: torch.device) -> bool:
+    """Whether the device runs kernels at all, not their twins."""
+    return runs_kernel(torch.empty(0, device=device)) and not missing()
+
+
+def versions() -> str:
+    """Versions of everything that compiles and runs a kernel."""
+    found = [f"torch {torch.__version__}", f"triton {triton_version()}"]
+    if torch.cuda.is_available():
+        driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+        found += [f"CUDA {torch.version.cuda}", f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"]
+    return ", ".join(found)
+
+
+def device_in_words(device: torch.device) -> str:
+    """Name of the GPU, or that the kernels are interpreted."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted on a CPU"
+
+
+def check_kernels(part: str, sizes: Sizes, device: torch.device) -> list[KernelCheck]:
+    """Compares every kernel of a part with its twin.
+
+    Args:
+        part: `experts`, `routing` or `cross entropy`.
+        sizes: of the model; the interpreter uses small widths instead.
+
+    Raises:
+        RuntimeError: if memory is full or the device is unusable; names the kernel.
+    """
+    cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
+    found = [compare(case, device) for case in cases[part](_fitting(sizes, device), device)]
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return found
+
+
+def compare(case: _Case, device: torch.device) -> KernelCheck:
+    """Compares one case in every config that may run.
+
+    A config that cannot be launched is dropped, as anywhere else; wrong numbers are a problem of the kernel.
+    """
+    tuned, limit = case.tuned, _limit(case.dtype, device)
+    expected, problem = case.twin(), ""
+    errors: list[float] = []
+    failed: list[tuple[Any, Exception]] = []
+
+    def found(error: float, problem: str) -> KernelCheck:
+        name = str(case.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+        return KernelCheck(case.kernel, name, case.shape, len(errors), error, problem)
+
+    for config in [None] if tuned is None else tuned.configs():
+        at = "" if config is None else f"config {config}: "
+        try:
+            with nullcontext() if tuned is None else tuned.only(config):
+                errors.append(_error(case.run(), expected))
+        except UnsuitedError:
+            continue
+        except Exception as error:
+            if is_of_device(error):
+                line = found(math.inf, at + in_one_line(error)).line(device)
+                raise RuntimeError(line) from error
+            failed.append((config, error))
+            continue
+        if not errors[-1] <= limit and not problem:  # also of NaN
+            problem = f"{at}relative error {errors[-1]:.2g}, the limit is {limit:g}"
+    if not errors:
+        config, first = failed[0]
+        return found(math.inf, ("" if config is None else f"config {config}: ") + in_one_line(first))
+    for config, caught in failed:
+        assert tuned is not None
+        tuned.timed.drop(config, caught)
+    return found(max(errors, key=_nan_last), problem)
+
+
+def _limit(dtype: torch.dtype, device: torch.device) -> float:
+    is_tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
+    return _LIMIT_TF32 if is_tf32 else LIMITS[dtype]
+
+
+def _error(actual: Outputs, expected: Outputs) -> float:
+    """Largest error of a result row relative to its norm or the mean norm; integers must be equal."""
+    return max((_error_of_one(*pair) for pair in zip(actual, expected, strict=True)), key=_nan_last)
+
+
+def _nan_last(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _error_of_one(actual: Tensor, expected: Tensor) -> float:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return math.inf
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else math.inf
+    if actual.dim() < 2:
+        actual, expected = actual.view(1, -1), expected.view(1, -1)
+    wanted = expected.float().norm(dim=-1)
+    different = (actual.float() - expected.float()).norm(dim=-1)
+    least = wanted.mean().clamp(min=1e-30)
+    return float((different / wanted.clamp(min=least)).max()) if wanted.numel() else 0.0
+
+
+def _fitting(sizes: Sizes, device: torch.device) -> Sizes:
+    """Small widths if kernels are interpreted; else limits experts so that their matrices remain small."""
+    if INTERPRETED and device.type == "cpu":
+        most = _INTERPRETED_WIDTH
+        return replace(
+            sizes,
+            hidden_size=min(sizes.hidden_size, most),
+            ffn_size=min(sizes.ffn_size, most),
+            num_experts=min(sizes.num_experts, _INTERPRETED_EXPERTS),
+        )
+    bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
+    return replace(sizes, num_experts=min(sizes.num_experts, max(2, _MOST_WEIGHT_BYTES // bytes_per_expert)))
+
+
+class _Draw:
+    """Random tensors from their own generator."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.generator = device, torch.Generator(device).manual_seed(0)
+
+    def normal(self, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+        x = torch.randn(shape, generator=self.generator, device=self.device, dtype=torch.float32)
+        return x.mul_(scale).to(dtype)
+
+    def weights(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, device=self.device) + 0.5
+
+    def integers(self, high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=self.generator, device=self.device)
+
+
+def _expert_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
+    """Cases of `experts.fused`, forward and backward."""
+    draw, dtype, hidden, ffn = _Draw(device), sizes.dtype, sizes.hidden_size, sizes.ffn_size
+    num_experts, activation = sizes.num_experts, sizes.activation
+    tokens_L = [_ROWS[expert % len(_ROWS)] for expert in range(num_experts)]
+    num_rows = sum(tokens_L)
+    num_tokens = cdiv(num_rows, sizes.topk)
+    width = ffn * (2 if ACTIVATIONS[activation][1] else 1)
+    shape = f"{num_rows} rows, {num_experts} experts, {hidden} x {ffn}, {activation}"
+    offsets_L1 = torch.tensor([0, *tokens_L], device=device).cumsum(0).int()
+    weight1_LWD = draw.normal(num_experts, width, hidden, dtype=dtype, scale=hidden**-0.5)
+    weight2_LDF = draw.normal(num_experts, hidden, ffn, dtype=dtype, scale=ffn**-0.5)
+    weights_R, token_R = draw.weights(num_rows), None
+    x, dy = (draw.normal(num_rows, hidden, dtype=dtype) for _ in range(2))
+    if sizes.gathers:
+        x, dy = x[:num_tokens], dy[:num_tokens]
+        token_R = draw.integers(num_tokens + 1, num_rows).int()  # with rows of padding
+    hidden_RW, active_RF = (draw.normal(num_rows, wide, dtype=dtype) for wide in (width, ffn))
+    gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
+
+    def case(module: Any, *args: Any, what: str = "", **options: Any) -> _Case:
+        return _case(module, dtype, shape + what, *args, **options)
+
+    yield case(up_projection, x, weight1_LWD, offsets_L1, **gathering)
+    yield case(grouped_matmul, active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
+    yield case(activation_grad, dy, weight2_LDF, hidden_RW, offsets_L1, **gathering)
+    for a, b, index in ((dy, active_RF, "a_index_R"), (hidden_RW, x, "b_index_R")):
+        options: dict[str, Any] = {index: token_R, "what": ""}
+        if sizes.adds:
+            options["out"] = draw.normal(num_experts, a.size(1), b.size(1), dtype=torch.float32)
+            options["what"] = ", added to main_grad"
+        yield case(weight_grad, a, b, offsets_L1, **options)
+    yield case(grouped_matmul, hidden_RW, weight1_LWD, offsets_L1, what=", gradient of the rows")
+    if sizes.gathers:
+        expert_TK = draw.integers(num_experts, num_tokens, sizes.topk)
+        kept_TK = draw.integers(4, num_tokens, sizes.topk) > 0
+        yield case(slot_sort, expert_TK, num_experts, kept_TK)
+        yield case(combine, active_RF, draw.integers(num_rows + 1, num_tokens, sizes.topk).int())
+
+
+def _case(module: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
+    """The public function with its module's name, and its twin on the same operands."""
+    name = module.__name__.rpartition(".")[2]
+    run, twin = getattr(module, name), getattr(module, f"{name}_torch")
+    return _of_functions(run, twin, dtype, shape, *args, **options)
+
+
+def _of_functions(run: Any, twin: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
+    def outputs(function: Any) -> Outputs:
+        given = dict(options)
+        if given.get("out") is not None:
+            given["out"] = given["out"].clone()
+        result = function(*args, **given)
+        return [result] if isinstance(result, Tensor) else result
+
+    kernel = getattr(sys.modules[run.__module__], "_kernel", None)
+    tuned = kernel if isinstance(kernel, Tuned) else None
+    return _Case(run.__name__, dtype, shape, lambda: outputs(run), lambda: outputs(twin), tuned)
+
+
+def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
+    """Cases of router, drops and row orders."""
+    draw, num_tokens, num_experts, dtype = _Draw(device), 65, max(sizes.num_experts, 2), sizes.dtype
+    options = dict(sizes.router or {})
+    num_routed = options.pop("num_experts", num_experts)
+    topk_size, hidden = min(sizes.topk, num_experts), sizes.hidden_size
+    slots = num_tokens * topk_size
+    if sizes.router is not None:
+        logits_TE = draw.normal(num_tokens, num_routed, dtype=torch.float32)
+        bias_E = (
+            draw.normal(num_routed, dtype=torch.float32, scale=0.1)
+            if options.pop("expert_bias", False)
+            else None
+        )
+        seeds = draw.weights(num_tokens, sizes.topk), draw.weights(num_tokens), draw.weights(num_routed)
+        shape = (
+            f"{num_tokens} tokens, {num_routed} experts, top-{sizes.topk}, {options.get('score', 'softmax')}"
+        )
+        yield _of_functions(
+            _with_gradient(topk.router_topk, seeds),
+            _with_gradient(topk.router_topk_torch, seeds),
+            torch.float32,
+            shape,
+            logits_TE,
+            sizes.topk,
+            bias_E=bias_E,
+            **options,
+        )
+    shape = f"{num_tokens} tokens, {num_experts} experts, top-{topk_size}"
+    expert_TK = draw.integers(num_experts - 1, num_tokens, topk_size)  # none for the last
+    kept_TK = draw.integers(4, num_tokens, topk_size) > 0
+    weights_TK = draw.weights(num_tokens, topk_size)
+    limits_E = draw.integers(slots // num_experts + 2, num_experts).int()
+    rows_SL = draw.integers(5, 2, num_experts)
+    x_TD, y_RD = (draw.normal(number, hidden, dtype=dtype) for number in (num_tokens, slots))
+    moved = f"{slots} rows of {hidden}"
+    yield _case(slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
+    keeping, padding = (
+        (drops.keep_within, drops.keep_within_torch),
+        (drops.padded_order, drops.padded_order_torch),
+    )
+    yield _of_functions(*keeping, dtype, shape, expert_TK, weights_TK, limits_E)
+    yield _of_functions(*keeping, dtype, shape + ", the first", expert_TK, None, limits_E)
+    yield _of_functions(*padding, dtype, shape, expert_TK, num_experts, slots // num_experts, kept_TK)
+    index_R, num_chunks = draw.integers(slots + 1, slots).int(), rows_SL.numel()
+    yield _of_functions(rows.gather_rows, rows.gather_rows_torch, dtype, moved, x_TD, index_R, topk_size)
+    order = rows.chunk_order, rows.chunk_order_torch
+    yield _of_functions(*order, dtype, f"{num_chunks} chunks", rows_SL, int(rows_SL.sum()))
+    row_TK = draw.integers(slots + 1, num_tokens, topk_size).int()
+    yield _case(combine, dtype, moved, y_RD, row_TK)
+    yield _case(combine, dtype, moved + ", weighted", y_RD, row_TK, weights_TK)
+
+
+def _with_gradient(function: Any, seeds: Sequence[Tensor]) -> Any:
+    """The router kernel's results, and the gradient of the logits."""
+
+    @functools.wraps(function)
+    def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:
+        logits_TE = logits_TE.detach().requires_grad_()
+        with torch.enable_grad():
+            found = function(logits_TE, *args, **options)
+            losses = found.weights_TK, found.lse_T, found.score_sums_E
+        (dlogits_TE,) = torch.autograd.grad(losses, logits_TE, list(seeds))
+        return [*(x.detach() for x in found), dlogits_TE]
+
+    return run
+
+
+def _cross_entropy_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
+    draw, num_tokens, dtype = _Draw(device), 7, sizes.dtype
+    logits_NV = draw.normal(num_tokens, sizes.vocab_size, dtype=dtype)
+    target_N = draw.integers(sizes.vocab_size, num_tokens)
+    log_sum_N, grad_N = logits_NV.float().logsumexp(dim=1), draw.weights(num_tokens)
+    for name, args in (
+        ("cross_entropy_statistics", (logits_NV, target_N, 0)),
+        ("cross_entropy_gradient", (logits_NV, target_N, log_sum_N, grad_N, 0)),
+    ):
+        run, twin = getattr(cross_entropy, name), getattr(cross_entropy, f"{name}_torch")
+        yield _of_functions(run, twin, dtype, f"{num_tokens} tokens, {sizes.vocab_size} words", *args)

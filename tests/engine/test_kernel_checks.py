@@ -1,0 +1,134 @@
+"""The self-test of the kernels at a start: what a run does where one is wrong."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from helpers.checkpoint.small_job import build_small, records, small_settings, write_tokens
+from helpers.ranks import RankError, free_port, run_on_ranks
+from moe_exp.config import ConfigError, load_config
+from moe_exp.engine import kernel_checks, runtime
+from moe_exp.layers.experts import grouped_gemm
+from moe_exp.layers.experts.experts import Experts
+from moe_exp.layers.kernels import choice, grouped_matmul, launch
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
+
+CHOOSE = grouped_gemm.choose_backend
+
+
+def as_on_a_gpu(name: str, **options: Any) -> tuple[str, str]:
+    """`choose_backend` where auto is triton, and after that the loop."""
+    return CHOOSE(name, **options | {"device_type": "cuda", "dtype": torch.float16})
+
+
+def pretend(broken_rank: int | None) -> list[str]:
+    """On a rank: auto is what it is on a GPU, and a kernel is wrong on one of the ranks. Returns a list that
+    gets all warnings.
+    """
+    for place in ("moe_exp.engine.kernel_checks", "moe_exp.layers.spec", "moe_exp.engine.backends"):
+        vars(__import__(place, fromlist=["choose_backend"]))["choose_backend"] = as_on_a_gpu
+    kernel = grouped_matmul._kernel.timed.fn
+    run = kernel.run
+    if int(os.environ["RANK"]) == broken_rank:
+        kernel.run = lambda *args, **kwargs: (run(*args, **kwargs), args[2].mul_(2))
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_exp").addHandler(handler)
+    return warnings
+
+
+def built(settings: dict[str, Any], broken_rank: int | None, port: int) -> tuple[set[str], list[str]]:
+    """On a rank: the backends of the experts that a start builds, and its warnings."""
+    warnings = pretend(broken_rank)
+    job, _ = build_small(settings, port)
+    experts = (module for chunk in job.trained.model for module in chunk.modules())
+    found = {module.backend for module in experts if isinstance(module, Experts)}
+    runtime.stop()
+    return found, warnings
+
+
+def trained(settings: dict[str, Any], port: int) -> None:
+    from moe_exp import train
+
+    pretend(0)
+    os.environ["MASTER_PORT"] = str(port)
+    train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()])
+
+
+@pytest.fixture
+def settings(tmp_path):
+    write_tokens(tmp_path)
+    return small_settings(tmp_path, "run", train_iters=2)
+
+
+def test_auto_takes_kernels_that_are_right(settings):
+    assert run_on_ranks(1, built, settings, None, free_port(), join=False) == [({"triton"}, [])]
+
+
+def test_auto_continues_on_another_backend_with_a_warning_and_an_event(settings, tmp_path):
+    run_on_ranks(1, trained, settings, free_port(), join=False)
+    assert len(records(tmp_path / "run", "train")) == 2
+    (event,) = [event for event in records(tmp_path / "run", "event") if event["event"] == "kernels_failed"]
+    assert (event["iteration"], event["part"], event["backend"]) == (0, "experts", "loop")
+    forward, backward = event["problems"]
+    assert forward.startswith("kernel grouped_matmul (fp32, 40 rows, 3 experts, 32 x 48, swiglu; ")
+    assert "relative error 1, the limit is 0.0001" in forward and "gradient of the rows" in backward
+    log = (tmp_path / "run" / "train.log").read_text()
+    assert "WARNING" in log and f"EXPERT_BACKEND=auto continues with loop: {forward}" in log
+    assert "grouped GEMM: loop (not triton: the self-test has failed: kernel grouped_matmul" in log
+
+
+def test_a_backend_that_was_named_ends_the_start(settings):
+    with pytest.raises(RankError) as raised:
+        run_on_ranks(1, built, settings | {"expert_backend": "triton"}, 0, free_port(), join=False)
+    error = raised.value.error
+    assert isinstance(error, ConfigError)
+    (line,) = error.problems
+    assert line.startswith(
+        "EXPERT_BACKEND=triton: the self-test of its kernels has failed: kernel grouped_matmul ("
+    )
+    assert line.endswith("; and 1 more. Fix: set EXPERT_BACKEND=auto.") and "\n" not in line
+
+
+@pytest.mark.parametrize("broken_rank", [0, 1])
+def test_ranks_change_together(settings, broken_rank):
+    two = settings | {"gpus_per_node": 2, "ep": 2}
+    first, second = run_on_ranks(2, built, two, broken_rank, free_port(), join=False)
+    for backends, warnings in (first, second):
+        assert backends == {"loop"}
+        assert len(warnings) == 2
+        assert all(f"(rank {broken_rank}, " in warning for warning in warnings)
+
+
+def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):
+    """As in a CPU's default start."""
+    config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
+    rank: Any = type("Rank", (), {"device": torch.device("cpu")})
+    monkeypatch.setattr(kernel_checks, "check_kernels", lambda *args: pytest.fail("a kernel is run"))
+    assert kernel_checks.check_run(config, rank) == []
+    monkeypatch.setattr(kernel_checks, "can_check", lambda device: False)  # not interpreted: the twins run
+    named = load_config({"preset": "cpu", "gpus_per_node": 1, "expert_backend": "triton"}, {})
+    assert kernel_checks.check_run(named, rank) == []
+
+
+def test_routing_does_without_kernels_that_are_wrong(monkeypatch):
+    monkeypatch.setattr(choice, "missing", lambda: "")
+    monkeypatch.setattr(choice, "_distrusted", {})
+    with choice.interpreted_kernels():
+        assert choice.takes_kernels(torch.zeros(1))
+        choice.distrust("routing", "it was wrong")
+        assert not choice.takes_kernels(torch.zeros(1))
+    assert choice.choose_routing("auto", device_type="cuda") == (
+        "torch",
+        "not triton: it was wrong",
+    )
+    assert grouped_gemm.fused_problem(dtype=torch.bfloat16, bias=False) == ""

@@ -1,0 +1,131 @@
+"""The self-test finds a kernel that is wrong, and names it; right ones pass in every variant."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from moe_exp.layers.kernels import activation_grad, combine, grouped_matmul, launch, rows, slot_sort
+from moe_exp.layers.kernels.self_test import Sizes, check_kernels
+
+pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
+CPU = torch.device("cpu")
+SMALL = Sizes(torch.float32, hidden_size=40, ffn_size=24, num_experts=3, vocab_size=100)
+ROUTER = {"num_experts": 8, "score": "sigmoid", "normalize": True, "expert_bias": True}
+
+
+def broken(monkeypatch, kernel, spoil):
+    """`kernel` spoils what it has written; `spoil` gets the arguments of the launch."""
+    function = kernel.timed.fn if isinstance(kernel, launch.Tuned) else kernel
+    run = function.run
+    monkeypatch.setattr(function, "run", lambda *args, **kwargs: (run(*args, **kwargs), spoil(*args)))
+
+
+def failed(part="experts", sizes=SMALL):
+    return [check for check in check_kernels(part, sizes, CPU) if check.problem]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "squared_relu"])
+@pytest.mark.parametrize("gathers", [True, False])
+def test_right_kernels_pass(dtype, activation, gathers):
+    sizes = Sizes(dtype, 40, 24, 3, activation=activation, gathers=gathers, adds=not gathers)
+    state = torch.get_rng_state()
+    checks = check_kernels("experts", sizes, CPU)
+    assert {"up_projection", "grouped_matmul", "activation_grad", "weight_grad"} <= {
+        check.kernel for check in checks
+    }
+    assert [check.problem for check in checks] == [""] * len(checks)
+    assert all(check.num_configs == 1 and 0 <= check.error < 0.03 for check in checks)
+    assert torch.equal(torch.get_rng_state(), state)  # training draws what it would have drawn
+
+
+@pytest.mark.parametrize("part", ["routing", "cross entropy"])
+def test_right_kernels_of_other_parts_pass(part):
+    sizes = Sizes(torch.bfloat16, 40, 24, 4, vocab_size=100, router=ROUTER)
+    assert failed(part, sizes) == []
+
+
+def test_a_wrong_row_is_enough(monkeypatch):
+    """One of 40; the config and all versions are in the line."""
+    broken(monkeypatch, grouped_matmul._kernel, lambda x, w, y, *_: y[-1].mul_(1.01))
+    forward, backward = failed()
+    assert forward.kernel == backward.kernel == "grouped_matmul"
+    assert forward.error == pytest.approx(0.01, rel=0.01)
+    assert forward.problem.startswith("config BLOCK_M: 32, BLOCK_N: 32")
+    assert forward.problem.endswith("relative error 0.01, the limit is 0.0001")
+    for text in (
+        "kernel grouped_matmul (fp32, 40 rows, 3 experts, 40 x 24, swiglu; interpreted on a CPU; torch",
+        f"torch {torch.__version__}",
+        f"triton {launch.triton.__version__}",
+        forward.problem,
+    ):
+        assert text in forward.line(CPU)
+
+
+def test_a_nan_is_wrong(monkeypatch):
+    broken(monkeypatch, activation_grad._kernel, lambda *args: args[6][0, 0].fill_(float("nan")))
+    (check,) = failed()
+    assert check.kernel == "activation_grad" and math.isnan(check.error)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part", "argument", "name"),
+    [(slot_sort._place_kernel, "experts", 3, "slot_sort"), (rows._chunk_kernel, "routing", 2, "chunk_order")],
+)
+def test_a_wrong_integer_is_wrong(monkeypatch, kernel, part, argument, name):
+    broken(monkeypatch, kernel, lambda *args: args[argument].add_(1))
+    (check,) = failed(part)
+    assert (check.kernel, check.error) == (name, math.inf)
+
+
+def test_an_exception_is_named(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("no such instruction")
+
+    broken(monkeypatch, combine._kernel, fail)
+    (check,) = failed()
+    assert (check.kernel, check.num_configs) == ("combine", 0)
+    assert check.problem.startswith("config BLOCK_D: 32")
+    assert check.problem.endswith("RuntimeError: no such instruction")
+
+
+def test_every_config_is_compared_and_one_that_cannot_run_is_dropped(monkeypatch, caplog):
+    """With descriptors or without; wrong numbers of any of them are a problem of the kernel."""
+    timed, run = grouped_matmul._kernel.timed, grouped_matmul._kernel.timed.fn.run
+    configs = [launch.make_config(c, grouped_matmul._set_blocks) for c in grouped_matmul.CONFIGS]
+    monkeypatch.setattr(timed, "configs", configs)
+    monkeypatch.setattr(timed, "_dropped", [])
+    monkeypatch.setattr(timed, "_warned", [])
+    monkeypatch.setattr(timed, "cache", {})
+    forward, backward = (
+        check for check in check_kernels("experts", SMALL, CPU) if check.kernel == "grouped_matmul"
+    )
+    assert forward.num_configs == backward.num_configs == len(configs)
+
+    def launched(*args, **kwargs):
+        if kwargs["TMA"]:
+            raise RuntimeError("no descriptor")
+        run(*args, **kwargs)
+
+    monkeypatch.setattr(timed.fn, "run", launched)
+    assert failed() == []
+    assert {config.kwargs["TMA"] for config in timed._dropped} == {1}
+    assert len(caplog.records) == 3 and "is not used: RuntimeError: no descriptor" in caplog.text
+
+    def wrong(*args, **kwargs):
+        run(*args, **kwargs)
+        if kwargs["num_stages"] == 3 and not kwargs["TMA"]:
+            args[2].zero_()
+
+    monkeypatch.setattr(timed.fn, "run", wrong)
+    forward, backward = failed()
+    assert (
+        "TMA: 0" in forward.problem
+        and "num_stages: 3" in forward.problem
+        and forward.error == pytest.approx(1)
+    )
