@@ -1,4 +1,4 @@
-"""The MoE layer: plain torch and process groups; only `spec` and `megatron/` know Megatron.
+"""The MoE layer: plain torch and process groups; only `spec` and `megatron/` import Megatron.
 
 Shape suffixes used throughout:
     T tokens on this rank, D hidden size, E experts, K top-k, F width of one expert,

@@ -1,6 +1,4 @@
-"""Activations of the experts, and the activation times the router weight as one step. Shape suffixes in
-`moe_exp.layers`.
-"""
+"""Expert activations, and activation times router weight in one step. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-# Name to (function, gated). A gated one multiplies the activated first half of a doubled projection by the
-# second half.
+# Name to (function, gated). Gated: the activated first half of a doubled projection times the second half.
 ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
     "swiglu": (nn.functional.silu, True),
     "geglu": (nn.functional.gelu, True),
@@ -48,12 +45,12 @@ _BACKWARD: dict[Activation, Callable[[Tensor, Tensor, Tensor], None]] = {
 
 
 def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Tensor:
-    """act(h) * w in a new tensor, without autograd: act(gate) * up * w for the gated ones.
+    """act(h) * w in a new tensor, or act(gate) * up * w if the activation is gated. No autograd.
 
     Args:
-        hidden_RF: what the first projection gave, [R, 2F] for the gated activations, else [R, F].
+        hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].
         weights_R1: router weights in the dtype of `hidden_RF`.
-        name: of ACTIVATIONS.
+        name: a key of ACTIVATIONS.
     """
     function, gated = ACTIVATIONS[name]
     if not gated:
@@ -65,11 +62,10 @@ def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Ten
 def weighted_activation_backward(
     grad_RF: Tensor, hidden_RF: Tensor, weights_R1: Tensor, name: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `weighted_activation`, from the same inputs.
+    """Gradients of `weighted_activation` from the same inputs.
 
     Returns:
-        The gradient of `hidden_RF`, that of the weights [R], and the activation without the weight, a tensor
-        of the caller's own.
+        Gradient of `hidden_RF`, gradient of the weights [R], and the (new) activation without the weight.
     """
     function, gated = ACTIVATIONS[name]
     gate_RF, up_RF = hidden_RF.chunk(2, dim=1) if gated else (hidden_RF, None)
@@ -88,10 +84,9 @@ def weighted_activation_backward(
 
 
 class WeightedActivation(torch.autograd.Function):
-    """`weighted_activation` with autograd: keeps its inputs alone, no half-way results.
+    """`weighted_activation` with autograd; saves only its inputs.
 
-    `WeightedActivation.apply(hidden_RF, weights_R, name)`; the weights may have another dtype than
-    `hidden_RF`.
+    `WeightedActivation.apply(hidden_RF, weights_R, name)`; the dtypes may differ.
     """
 
     @staticmethod

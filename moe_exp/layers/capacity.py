@@ -1,4 +1,4 @@
-"""Which slots an expert takes when it has a capacity. Pure functions; shape suffixes in `moe_exp.layers`."""
+"""Which slots an expert keeps when it has a capacity. Pure functions; shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -16,35 +16,30 @@ DROP_POLICIES = ("probs", "position")
 def expert_capacity(
     num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
 ) -> int:
-    """Slots that one expert takes: ceil(capacity_factor * num_tokens * topk / num_experts), and at least
-    `min_capacity`.
+    """Slots per expert: max(min_capacity, ceil(capacity_factor * num_tokens * topk / num_experts)).
 
-    Lepikhin et al. 2020, GShard (arXiv:2006.16668); the same rounding as Megatron-Core.
+    Lepikhin et al. 2020, GShard (arXiv:2006.16668); rounds like Megatron-Core.
     """
     return max(min_capacity, math.ceil(num_tokens * topk / num_experts * capacity_factor))
 
 
 def count_per_expert(expert_N: Tensor, num_experts: int) -> Tensor:
-    """Slots per expert, int64 [E]. torch.bincount would wait for the GPU to learn the largest value."""
+    """Slots per expert, int64 [E]. torch.bincount would synchronize to learn the largest value."""
     counts_E = torch.zeros(num_experts, dtype=torch.int64, device=expert_N.device)
     return counts_E.scatter_add_(0, expert_N, torch.ones_like(expert_N))
 
 
 def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
-    """The expert of every slot, and `num_experts`, which is none, for the slots that `kept_TK` excludes."""
+    """The expert of every slot, or `num_experts` (none) for slots that `kept_TK` excludes."""
     return expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)
 
 
 def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: int) -> Tensor:
-    """Place of every slot in the queue of its expert, 0 first.
+    """Position [N] of every slot in its expert's queue, starting at 0.
 
     Args:
-        expert_N: expert of each slot, integer, in [0, num_experts].
+        expert_N: expert of each slot, integer, in [0, num_experts]; slots with E belong to no expert.
         priority_N: higher goes first; ties, and None, by position.
-        num_experts: E; slots with expert E belong to no expert and get places of their own.
-
-    Returns:
-        Integer tensor [N].
     """
     first_N = torch.arange(expert_N.numel(), device=expert_N.device)
     if priority_N is not None:
@@ -58,16 +53,11 @@ def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: 
 
 
 def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
-    """The slots that stay when every expert keeps its `capacity` slots of highest router weight.
+    """Slots that remain when every expert keeps its `capacity` slots of highest router weight, bool [T, K].
 
     Args:
-        expert_TK: chosen experts, integer; E for a slot of padding, which is never kept.
-        weights_TK: router weights; no gradient is needed.
-        num_experts: E.
-        capacity: slots per expert.
-
-    Returns:
-        bool [T, K].
+        expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
+        weights_TK: router weights; detached.
     """
     if takes_kernels(expert_TK):
         return keep_within(expert_TK, weights_TK.detach(), _limits(expert_TK, num_experts, capacity))
@@ -76,9 +66,7 @@ def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: in
 
 
 def keep_first(expert_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
-    """The slots that stay when every expert keeps the `capacity` slots that come first in the sequence; else
-    as `keep_most_probable`.
-    """
+    """Like `keep_most_probable`, but every expert keeps its first `capacity` slots in the sequence."""
     if takes_kernels(expert_TK):
         return keep_within(expert_TK, None, _limits(expert_TK, num_experts, capacity))
     place_N = rank_in_expert(expert_TK.flatten(), None, num_experts=num_experts)
@@ -86,22 +74,17 @@ def keep_first(expert_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
 
 
 def keep_full_tiles(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int) -> Tensor:
-    """The slots that stay when every expert's number of rows is rounded down to a multiple of `tile`, its
-    lowest weights dropped.
+    """Slots that remain when every expert's row count is rounded down to a multiple of `tile`, bool [T, K].
 
-    A grouped GEMM computes whole tiles of rows, and the last of an expert is half empty on average. An expert
-    with fewer slots than one tile keeps them all. Guo et al. 2025, SonicMoE (arXiv:2512.14080), "token
-    rounding", which rounds to the nearest multiple and gives an expert further tokens where that is more;
-    here slots are only dropped, so that no token gets an expert that it did not choose.
+    A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
+    expert drops its lowest weights; one with fewer slots than a tile keeps them all. Guo et al. 2025,
+    SonicMoE (arXiv:2512.14080), "token rounding", rounds to the nearest multiple and may add tokens; here
+    slots are only dropped, so no token gets an expert that it did not choose.
 
     Args:
-        expert_TK: chosen experts, integer; E for a slot of padding, which is never kept.
-        weights_TK: router weights; no gradient is needed.
-        num_experts: E.
-        tile: rows.
-
-    Returns:
-        bool [T, K].
+        expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
+        weights_TK: router weights; detached.
+        tile: rows per tile.
     """
     expert_N, weights_TK = expert_TK.flatten(), weights_TK.detach()
     counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]

@@ -1,4 +1,4 @@
-"""Sums and maxima over the ranks of a process group that may be none."""
+"""Sums and maxima over the ranks of an optional process group."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from torch.distributed import ProcessGroup
 
 
 def group_size(group: ProcessGroup | None) -> int:
-    """Number of ranks in `group`; None stands for this rank alone."""
+    """Number of ranks in `group`; None means this rank alone."""
     return 1 if group is None else group.size()
 
 
 def sum_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Sum of `x` over the ranks of `group`, without gradient; `x` is left as it is."""
+    """Sum of `x` over the ranks of `group`, without gradient; `x` is unchanged."""
     if group_size(group) == 1:
         return x.detach()
     total = x.detach().clone()
@@ -22,7 +22,7 @@ def sum_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def max_over(x: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Maximum of `x` over the ranks of `group`, without gradient; `x` is left as it is."""
+    """Maximum of `x` over the ranks of `group`, without gradient; `x` is unchanged."""
     if group_size(group) == 1:
         return x.detach()
     most = x.detach().clone()

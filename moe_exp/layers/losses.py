@@ -1,15 +1,21 @@
-"""Auxiliary losses of the router. Pure functions; shape suffixes in `moe_exp.layers`, and here B sequences of
-S tokens.
+"""Auxiliary losses of the router. Pure functions; shape suffixes in `moe_exp.layers`, plus B sequences of S
+tokens.
 
-Every loss is a mean over tokens (of a micro-batch, of a sequence, or of the global batch), wherever those
-tokens are: tensor (sequence) parallel and context parallel ranks each hold a part of a micro-batch. Every
-function returns this rank's *share*: the shares of the ranks of a micro-batch add up to the loss, and their
-gradients to its gradient, because what couples the ranks (token counts, sums) carries no gradient. So no
-differentiable collective is needed. A trainer averages micro-batches and data parallel ranks as it does for
-the main loss. The gradient is then the same for every TP, EP, PP, CP and DP and number of micro-batches.
+Every loss is a mean over tokens (of a micro-batch, a sequence or the global batch), which tensor (sequence)
+and context parallel ranks hold in parts. Every function returns its rank's scalar *share*: the shares of a
+micro-batch's ranks add up to the loss, and their gradients to its gradient, because what couples the ranks
+(token counts, sums) carries no gradient. So no differentiable collective is needed; the trainer averages
+micro-batches and data parallel ranks as for the main loss, and the gradient is the same for every TP, EP, PP,
+CP, DP and number of micro-batches.
 
-Scores of padding tokens have to be zero. A loss that needs only their sum over tokens also takes that, [E],
-with `num_tokens`: a kernel that routes emits it without writing the scores.
+Scores of padding tokens must be zero. A loss that needs only the sum of scores over tokens also accepts that,
+[E], with `num_tokens`: a routing kernel emits the sum without writing the scores.
+
+Arguments that mean the same in every function:
+    scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
+    tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
+    num_tokens: tokens of the micro-batch; None if every rank holds as many as this one.
+    group: ranks that hold the rest of the micro-batch (of the same sequences, for the sequence loss).
 """
 
 from __future__ import annotations
@@ -20,9 +26,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from moe_exp.config.choices import LOSSES
 from moe_exp.layers.groups import group_size, sum_over
-
-LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 
 
 @dataclass(frozen=True)
@@ -30,21 +35,21 @@ class AuxLoss:
     """One balancing loss of a layer.
 
     Args:
-        kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per global batch,
-            `importance`.
-        coeff: its weight in the sum of losses.
+        kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per
+            global batch, or `importance`.
+        coeff: weight in the sum of losses.
 
     Raises:
-        ValueError: for a kind that does not exist or a negative coefficient.
+        ValueError: for an unknown kind or a negative coefficient.
     """
 
     kind: str
     coeff: float
 
     def __post_init__(self) -> None:
-        if self.kind not in LOSS_KINDS:
+        if self.kind not in LOSSES:
             raise ValueError(
-                f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSS_KINDS)}, or none."
+                f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSSES)}, or none."
             )
         if self.coeff < 0:
             raise ValueError(
@@ -65,16 +70,6 @@ def load_balancing_loss_share(
     f_e is the fraction of the T*K slots that went to expert e, P_e the mean score of expert e; 1.0 is perfect
     balance. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
     in Megatron-Core.
-
-    Args:
-        scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
-        tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
-        topk: K.
-        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
-        group: the ranks that hold the rest of the micro-batch.
-
-    Returns:
-        Scalar; the sum over `group` is the loss.
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
@@ -88,19 +83,13 @@ def load_balancing_loss_share(
 def sequence_balancing_loss_share(
     scores_BSE: Tensor, expert_BSK: Tensor, valid_BS: Tensor | None, *, group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P of one sequence.
+    """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P per sequence.
 
-    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where the factor E/K is inside f; `seq_aux_loss` of
-    Megatron-Core.
+    DeepSeek-V3 (arXiv:2412.19437), eq. 17 to 20, where the factor E/K is inside f; Megatron's `seq_aux_loss`.
 
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
-        expert_BSK: chosen experts.
         valid_BS: tokens that are not padding; None for all.
-        group: the ranks that hold the rest of the same sequences.
-
-    Returns:
-        Scalar; the sum over `group` is the loss.
     """
     num_sequences, _, num_experts = scores_BSE.shape
     topk = expert_BSK.size(-1)
@@ -124,25 +113,17 @@ def global_balancing_loss_share(
     num_tokens: Tensor | int | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """This rank's share of E * sum_e F_e * P_e, with F of the global batch and P of the micro-batch.
+    """This rank's share of E * sum_e F_e * P_e, F of the global batch, P of the micro-batch.
 
-    Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over all micro-batches and data
-    parallel ranks is the loss of the global batch. A micro-batch runs backward before the later ones are
-    routed, so their counts are unknown: the paper and Megatron-Core use those so far, which makes the
-    gradient depend on the number and order of micro-batches. Here F is that of the previous global batch,
-    complete over all ranks and micro-batches (of this micro-batch, as long as there was none), so that the
-    gradient is the same however a global batch is cut, and no micro-batch waits for a collective over all
-    data parallel ranks.
+    Qiu et al. 2025, Demons in the Detail (arXiv:2501.11873). The mean over micro-batches and data parallel
+    ranks is the loss of the global batch. A micro-batch runs backward before later ones are routed, so their
+    counts are unknown: the paper and Megatron-Core use the counts so far, which makes the gradient depend on
+    the number and order of micro-batches. Here F is that of the previous global batch over all ranks (of this
+    micro-batch, in the first one), so the gradient does not depend on how a global batch is split, and no
+    micro-batch waits for a collective over all data parallel ranks.
 
     Args:
-        scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
-        global_tokens_per_expert_E: slots per expert of the previous global batch; zeros when there was none.
-        tokens_per_expert_E: slots of the micro-batch per expert, over all of `group`, before any drop.
-        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
-        group: the ranks that hold the rest of the micro-batch.
-
-    Returns:
-        Scalar; the sum over `group` is the loss of the micro-batch.
+        global_tokens_per_expert_E: slots per expert of the previous global batch; zeros before the first.
     """
     global_E = global_tokens_per_expert_E.to(scores.dtype)
     counts_E = torch.where(global_E.sum() > 0, global_E, tokens_per_expert_E.to(scores.dtype))
@@ -153,25 +134,15 @@ def global_balancing_loss_share(
 def importance_loss_share(
     scores: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
 ) -> Tensor:
-    """This rank's share of the importance loss of a micro-batch: the squared coefficient of variation of
-    sum_t s_te over experts.
+    """This rank's share of the importance loss of a micro-batch, CV^2 of sum_t s_te over experts.
 
     Shazeer et al. 2017 (arXiv:1701.06538), eq. 6 and 7, on the scores before top-k as in Riquelme et al.
-    2021, V-MoE (arXiv:2106.05974), appendix A. Rows sum to 1, so the mean importance is T/E, and CV^2 = E *
-    sum_e I_e^2 / T^2 - 1.
-
-    Args:
-        scores: router scores of this rank's tokens, each row summing to 1, [T, E]; or their sum, [E].
-        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
-        group: the ranks that hold the rest of the micro-batch.
-
-    Returns:
-        Scalar; the sum over `group` is the loss.
+    2021, V-MoE (arXiv:2106.05974), appendix A. Rows sum to 1, so the mean importance is T/E, and the squared
+    coefficient of variation CV^2 = E * sum_e I_e^2 / T^2 - 1.
     """
     mine_E = _summed(scores)
     all_E = sum_over(mine_E, group)
-    # Of sum_e I_e^2, with I the sum over ranks, this rank's part of the value is mine*all and of the gradient
-    # 2*all.
+    # Of sum_e I_e^2, this rank's part of the value is mine*all, of the gradient 2*all.
     squares = torch.dot(2 * mine_E - mine_E.detach(), all_E)
     return squares * scores.size(-1) / _num_tokens(scores, num_tokens, group) ** 2 - 1 / group_size(group)
 
@@ -190,11 +161,6 @@ def z_loss_share(
     Args:
         logits: router logits of this rank's tokens, [T, E]; or their log-sum-exp, [T].
         valid_T: tokens that are not padding; None for all.
-        num_tokens: tokens of the micro-batch; None when every rank holds as many as this one.
-        group: the ranks that hold the rest of the micro-batch.
-
-    Returns:
-        Scalar; the sum over `group` is the loss.
     """
     squares_T = (torch.logsumexp(logits, dim=-1) if logits.dim() == 2 else logits).square()
     if valid_T is not None:

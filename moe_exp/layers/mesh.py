@@ -1,9 +1,7 @@
-"""The MoE layer in a torch-native model, whose tensor parallel ranks hold the same tokens. Shape suffixes in
-`moe_exp.layers`.
+"""The MoE layer in a torch-native model whose tensor parallel ranks hold the same tokens.
 
-Outside Megatron a tensor parallel rank usually has all tokens of its data parallel rank, as after torch's
-RowwiseParallel. Then nothing has to travel: every rank routes every token, computes its part of the experts,
-and the outputs are summed.
+That is so after RowwiseParallel. Then nothing has to travel: every rank routes every token, computes its part
+of the experts, and the outputs are summed. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -22,9 +20,7 @@ from moe_exp.layers.router import RoutingDecision
 
 
 class _SumGradient(torch.autograd.Function):
-    """x forward; backward the sum of its gradients over the ranks, each of which used x for its part of the
-    result.
-    """
+    """Identity forward; backward sums the gradients of the ranks, each of which used x for its part."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -37,9 +33,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 class _SumOutput(torch.autograd.Function):
-    """The sum over the ranks forward; every rank has the whole result's gradient, which is that of its
-    part.
-    """
+    """Sum over ranks forward; identity backward, as every rank has the gradient of the whole result."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
@@ -57,16 +51,14 @@ def _sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
 
 
 class TensorParallelDispatcher(LocalDispatcher):
-    """Every expert's width is spread over the ranks of a mesh dimension, on which the tokens are the same.
+    """Every expert's width is split over the ranks of a mesh dimension that all hold the same tokens.
 
-    The layer's input and output are replicated, like those of a ColwiseParallel and RowwiseParallel pair: one
-    all-reduce of the tokens forward, one backward. The gradients of the input and of every parameter outside
-    the experts are whole on every rank, those of the experts are whole for the rank's part: nothing is left
-    to be summed over the mesh dimension. Give the layer no `microbatch_group` for it: the losses of the same
-    tokens are counted once.
+    Input and output of the layer are replicated, as for a ColwiseParallel and RowwiseParallel pair: one
+    all-reduce of the tokens forward, one backward. Gradients (of the experts: of the rank's part) are then
+    complete on every rank and need no reduction over the mesh dimension. Do not include it in the layer's
+    `microbatch_group`: the losses of the same tokens are counted once.
 
     Args:
-        num_experts: E.
         tp_mesh: the tensor parallel dimension of the mesh, e.g. `mesh["tp"]`.
     """
 
@@ -84,32 +76,28 @@ class TensorParallelDispatcher(LocalDispatcher):
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
-        """Sorts the slots of `x_TD` by expert; their gradients, and those of the router weights, are summed
-        over the ranks.
-        """
+        """Sorts the slots of `x_TD` by expert; sums its and the router weights' gradients over ranks."""
         if group_size(self.group) > 1:
             x_TD = _SumGradient.apply(x_TD, self.group)
             decision = replace(decision, weights_TK=_SumGradient.apply(decision.weights_TK, self.group))
         return super().start(x_TD, decision, rows_per_expert=rows_per_expert)
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Sums the rows of every token and the parts of the ranks: [R, D] to [T, D]."""
+        """Sums the rows of every token and the parts of all ranks: [R, D] to [T, D]."""
         y_TD = super().combine(y_RD, record)
         return _SumOutput.apply(y_TD, self.group) if group_size(self.group) > 1 else y_TD
 
 
 def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: DeviceMesh) -> Tensor:
-    """This rank's part of an expert weight that holds the whole width F.
+    """This rank's part of an expert weight that holds the full width F.
 
     Args:
         weight: `weight1` [E, 2F or F, D] or `weight2` [E, D, F] of all ranks.
-        axis: the one with F, 1 for `weight1` and 2 for `weight2`.
-        num_halves: 2 for the `weight1` of a gated activation, whose gate half and up half are each cut; else
-            1.
-        tp_mesh: as for TensorParallelDispatcher.
+        axis: axis of F: 1 for `weight1`, 2 for `weight2`.
+        num_halves: 2 for a gated `weight1`, whose gate and up halves are split separately; else 1.
 
     Raises:
-        ValueError: when the ranks do not divide F.
+        ValueError: if the ranks do not divide F.
     """
     ranks, rank = tp_mesh.size(), tp_mesh.get_local_rank()
     width = weight.size(axis) // num_halves

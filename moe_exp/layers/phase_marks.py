@@ -1,4 +1,4 @@
-"""Where a phase of a layer begins and ends, in forward and in backward."""
+"""Marks where a phase of a layer begins and ends, in forward and in backward."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class PhaseTimers(Protocol):
-    """What a layer reports its phases to; a phase that was not started may be stopped, which says nothing."""
+    """Receives the phases of a layer; stopping a phase that was not started has no effect."""
 
     def start(self, phase: str) -> None: ...
 
@@ -17,18 +17,12 @@ class PhaseTimers(Protocol):
 
 
 def mark(x: Tensor, timers: PhaseTimers, *, ends: str | None = None, begins: str | None = None) -> Tensor:
-    """`x` unchanged; between two phases, either of which may be None.
+    """Returns `x` unchanged and marks the boundary between two phases, either of which may be None.
 
-    In backward the gradient of `x` comes by here, from the phase that began after this mark: that one ends
-    and the one before it begins. So what a phase computes in both directions is between its two marks. A
-    forward pass that backward repeats counts again, for it takes its time again; of one that is repeated in
-    the middle of a phase (torch's checkpoints without reentry, which Megatron does not use) the rest of that
-    phase is lost.
-
-    Args:
-        x: what the phases hand over, any shape.
-        timers: told of it.
-        ends, begins: names of the phases before and after.
+    In backward the gradient of `x` crosses the same mark: the phase that began here ends and the one before
+    it begins, so each phase's forward and backward lie between its two marks. A forward pass that is
+    recomputed counts again, because it takes its time again; if non-reentrant checkpointing (not used by
+    Megatron) starts it in the middle of a phase, the rest of that phase is lost.
     """
     result: Tensor = _Mark.apply(x, timers, ends, begins)
     return result

@@ -1,4 +1,4 @@
-"""Activation recompute runs a layer's forward twice; what counts tokens must count once."""
+"""Activation recompute runs a layer's forward twice; tokens must be counted once."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import torch
 
 
 def in_backward() -> bool:
-    """Whether autograd is running a backward pass on this thread: a forward pass inside it is a
-    recomputation.
-    """
+    """Whether autograd runs a backward pass on this thread: a forward pass is then a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 def is_counted_forward() -> bool:
-    """Whether this forward pass is the one that counts: True exactly once per micro-batch, with any kind of
-    recompute or none.
+    """Whether this forward pass counts: True exactly once per micro-batch, with or without recompute.
 
     Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
-    with them: the second counts. Non-reentrant checkpointing runs both with gradients, the second in backward
-    under hooks on saved tensors: the first counts. A pass without gradients otherwise is an evaluation.
+    with them: the second counts. Non-reentrant checkpointing runs both with gradients, the second under hooks
+    on saved tensors: the first counts. Any other pass without gradients is an evaluation.
     """
     if not torch.is_grad_enabled():
         return False

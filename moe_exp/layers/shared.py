@@ -1,4 +1,4 @@
-"""The shared expert, which sees every token. Shape suffixes in `moe_exp.layers`."""
+"""The shared expert, which processes every token. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -9,19 +9,17 @@ from moe_exp.layers.experts import ACTIVATIONS
 
 
 class SharedExpert(nn.Module):
-    """y = (act(x W1) W2) * g; g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1
-    (DeepSeekMoE, arXiv:2401.06066).
+    """y = (act(x W1) W2) * g, where g = sigmoid(x w_g) with a gate (Qwen2-MoE, arXiv:2407.10671), else 1.
 
-    For use outside Megatron; inside, Megatron's SharedExpertMLP does the same with tensor parallelism.
+    DeepSeekMoE (arXiv:2401.06066). For use outside Megatron; inside, Megatron's SharedExpertMLP does the same
+    with tensor parallelism. Weights are in torch's (out, in) order: `weight1` [2F or F, D], gate half first;
+    `weight2` [D, F]; `gate_weight` [1, D].
 
     Args:
         hidden_size: D.
         ffn_size: F.
-        activation: a name in ACTIVATIONS.
-        gate: whether a gate per token scales the output.
-
-    Weights, in torch's (out, in) order: `weight1` [2F or F, D], with the gate half first; `weight2` [D, F];
-    `gate_weight` [1, D].
+        activation: a key of ACTIVATIONS.
+        gate: scale each token's output by a gate.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class SharedExpert(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the weights."""
+        """Initializes the weights."""
         for parameter in self.parameters():
             nn.init.normal_(parameter, std=std)
 

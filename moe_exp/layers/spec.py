@@ -1,8 +1,7 @@
-"""Megatron layer specs with our MoE layer, attention and norm. Only this file and
-`megatron/` in `layers/` import megatron.
+"""Megatron layer specs with our MoE layer, attention and norm; work without Transformer Engine and Apex.
 
-For a Megatron user: put `moe_submodule_spec()` in the place of Megatron's own MoE spec; the layer takes
-everything else from TransformerConfig. Works without Transformer Engine and Apex.
+For Megatron users: replace Megatron's own MoE spec by `moe_submodule_spec()`; the layer takes everything else
+from TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
 """
 
 from collections.abc import Mapping
@@ -71,14 +70,12 @@ def moe_submodule_spec(
 
     Args:
         backend: grouped GEMM of the experts, see grouped_gemm.choose_backend.
-        dispatcher: `local`, `alltoall`, `allgather`, `deepep`, or `auto`: local where EP and ETP are 1, else
-            alltoall.
+        dispatcher: `local`, `alltoall`, `allgather`, `deepep`, `auto` (local if EP = ETP = 1, else alltoall).
         router: fields of RouterConfig that TransformerConfig does not have.
-        min_capacity: slots that an expert takes at least.
-        token_rounding: as in MoESettings.
-        params_dtype: dtype of the weights.
+        min_capacity: minimum number of slots that an expert takes.
+        token_rounding: see MoESettings.
         use_te: build the shared expert from Transformer Engine's linear layers.
-        bias: whether the experts have biases, TransformerConfig.add_bias_linear.
+        bias: TransformerConfig.add_bias_linear: experts have biases.
     """
     backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype, bias=bias)
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
@@ -108,16 +105,13 @@ def moe_submodule_spec(
 def local_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
 ) -> ModuleSpec:
-    """A transformer layer of Megatron's local parts, our attention core and our norm; `mlp` None is the dense
-    MLP.
-    """
+    """Transformer layer of Megatron's local modules, our attention core and norm; `mlp` None: dense MLP."""
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
     keys = _attention_keys(config)
     if mlp is None:
-        # In Megatron's checkpoints the norm of a dense MLP is a part of its first linear layer, that of an
-        # MoE is not.
+        # Megatron's checkpoints keep a dense MLP's norm in its first linear layer, but not an MoE's.
         keys["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
     return ModuleSpec(
         module=TransformerLayer,
@@ -134,14 +128,10 @@ def local_layer_spec(
 
 
 def _attention_keys(config: TransformerConfig) -> dict[str, str]:
-    """Names of norms in Megatron's checkpoints: with Transformer Engine they are a part of the linear layer
-    that follows.
-
-    Those of multi-latent attention are its names with Transformer Engine: its local attention core cannot be
-    built for MLA.
-    """
+    """Names of norms in Megatron's checkpoints, as in Transformer Engine: part of the next linear."""
     if not config.multi_latent_attention:
         return {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
+    # Transformer Engine's names, the only ones: Megatron's local attention core cannot be built for MLA.
     return {
         "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
         "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
@@ -166,7 +156,7 @@ def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> Modu
 def te_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
 ) -> ModuleSpec:
-    """Megatron's Transformer Engine layer; with `mlp`, that in the place of its MoE."""
+    """Megatron's Transformer Engine layer; `mlp`, if given, replaces its MoE."""
     num_experts = None if mlp is None else config.num_moe_experts
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
@@ -190,18 +180,16 @@ def decoder_spec(
     projection_norm: bool = False,
     **moe_options: Any,
 ) -> TransformerBlockSubmodules:
-    """The layers of this pipeline stage, dense or MoE as `config.moe_layer_freq` says: every n-th, or a list
-    of 0 and 1 per layer.
+    """The layers of this pipeline stage, dense or MoE by `config.moe_layer_freq`: every n-th, or a 0/1 list.
 
     Args:
-        config: Megatron's; everything about the MoE layer that is not an argument here.
-        use_te: Transformer Engine's layers around the MoE layer.
+        use_te: use Transformer Engine's layers around the MoE layer.
         vp_stage: model chunk of an interleaved pipeline.
         projection_norm: normalize queries, and keys, over all heads together.
-        moe_options: of `moe_submodule_spec`.
+        moe_options: arguments of `moe_submodule_spec`.
 
     Raises:
-        ValueError: for a field of `config` that the MoE layer does not follow, see `config_fields`.
+        ValueError: for a field of `config` that the MoE layer does not support, see `config_fields`.
     """
     layer_spec = partial(te_layer_spec if use_te else local_layer_spec, projection_norm=projection_norm)
     dense = layer_spec(config, mlp=None)

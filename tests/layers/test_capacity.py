@@ -18,7 +18,8 @@ from moe_exp.layers.capacity import (
     rank_in_expert,
 )
 from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from moe_exp.layers.losses import (
     sequence_balancing_loss_share,
     z_loss_share,
 )
-from moe_exp.layers.moe_layer import MoESettings
+from moe_exp.layers.microbatch import MoESettings
 
 KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
 SEQUENCES, LENGTH = 8, 12

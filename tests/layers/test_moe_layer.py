@@ -13,7 +13,8 @@ from helpers.layers.tiny_moe import EXPERTS, HIDDEN, identity_router, pushed_tok
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 
 TOKENS = [[t % 4, (t + 1) % 4] for t in range(9)] + [[0, 1]] * 4 + [[2, 0]] * 4

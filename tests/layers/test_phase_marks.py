@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from helpers.layers.tiny_moe import random
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.phase_marks import mark
 from moe_exp.layers.router import Router, RouterConfig
 

@@ -1,6 +1,4 @@
-"""Token dispatchers: from tokens to rows sorted by expert, and back; on one rank, by all-to-all, by
-all-gather, by DeepEP.
-"""
+"""Token dispatchers (local, all-to-all, all-gather, DeepEP): tokens to rows sorted by expert, and back."""
 
 from moe_exp.layers.dispatcher.dispatcher import (
     AllToAllDispatcher,

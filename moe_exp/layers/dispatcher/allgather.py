@@ -1,7 +1,6 @@
-"""All-gather dispatcher: every rank sees all tokens and picks the rows of its experts. Shape suffixes in
-`moe_exp.layers`.
+"""All-gather dispatcher: every rank receives all tokens and picks the rows of its experts.
 
-Further suffixes: A tokens of all ranks, S source ranks (ETP*EP).
+Shape suffixes in `moe_exp.layers`; also A tokens of all ranks, S source ranks (ETP*EP).
 """
 
 from __future__ import annotations
@@ -28,13 +27,12 @@ from moe_exp.layers.router import RoutingDecision
 
 
 class AllGatherDispatcher(SpreadDispatcher):
-    """Gathers tokens and routing over `ep_group`, then over `etp_group`; the way back sums the ranks' results
-    per token.
+    """Gathers tokens and routing over `ep_group`, then `etp_group`; the way back sums results per token.
 
-    A token travels once to every rank, whatever its K, where an all-to-all sends it K times to the ranks that
-    need it: the better choice where K is not small against the expert parallel size. The results of a token's
-    experts on one rank are added before they travel, those of different ranks on the way, in the dtype of the
-    rows. It waits for the device once, for the counts of tokens and rows.
+    A token travels once to every rank, whatever K is; an all-to-all sends it up to K times, only where it is
+    needed. So this is the better choice if K is not small compared to EP. Results of a token's experts are
+    added before they travel (same rank) or on the way (different ranks), in the dtype of the rows.
+    Synchronizes with the device once, for the counts of tokens and rows.
     """
 
     name = "allgather"
@@ -77,9 +75,7 @@ class AllGatherDispatcher(SpreadDispatcher):
     def _local_rows(
         self, local_AK: Tensor, sizes: _Sizes, rows_per_expert: int | None
     ) -> tuple[RowOrder, Tensor, tuple[int, ...]]:
-        """Order of the rows of this rank's experts, the dropped slots being those of other ranks, and rows
-        per expert.
-        """
+        """Order of the rows of this rank's experts (other ranks' slots count as dropped), rows per expert."""
         here_AK = (local_AK >= 0) & (local_AK < self.num_local_experts)
         if rows_per_expert is None:
             slots = sort_by_expert(
@@ -91,7 +87,7 @@ class AllGatherDispatcher(SpreadDispatcher):
         return order, torch.full_like(sizes.rows_L, rows), (rows,) * self.num_local_experts
 
     def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> _Sizes:
-        """The only wait for the device: for the tokens of every rank and the rows of this rank's experts."""
+        """Synchronizes for the token count of every rank and the row counts of this rank's experts."""
         counts_E = sort_slots(decision, num_experts=self.num_experts).rows_per_expert_E
         num_tokens = (
             counts_E.new_full((1,), decision.expert_TK.size(0))
@@ -119,9 +115,7 @@ class AllGatherDispatcher(SpreadDispatcher):
 
 
 class _Sizes(NamedTuple):
-    """Tokens that this rank sends, tokens per rank of EP, tokens per rank of ETP after the first gather, rows
-    per local expert.
-    """
+    """Tokens this rank sends; tokens per EP rank, per ETP rank after the first gather; rows per expert."""
 
     num_sent: int
     tokens_ep: tuple[int, ...]
@@ -131,6 +125,6 @@ class _Sizes(NamedTuple):
 
 
 def _tokens_with_a_slot(kept_TK: Tensor) -> SortedSlots:
-    """The tokens that have a kept slot: as slots of one expert that the others are dropped by."""
+    """Tokens with a kept slot, as slots of a single expert; the other tokens are dropped."""
     kept_T1 = kept_TK.any(dim=1, keepdim=True)
     return sort_by_expert(torch.zeros_like(kept_T1, dtype=torch.int64), kept_T1, num_experts=1)

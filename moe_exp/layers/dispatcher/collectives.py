@@ -1,13 +1,12 @@
-"""Differentiable collectives over rows: what one sends forward comes back as gradient. Shape suffixes in
-`moe_exp.layers`.
+"""Differentiable collectives over rows. Shape suffixes in `moe_exp.layers`.
 
-An `Exchange` says what moves; its `reverse` is its transpose, hence its gradient. It runs in one of two ways:
+An `Exchange` says what moves; its `reverse` is its transpose, hence its gradient. Two ways to run it:
 
 - `exchange_rows(exchange, x)` launches and waits.
 - `arrive(depart(exchange, x, ...))` launches in `depart` and waits in `arrive`. Each is a node of the
-  autograd graph: `arrive` launches the reverse exchange in backward and `depart` waits for it. Autograd runs,
-  among the nodes that are ready, the one that was made last; so whatever ran between the two in forward runs
-  between them in backward, and hides the reverse exchange.
+  autograd graph: in backward, `arrive` launches the reverse exchange and `depart` waits for it. Of the nodes
+  that are ready, autograd runs the newest first, so whatever ran between the two in forward also runs between
+  them in backward and hides the reverse exchange.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from moe_exp.host import gloo
 
 
 class Arrival:
-    """Tensors that a launched collective will give.
+    """Result tensors of a collective in flight.
 
     Args:
-        wait: waits and returns them. On a GPU the current stream waits, not the host; it has to be the stream
-            of the launch, on which the allocator would otherwise give away the memory that is still being
-            sent.
+        wait: waits and returns them. On a GPU the current stream waits, not the host; it must be the stream
+            of the launch, or the allocator could reuse memory that is still being sent.
     """
 
     def __init__(self, wait: Callable[[], list[Tensor | None]]):
@@ -45,9 +43,7 @@ class Exchange(Protocol):
     """What moves where."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
-        """Starts to move `tensors`, None among them staying None; keeps them alive until the arrival is
-        waited for.
-        """
+        """Starts to move `tensors` (None stays None) and keeps them alive until the arrival is waited for."""
 
     @property
     def reverse(self) -> Exchange:
@@ -56,7 +52,7 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _OneByOne(ABC):
-    """Moves each tensor by a collective of its own, all of them under way together."""
+    """Moves each tensor by its own collective, all in flight together."""
 
     group: ProcessGroup | None
 
@@ -75,12 +71,12 @@ class _OneByOne(ABC):
 
     @abstractmethod
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
-        """Starts to move one tensor; what it returns waits for the result."""
+        """Starts to move one tensor; the returned function waits for the result."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AllToAll(_OneByOne):
-    """Sends `send[i]` rows to rank i, in that order, and receives `receive[i]` rows from it."""
+    """Sends `send[i]` rows to rank i, in order, and receives `receive[i]` rows from it."""
 
     send: Sequence[int]
     receive: Sequence[int]
@@ -104,7 +100,7 @@ class AllToAll(_OneByOne):
 
 @dataclass(frozen=True, kw_only=True)
 class GatherRows(_OneByOne):
-    """Rows of all ranks, one rank after the other; `sizes[i]` rows are on rank i."""
+    """Concatenates the rows of all ranks; rank i has `sizes[i]` rows."""
 
     sizes: Sequence[int]
 
@@ -130,7 +126,7 @@ class GatherRows(_OneByOne):
 
 @dataclass(frozen=True, kw_only=True)
 class ScatterSumRows(_OneByOne):
-    """Sum of the rows over ranks, of which rank i keeps its `sizes[i]`."""
+    """Sums rows over ranks; rank i keeps its `sizes[i]` rows."""
 
     sizes: Sequence[int]
 
@@ -169,9 +165,7 @@ class _Exchanged(torch.autograd.Function):
 
 
 class _Flight:
-    """What `_Depart` and `_Arrive` tell each other. Not part of the graph: holds collectives under way, in
-    either direction.
-    """
+    """State shared by `_Depart` and `_Arrive`, outside the graph: collectives in flight both ways."""
 
     def __init__(self, exchange: Exchange):
         self.exchange = exchange
@@ -181,7 +175,7 @@ class _Flight:
 
 
 class _Depart(torch.autograd.Function):
-    """Gives an empty tensor, the edge of the graph to `_Arrive`: the tensors themselves do not exist yet."""
+    """Returns an empty tensor as the graph edge to `_Arrive`: the results do not exist yet."""
 
     @staticmethod
     def forward(ctx: Any, flight: _Flight, *tensors: Tensor) -> Tensor:
@@ -219,16 +213,14 @@ class _Arrive(torch.autograd.Function):
 
 
 class Departed(NamedTuple):
-    """Tensors under way; for `arrive`, once."""
+    """Tensors in flight; pass to `arrive` once."""
 
     edge: Tensor
     flight: _Flight
 
 
 def depart(exchange: Exchange, *tensors: Tensor) -> Departed:
-    """Launches the exchange of `tensors`, the first of which is a floating-point one; gradients come to those
-    that need them.
-    """
+    """Launches the exchange of `tensors`, the first floating-point, and of gradients in backward."""
     flight = _Flight(exchange)
     return Departed(_Depart.apply(flight, *tensors), flight)
 
@@ -237,7 +229,7 @@ def arrive(departed: Departed) -> tuple[Tensor, ...]:
     """Waits for the tensors of `depart`.
 
     Raises:
-        RuntimeError: they arrived before. Two arrivals would both send gradients back.
+        RuntimeError: if called twice; both calls would send gradients back.
     """
     if departed.flight.outward is None:
         raise RuntimeError("arrive: these tensors arrived before. Fix: take one result of one depart.")
@@ -250,7 +242,5 @@ def exchange_rows(exchange: Exchange, x_RD: Tensor) -> Tensor:
 
 
 def gather_rows(x_RD: Tensor, *, sizes: Sequence[int], group: ProcessGroup) -> Tensor:
-    """Rows of all ranks, one rank after the other; `sizes[i]` rows are on rank i. The gradient is summed over
-    ranks.
-    """
+    """Concatenates the rows of all ranks, `sizes[i]` of rank i. The gradient is summed over ranks."""
     return exchange_rows(GatherRows(group=group, sizes=sizes), x_RD)

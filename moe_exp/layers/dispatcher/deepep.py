@@ -1,10 +1,8 @@
-"""DeepEP dispatcher: the package's fused all-to-all kernels over NVLink and RDMA. Shape suffixes in
-`moe_exp.layers`.
+"""DeepEP dispatcher: the package's fused all-to-all kernels over NVLink and RDMA.
 
-DeepEP (github.com/deepseek-ai/DeepEP, its high-throughput kernels) sends a token once to every rank that
-holds one of its experts, unsorted, with its K experts and weights; sorting by expert is left to the receiver.
-The transpose of its dispatch is its combine, so each is the backward of the other. Further suffix: A received
-tokens.
+DeepEP (github.com/deepseek-ai/DeepEP, high-throughput kernels) sends a token once to every rank that holds
+one of its experts, with its K experts and weights; the receiver sorts by expert. Its combine is the transpose
+of its dispatch, so each is the backward of the other. Shape suffixes: `moe_exp.layers`; A received tokens.
 """
 
 from __future__ import annotations
@@ -31,24 +29,22 @@ from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
 INSTALL = "pip install git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
-# Group sizes that DeepEP has tuned configurations for; it refuses others.
+# Group sizes for which DeepEP has tuned configurations; it refuses others.
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 
 
 class DeepEPDispatcher(Dispatcher):
-    """Experts are spread over `ep_group`; bf16 rows, a CUDA device per rank, ranks of one node linked by
-    NVLink.
+    """Experts are split over `ep_group`. Needs bf16 rows, a CUDA device per rank and NVLink within a node.
 
-    The host waits in `start` for the counts, which DeepEP writes to its memory; the rows arrive while it goes
-    on.
+    The host waits in `start` for the counts, which DeepEP writes to host memory; the rows arrive meanwhile.
 
     Args:
         num_experts: E, over all ranks.
         ep_group: expert parallel group (NCCL); rank i holds experts [i*L, (i+1)*L).
-        etp_group: expert tensor parallel group, which has to be of one rank. None for this rank alone.
+        etp_group: expert tensor parallel group, which must have one rank, or None.
 
     Raises:
-        ValueError: what DeepEP cannot do, or the package or the GPU is missing.
+        ValueError: if DeepEP does not support this, or the package or the GPU is missing.
     """
 
     name = "deepep"
@@ -85,7 +81,7 @@ class DeepEPDispatcher(Dispatcher):
 
 
 def check_deepep(*, ep: int, etp: int) -> None:
-    """Raises a ValueError, one line, where DeepEP cannot run here with these sizes."""
+    """Raises a one-line ValueError if DeepEP cannot run here with these sizes."""
     if ep not in SIZES:
         raise ValueError(
             f"dispatcher=deepep: has no kernels for EP={ep}. Fix: EP among {', '.join(map(str, SIZES))}, or"
@@ -107,7 +103,7 @@ def check_deepep(*, ep: int, etp: int) -> None:
 
 
 def check_rows(x_TD: Tensor) -> None:
-    """Raises a ValueError, one line, for rows that DeepEP cannot send."""
+    """Raises a one-line ValueError for rows that DeepEP cannot send."""
     if x_TD.dtype != torch.bfloat16:
         dtype = str(x_TD.dtype).removeprefix("torch.")
         raise ValueError(
@@ -121,7 +117,7 @@ def check_rows(x_TD: Tensor) -> None:
 
 
 def sent_experts(decision: RoutingDecision) -> Tensor:
-    """[T, K] as DeepEP takes it: int64, -1 for a slot that does not travel."""
+    """Experts [T, K] in DeepEP's format: int64, -1 for a slot that is not sent."""
     expert_TK = decision.expert_TK.to(torch.int64)
     return expert_TK if decision.kept_TK is None else expert_TK.masked_fill(~decision.kept_TK, -1)
 
@@ -129,16 +125,12 @@ def sent_experts(decision: RoutingDecision) -> Tensor:
 def received_order(
     expert_AK: Tensor, splits: Sequence[int], *, rows_per_expert: int | None = None
 ) -> tuple[RowOrder, tuple[int, ...]]:
-    """Order of the rows of this rank's experts.
+    """Order of the received slots, and rows per expert [L] of this rank.
 
     Args:
-        expert_AK: what DeepEP gives for every received token: this rank's experts counted from 0, -1 for
-            those of other ranks.
-        splits: rows per expert of this rank, as DeepEP counts them.
-        rows_per_expert: pad every expert to that many rows.
-
-    Returns:
-        The order of the received slots, and the rows per expert [L].
+        expert_AK: DeepEP's expert of every received slot, counted from this rank's first; -1: elsewhere.
+        splits: rows per expert of this rank, as counted by DeepEP.
+        rows_per_expert: pad every expert to this number of rows.
     """
     num_experts, here_AK = len(splits), expert_AK >= 0
     if rows_per_expert is not None:
@@ -153,7 +145,7 @@ def received_order(
 
 @cache
 def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
-    """DeepEP's communication memory, hundreds of MB: one for all layers, which use it one after the other."""
+    """DeepEP's communication buffer of hundreds of MB; all layers share it, one after another."""
     Buffer = importlib.import_module("deep_ep").Buffer
     configs = Buffer.get_dispatch_config(group.size()), Buffer.get_combine_config(group.size())
     nvlink = max(config.get_nvl_buffer_size_hint(hidden_bytes, group.size()) for config in configs)
@@ -162,7 +154,7 @@ def shared_buffer(group: ProcessGroup, hidden_bytes: int) -> Any:
 
 
 class _Send:
-    """The exchange of tokens and their weights; the first launch learns the layout, later ones reuse it."""
+    """Exchange of tokens and weights; the first launch computes the layout, later ones reuse it."""
 
     def __init__(self, buffer: Any, expert_TK: Tensor, num_experts: int):
         self.buffer, self.expert_TK, self.num_experts = buffer, expert_TK, num_experts
@@ -201,9 +193,7 @@ class _Send:
 
 
 class _Return:
-    """The way back of a `_Send`: sums what the ranks computed for a token, and brings the gradients of its
-    weights home.
-    """
+    """Reverse of a `_Send`: sums the ranks' results per token, and returns the gradients of its weights."""
 
     def __init__(self, there: _Send):
         self.there = there
@@ -215,7 +205,7 @@ class _Return:
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
         y_AD, weights_AK = tensors if len(tensors) == 2 else (tensors[0], None)
         if y_AD is None:
-            # The weights need a gradient, the tokens do not; DeepEP sends no weights alone.
+            # The weights need a gradient but the tokens do not; DeepEP cannot send weights alone.
             assert weights_AK is not None
             y_AD = weights_AK.new_zeros(self.there.received, dtype=torch.bfloat16)
         weights_AK = None if weights_AK is None else weights_AK.float().contiguous()

@@ -1,8 +1,7 @@
 """Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
-`start` sends the tokens off and `finish` takes the rows in, so that something else can be computed in
-between; `dispatch` does both. They return a frozen record that `combine` takes, so a dispatcher keeps no
-state between calls.
+`start` sends the tokens and `finish` receives the rows, so that other work can run in between; `dispatch`
+does both. They return a frozen record that `combine` takes, so a dispatcher keeps no state between calls.
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """What `combine` needs to undo a `dispatch`; its steps are those of the way back, last to first.
+    """What `combine` needs to undo a `dispatch`, applied last to first.
 
     Args:
-        order: how this rank's tokens became what it sent; None where it sent them as they were.
-        back: exchanges that take the results home, in order.
-        by_expert: how what was received became rows sorted by expert; None where it came so.
+        order: how this rank's tokens became the rows it sent; None if they were sent unchanged.
+        back: exchanges that return the results, in order.
+        by_expert: how received rows were sorted by expert; None if they arrived sorted.
     """
 
     order: RowOrder | None
@@ -62,7 +61,7 @@ class Dispatched:
         weights_R: router weight of each row, fp32.
         tokens_per_expert_L: rows per local expert, int64, on the device.
         record: for `combine`.
-        splits: tokens_per_expert_L as Python ints where they are known without waiting for the device.
+        splits: tokens_per_expert_L as Python ints if known without synchronizing.
     """
 
     rows_RD: Tensor
@@ -73,7 +72,7 @@ class Dispatched:
 
 
 class Pending:
-    """A dispatch under way; for `finish`, once."""
+    """A dispatch in flight; pass to `finish` once."""
 
     def __init__(self, land: Callable[[], Dispatched]):
         self._land: Callable[[], Dispatched] | None = land
@@ -86,42 +85,41 @@ class Pending:
 
 
 class Dispatcher(ABC):
-    """Takes tokens to the ranks of their experts, and the results back.
+    """Sends tokens to the ranks of their experts, and returns the results.
 
-    Tokens without a kept slot (padding tokens: `kept_TK` False for all of their slots) do not travel and come
-    back as zero. Every rank of the groups has to take part, also with no token at all.
+    Tokens without a kept slot (such as padding) are not sent and come back as zero. Every rank of the groups
+    must take part, even with no tokens.
     """
 
     name: str
 
     @property
     def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
-        """Groups whose ranks exchange rows, and so have to agree on `rows_per_expert`."""
+        """Groups whose ranks exchange rows and so must agree on `rows_per_expert`."""
         return ()
 
     @abstractmethod
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
-        """Sends the tokens of this rank off.
+        """Starts sending the tokens of this rank.
 
         Args:
             x_TD: tokens, any float dtype.
             decision: where they go.
-            rows_per_expert: every rank gives every expert this many rows, zero rows where it has fewer kept
-                slots for it, so that shapes do not depend on the data. At least the number that any rank has,
-                and the same on all of them; None for no padding.
+            rows_per_expert: every rank pads its rows for every expert to this number with zeros, so that
+                shapes do not depend on the data. Equal on all ranks, and no rank may keep more slots for any
+                expert; None for no padding.
 
         Returns:
-            For `finish`, on the same CUDA stream. What is computed until then overlaps with the
-            communication, in forward and in backward.
+            For `finish`, on the same CUDA stream; work in between overlaps, in forward and backward.
         """
 
     def finish(self, pending: Pending) -> Dispatched:
         """Waits for the rows of this rank's experts.
 
         Raises:
-            RuntimeError: `pending` is finished already.
+            RuntimeError: if `pending` is already finished.
         """
         return pending.land()
 
@@ -132,9 +130,7 @@ class Dispatcher(ABC):
         return self.finish(self.start(x_TD, decision, rows_per_expert=rows_per_expert))
 
     def combine(self, y_RD: Tensor, record: DispatchRecord) -> Tensor:
-        """Takes the results home and sums those of every token: [R, D] to [T, D]. They are weighted already,
-        see Dispatched.
-        """
+        """Returns the results, already weighted, and sums them per token: [R, D] to [T, D]."""
         if record.by_expert is not None:
             y_RD = record.by_expert.tokens(y_RD)
         for exchange in record.back:
@@ -143,12 +139,7 @@ class Dispatcher(ABC):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this rank. Waits for the device only to learn how many slots are kept, with drops
-    and without padding.
-
-    Args:
-        num_experts: E.
-    """
+    """All experts are on this rank. Synchronizes only with drops and no padding, to count the kept slots."""
 
     name = "local"
 
@@ -165,30 +156,27 @@ class LocalDispatcher(Dispatcher):
     def row_order(
         self, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-        """How this rank's slots are sorted by expert, and the rows per expert: on the device, and on the host
-        where they are known.
-        """
+        """Order of this rank's slots by expert, and rows per expert: on the device, on the host if known."""
         if rows_per_expert is not None:
             order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
             counts_E = torch.full((self.num_experts,), rows_per_expert, device=order.slot_R.device)
             return order, counts_E, (rows_per_expert,) * self.num_experts
         slots = sort_slots(decision, num_experts=self.num_experts)
-        # Where their sum has to be fetched, all of them are: the experts may want them on the host, too.
+        # If their sum has to be fetched, fetch them all: the experts may need them on the host, too.
         splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
         return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 
 
 class SpreadDispatcher(Dispatcher):
-    """What the dispatchers have in common whose experts are spread over `ep_group`, and each expert's width
-    over `etp_group`.
+    """Base of dispatchers that split experts over `ep_group`, and each expert's width over `etp_group`.
 
     Args:
         num_experts: E, over all ranks.
-        ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None for this rank alone.
-        etp_group: expert tensor parallel group. None for this rank alone.
+        ep_group: expert parallel group; rank i holds experts [i*L, (i+1)*L). None: this rank alone.
+        etp_group: expert tensor parallel group. None: this rank alone.
 
     Raises:
-        ValueError: the expert parallel size does not divide num_experts.
+        ValueError: if the expert parallel size does not divide num_experts.
     """
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
@@ -203,12 +191,11 @@ class SpreadDispatcher(Dispatcher):
 
 
 class AllToAllDispatcher(SpreadDispatcher):
-    """Experts are spread over `ep_group`, and each expert's width over `etp_group`.
+    """Sends rows to the ranks of their experts by all-to-all.
 
-    The rows go to the ranks of their experts by one all-to-all, with their weights by a second one that is
-    under way together with it, and where an expert is split, are gathered over `etp_group`, whose ranks each
-    compute a part of every row's result; the way back sums the parts. It waits for the device once, for the
-    counts of rows, and not at all with `rows_per_expert`.
+    The router weights travel in a second all-to-all, concurrently. If experts are split over `etp_group`, its
+    ranks gather the rows, each computes a part of every result, and the way back sums the parts. Synchronizes
+    once, for the row counts, or not at all with `rows_per_expert`.
     """
 
     name = "alltoall"
@@ -237,7 +224,7 @@ class AllToAllDispatcher(SpreadDispatcher):
             rows, weights = arrive(depart(gather, rows, weights))
             back = (gather.reverse, *back)
         by_expert = None
-        # Rows come by source and, from every source, by expert.
+        # Rows arrive by source rank, and by expert within each source.
         if self.num_local_experts > 1 and self.ep * self.etp > 1:
             by_expert = regroup_chunks(route.rows_SL, num_rows=sum(route.splits))
             rows, weights = by_expert.rows(rows), by_expert.rows(weights)
@@ -246,7 +233,7 @@ class AllToAllDispatcher(SpreadDispatcher):
         )
 
     def _sorted(self, decision: RoutingDecision) -> tuple[RowOrder, _Route]:
-        """The only wait for the device: for the counts, one exchange and one copy of which tell all sizes."""
+        """Synchronizes for the counts: one exchange and one copy give all sizes."""
         slots = sort_slots(decision, num_experts=self.num_experts)
         rows_SL = self._receive_counts(slots.rows_per_expert_E)
         counts = torch.cat([slots.rows_per_expert_E, rows_SL.flatten()]).tolist()
@@ -254,7 +241,7 @@ class AllToAllDispatcher(SpreadDispatcher):
         return slots.order(sum(route.send)), route
 
     def _receive_counts(self, rows_per_expert_E: Tensor) -> Tensor:
-        """Rows that every source rank has for every expert of this rank: [ETP*EP, L]."""
+        """Rows of every source rank for every expert of this rank: [ETP*EP, L]."""
         counts = rows_per_expert_E.contiguous()
         if self.ep > 1:
             received = torch.empty_like(counts)
@@ -275,7 +262,7 @@ class AllToAllDispatcher(SpreadDispatcher):
         return _Route(send, receive, _sums(by_source, self.ep), splits, rows_SL)
 
     def _padded_route(self, rows_per_expert: int, device: torch.device) -> _Route:
-        # The same in every call: made once.
+        # The same in every call, so cached.
         if self._padded is None or self._padded[0] != rows_per_expert:
             sources = self.ep * self.etp
             rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=device)
@@ -289,9 +276,7 @@ class AllToAllDispatcher(SpreadDispatcher):
 
 
 class _Route(NamedTuple):
-    """How rows travel to their experts: rows per rank to and from the ranks of EP, per rank of ETP, per local
-    expert, and rows_SL.
-    """
+    """Rows per EP rank sent and received, per ETP rank gathered, per local expert; and rows_SL."""
 
     send: tuple[int, ...]
     receive: tuple[int, ...]
@@ -301,7 +286,7 @@ class _Route(NamedTuple):
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:
-    """L, or a ValueError where `ep` ranks cannot share `num_experts`."""
+    """L, or a ValueError if `ep` does not divide `num_experts`."""
     if num_experts % ep:
         raise ValueError(
             f"num_experts={num_experts}: is not divisible by the expert parallel size {ep}. Fix: use a"

@@ -1,8 +1,7 @@
 """From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
-Both ways are gathers, each the transpose of the other: nothing is added atomically, so a result has the same
-bits every time. On a CUDA device Triton kernels do it (see `kernels.choice`), with int32 indices, and the
-same order and sums.
+Both ways are gathers and transposes of each other: without atomics, results are bitwise reproducible. On a
+CUDA device Triton kernels do it (see `kernels.choice`), with int32 indices and the same order and sums.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class RowOrder:
     """How slots become rows.
 
     Args:
-        slot_R: the slot of each row; N for a row of padding.
-        row_N: the row of each slot; R for a dropped slot.
+        slot_R: slot of each row; N for a padding row.
+        row_N: row of each slot; R for a dropped slot.
         topk: slots per token.
         has_padding: some rows may have no slot.
         has_drops: some slots may have no row.
@@ -45,9 +44,7 @@ class RowOrder:
         return _TokensToRows.apply(x_TD, self)
 
     def tokens(self, y_RD: Tensor) -> Tensor:
-        """[R, D] to [T, D], the sum over the K slots of a token in slot order; a dropped slot adds
-        nothing.
-        """
+        """[R, D] to [T, D], the sum of a token's K slots in slot order; dropped slots add nothing."""
         return _RowsToTokens.apply(y_RD, self)
 
     def weights(self, weights_TK: Tensor) -> Tensor:
@@ -59,14 +56,14 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class SortedSlots:
-    """Slots sorted by expert, the dropped ones last.
+    """Slots sorted by expert, dropped ones last.
 
     Args:
-        slot_N: the slots in that order, by position among the slots of one expert.
+        slot_N: slots in that order, by position within an expert.
         rows_per_expert_E: kept slots per expert, int64, on the device.
         topk: slots per token.
         has_drops: some slots may be dropped.
-        row_N: the row of each slot, N for a dropped one, where it is known already.
+        row_N: row of each slot, N if dropped; None if not computed yet.
     """
 
     slot_N: Tensor
@@ -76,12 +73,7 @@ class SortedSlots:
     row_N: Tensor | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
-        """The row order.
-
-        Args:
-            num_rows: the sum of rows_per_expert_E. With drops only the device knows it: None asks, and waits
-                for it.
-        """
+        """The row order. `num_rows`: sum of rows_per_expert_E; with drops, None synchronizes to get it."""
         row_N = _inverse(self.slot_N) if self.row_N is None else self.row_N
         if not self.has_drops:
             return RowOrder(self.slot_N, row_N, self.topk)
@@ -96,10 +88,9 @@ def sort_by_expert(
     """Sorts the slots by expert.
 
     Args:
-        expert_TK: the expert of every slot, integer; in [0, E) where it is kept.
-        kept_TK: bool, the slots that are not dropped; None for all.
-        num_experts: E.
-        counts_E: kept slots per expert, int64, where they are known already.
+        expert_TK: expert of every slot, integer; in [0, E) if kept.
+        kept_TK: bool, slots that are not dropped; None for all.
+        counts_E: kept slots per expert, int64, if already known.
     """
     if takes_kernels(expert_TK):
         slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
@@ -114,15 +105,12 @@ def sort_by_expert(
 def pad_by_expert(
     expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, rows_per_expert: int
 ) -> RowOrder:
-    """Row order with `rows_per_expert` rows for every expert, zero rows where it has fewer: shapes do not
-    depend on the data.
+    """Row order with `rows_per_expert` rows for every expert, zero-padded: shapes do not depend on the data.
 
     Args:
-        expert_TK: as for `sort_by_expert`.
-        kept_TK: as for `sort_by_expert`.
-        num_experts: E.
-        rows_per_expert: at least the number of kept slots of any expert; what is beyond is not checked and
-            corrupts other experts' rows.
+        expert_TK, kept_TK: as for `sort_by_expert`.
+        rows_per_expert: at least the number of kept slots of any expert; more are not detected and corrupt
+            the rows of other experts.
     """
     if takes_kernels(expert_TK):
         order = padded_order(expert_TK, num_experts, rows_per_expert, kept_TK)
@@ -133,7 +121,7 @@ def pad_by_expert(
     row_N = torch.where(expert_N < num_experts, expert_N * rows_per_expert + place_N, num_rows)
     slot_R = torch.full((num_rows + 1,), num_slots, device=row_N.device, dtype=row_N.dtype)
     slot_R[row_N] = torch.arange(num_slots, device=row_N.device)
-    # A padding row's slot is N, one past the last: divided by K it has to stay one past the last token.
+    # A padding row's slot is N, one past the last: divided by K it must remain one past the last token.
     return RowOrder(slot_R[:num_rows], row_N, expert_TK.size(1), has_padding=True, has_drops=True)
 
 
@@ -141,14 +129,14 @@ def regroup_chunks(rows_SL: Tensor, *, num_rows: int) -> RowOrder:
     """Row order from chunks by source and expert to chunks by expert and source.
 
     Args:
-        rows_SL: rows that every source has for every expert, int64, on the device.
-        num_rows: their sum: R.
+        rows_SL: rows per source and expert, int64, on the device.
+        num_rows: R, their sum.
     """
     if takes_kernels(rows_SL):
         return RowOrder(*chunk_order(rows_SL, num_rows), topk=1)
     ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
-    # A row keeps its place in its chunk: the shift is one number per chunk, and no sort is needed.
+    # A row keeps its place in its chunk, so each chunk has one shift and no sort is needed.
     shift_C = first_C - (rows_C.cumsum(0) - rows_C)
     slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + torch.arange(
         num_rows, device=rows_SL.device
@@ -186,9 +174,7 @@ def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
 
 
 def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
-    """A bag of rows per token: sums in the accumulation type of y, and never holds the [N, D] that a gather
-    and a sum would.
-    """
+    """Sums each token's rows in the accumulation dtype of y, without the [N, D] of a gather and a sum."""
     if takes_kernels(y_RD):
         return (
             gather_rows(y_RD, order.row_N)
@@ -204,7 +190,7 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
         return embedding_bag(row_TK, y_RD, mode="sum")
     kept_TK = row_TK < y_RD.size(0)
     if order.has_padding:
-        # How many slots are kept is not known on the host: a dropped one takes some row, times zero.
+        # The host does not know the number of kept slots: a dropped one takes some row, times zero.
         row_TK = row_TK.clamp(max=y_RD.size(0) - 1)
         return embedding_bag(row_TK, y_RD, mode="sum", per_sample_weights=kept_TK.to(y_RD.dtype))
     kept_T = kept_TK.sum(dim=1)
@@ -214,7 +200,7 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
 
 
 def _kept_rows(row_TK: Tensor, kept_TK: Tensor, num_kept: int) -> Tensor:
-    """row_TK[kept_TK], without asking the device how many those are."""
+    """row_TK[kept_TK] without synchronizing."""
     kept_N = kept_TK.flatten()
     place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, num_kept)
     return row_TK.new_empty(num_kept + 1).scatter_(0, place_N, row_TK.flatten())[:num_kept]

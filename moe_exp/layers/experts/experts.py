@@ -1,6 +1,4 @@
-"""The experts of one rank: one weight tensor per projection for all of them. Shape suffixes in
-`moe_exp.layers`.
-"""
+"""The experts of one rank, with one weight tensor per projection. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 
 @dataclass(frozen=True)
 class Slots:
-    """What `Experts` take where all are on this rank and they `take_slots`: tokens [T, D] with the routing
-    decision, [T, K] each.
-    """
+    """Input of `Experts` that `takes_slots`, all on this rank: tokens [T, D] and routing, [T, K] each."""
 
     x_TD: Tensor
     weights_TK: Tensor
@@ -37,7 +33,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class OrderedTokens:
-    """What `Experts` take where all are on this rank and they run `one by one`: the rows are never written.
+    """Input of `Experts` that `runs_one_by_one`, all on this rank: the rows are never written.
 
     Args:
         x_TD: tokens of this rank.
@@ -53,33 +49,30 @@ class OrderedTokens:
 
 
 class Experts(nn.Module):
-    """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight: so the expert outputs need not be kept
-    for w's gradient.
+    """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight, whose gradient then needs no outputs.
 
-    With the `triton` backend (fused.py), and on a CPU with the `loop` backend (loop.py), one function
-    computes all of it. Everywhere else it is two grouped GEMMs with the weighted activation between them.
+    With the `triton` backend (fused.py), and on a CPU with `loop` (loop.py), one function computes it all.
+    Otherwise it is two grouped GEMMs with the weighted activation between them.
+
+    Weights are in torch's (out, in) order: `weight1` [L, 2F or F, D], gate half first; `weight2` [L, D, F];
+    with `bias`, `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
 
     Args:
         num_local_experts: L.
         hidden_size: D.
-        ffn_size: F on this rank (the width of an expert over the expert tensor parallel size).
-        activation: a name in ACTIVATIONS.
+        ffn_size: F on this rank (width of an expert / expert tensor parallel size).
+        activation: a key of ACTIVATIONS.
         backend: a name in grouped_gemm.BACKENDS or FUSED.
         bias: add a bias after both projections. The second is multiplied by the router weight like the rest
-            of the output, so rows of padding stay zero.
-        etp_rank, etp_size: place of this rank in the expert tensor parallel group. Each rank adds its own
-            part of D of the second bias to its partial sum, so no parameter is replicated.
-        recompute_activation: do not keep what goes into the second GEMM, compute it again in backward. The
-            functions that compute all of it always do.
-        adds_to_main_grad: the `triton` backend adds the gradients of the weights to Megatron's `main_grad`,
-            see fused.py.
-
-    Weights, in torch's (out, in) order: `weight1` [L, 2F or F, D], with the gate half first; `weight2` [L, D,
-    F]; with `bias` `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
+            of the output, so padding rows remain zero.
+        etp_rank, etp_size: place in the expert tensor parallel group. Each rank adds its part of D of the
+            second bias to its partial sum, so no parameter is replicated.
+        recompute_activation: recompute the input of the second GEMM in backward, as fused.py and loop.py do.
+        adds_to_main_grad: the `triton` backend adds weight gradients to Megatron's `main_grad`, see fused.py.
 
     Raises:
-        ValueError: for an unknown activation or backend, one that is not installed, or a bias that the
-            backend does not have or the ranks cannot share out evenly.
+        ValueError: for an unknown activation or backend, a backend that is not installed, or a bias that the
+            backend does not support or the ranks cannot split evenly.
     """
 
     def __init__(
@@ -146,7 +139,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the weights; biases start at zero."""
+        """Initializes the weights; biases start at zero."""
         for name, parameter in self.named_parameters():
             if name.startswith("bias"):
                 nn.init.zeros_(parameter)
@@ -156,8 +149,7 @@ class Experts(nn.Module):
     def forward(self, given: Dispatched | Slots | OrderedTokens) -> Tensor:
         """Rows of all experts to their weighted outputs, [R, D]; tokens to the sum of theirs over K, [T, D].
 
-        The one way in: what wraps the module (Megatron's overlapped gather of parameters, FSDP2) puts the
-        weights in place in a hook.
+        The only entry point, so that hooks of wrappers (Megatron's overlapped parameter gather, FSDP2) run.
         """
         if isinstance(given, Slots):
             return experts_of_tokens(
@@ -193,7 +185,7 @@ class Experts(nn.Module):
             )
         splits = dispatched.splits
         if splits is None and (rows_RD.device.type == "cpu" or self.backend in BY_SPLITS):
-            splits = tuple(counts_L.tolist())  # once for both products
+            splits = tuple(counts_L.tolist())  # once for both GEMMs
         if self.runs_one_by_one(rows_RD):
             assert splits is not None
             return expert_loop(rows_RD, weights_R, self._weights(), splits=splits, activation=self.activation)
@@ -209,11 +201,11 @@ class Experts(nn.Module):
         return {"activation": self.activation, "adds_to_main_grad": self.adds_to_main_grad}
 
     def takes_slots(self) -> bool:
-        """Whether `Slots` may be given."""
+        """Whether `Slots` are accepted."""
         return self.backend in FUSED
 
     def runs_one_by_one(self, x: Tensor) -> bool:
-        """Whether the function for the CPU runs, see loop.py, and `OrderedTokens` may be given."""
+        """Whether loop.py runs and `OrderedTokens` are accepted."""
         return self.backend == "loop" and x.device.type == "cpu"
 
     def _weights(self) -> ExpertWeights:
@@ -226,9 +218,7 @@ class Experts(nn.Module):
         return nn.functional.pad(mine, (self.bias2_start, after))
 
     def _keeping_only(self, hidden_RF: Tensor, weights_R: Tensor, active_RF: Tensor) -> Any:
-        """With `recompute_activation`, a context in which backends that save `active_RF` save how to compute
-        it.
-        """
+        """With `recompute_activation`, a context that makes autograd recompute `active_RF`."""
         if not self.recompute_activation:
             return nullcontext()
         hidden_RF, weights_R1, name = (
@@ -249,9 +239,7 @@ class Experts(nn.Module):
 
 
 class _BiasOfRows(torch.autograd.Function):
-    """[L, F] to [R, F]: row r gets the bias of its expert. The gradient is summed in fp32, without
-    atomics.
-    """
+    """[L, F] to [R, F]: row r gets the bias of its expert. The gradient is summed in fp32, no atomics."""
 
     @staticmethod
     def forward(ctx: Any, bias_LF: Tensor, counts_L: Tensor, num_rows: int) -> Tensor:

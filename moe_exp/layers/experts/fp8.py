@@ -1,11 +1,9 @@
-"""FP8 in the experts, by Transformer Engine: what it needs, and rows padded to what its products take. Shape
-suffixes in `moe_exp.layers`.
+"""FP8 experts with Transformer Engine: requirements, row padding. Shape suffixes in `moe_exp.layers`.
 
-Megatron runs every layer inside Transformer Engine's autocast where TransformerConfig.fp8 is set; its
-GroupedLinear, which EXPERT_BACKEND=te calls, then quantizes rows, weights and gradients by itself. What is
-missing is the number of rows of every expert, which the FP8 products want as a multiple of 16, in blocks of
-32 with MXFP8. Read in the sources of megatron-core 0.16 (fp8_utils) and Transformer Engine 2.x; not run with
-the package yet.
+If TransformerConfig.fp8 is set, Megatron runs every layer inside Transformer Engine's autocast, and
+GroupedLinear, which EXPERT_BACKEND=te calls, quantizes rows, weights and gradients. What is left to do is
+padding: the FP8 GEMMs need each expert's rows to be a multiple of 16, or 32 with MXFP8. Based on the sources
+of megatron-core 0.16 (fp8_utils) and Transformer Engine 2.x; not run with the package yet.
 """
 
 from __future__ import annotations
@@ -16,9 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Recipe, as Megatron calls it, to (the oldest GPU, the multiple of sizes). Without `delayed`: its scales are
-# a history that every module keeps, which checkpoints would have to hold, and the layers share one module
-# without weights (`gemm_packages._te_module`).
+# Megatron's recipe name to (oldest GPU, multiple of sizes). `delayed` is missing: its scales are a history
+# per module, which checkpoints would have to hold, and layers share one module without weights
+# (`gemm_packages._te_module`).
 RECIPES: dict[str, tuple[tuple[int, int], int]] = {
     "tensorwise": ((8, 9), 16),
     "blockwise": ((9, 0), 16),
@@ -27,7 +25,7 @@ RECIPES: dict[str, tuple[tuple[int, int], int]] = {
 
 
 def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
-    """Whether experts can compute in FP8 as a TransformerConfig asks for.
+    """Checks that the experts can compute in FP8 as a TransformerConfig requests.
 
     Args:
         fp8: TransformerConfig.fp8; None for no FP8.
@@ -35,8 +33,7 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
         backend: grouped GEMM of the experts.
 
     Raises:
-        ValueError: when a part is missing. Megatron itself goes on without FP8 where Transformer Engine is
-            not installed.
+        ValueError: if something is missing. Megatron itself ignores FP8 without Transformer Engine.
     """
     if not fp8:
         return
@@ -48,7 +45,7 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
             f"fp8={fp8}: experts compute in FP8 with expert_backend=te, not with {backend}. Fix: set"
             " EXPERT_BACKEND=te."
         )
-    recipe = getattr(recipe, "value", recipe)  # Megatron has them as an enum, too
+    recipe = getattr(recipe, "value", recipe)  # Megatron also has an enum of them
     if recipe not in RECIPES:
         raise ValueError(f"fp8_recipe={recipe}: is not supported. Fix: use one of {', '.join(RECIPES)}.")
     oldest, _ = RECIPES[recipe]
@@ -65,9 +62,7 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
 
 
 def te_row_multiple() -> int:
-    """What the rows of an expert have to be a multiple of inside the autocast that is active; 1 outside of
-    any.
-    """
+    """Required multiple of an expert's rows inside the active autocast; 1 outside of any."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
     if not FP8GlobalStateManager.is_fp8_enabled():
@@ -76,14 +71,12 @@ def te_row_multiple() -> int:
 
 
 def padded_splits(splits: Sequence[int], multiple: int) -> list[int]:
-    """Rows of each expert, rounded up; an expert without rows stays without."""
+    """Rows of each expert, rounded up; 0 remains 0."""
     return [-(-rows // multiple) * multiple for rows in splits]
 
 
 def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """Zero rows behind those of every expert, up to `padded_splits`. They add nothing to any weight's
-    gradient.
-    """
+    """Appends zero rows to each expert's, up to `padded_splits`; they do not affect weight gradients."""
     zeros = x_RD.new_zeros(multiple, x_RD.size(1))
     added = [padded - rows for padded, rows in zip(padded_splits(splits, multiple), splits, strict=True)]
     if not any(added):
@@ -93,7 +86,7 @@ def pad_rows(x_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
 
 
 def unpad_rows(y_RD: Tensor, splits: Sequence[int], multiple: int) -> Tensor:
-    """The rows of `pad_rows` without the added ones."""
+    """Removes the rows that `pad_rows` added."""
     padded = padded_splits(splits, multiple)
     if list(splits) == padded:
         return y_RD

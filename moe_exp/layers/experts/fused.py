@@ -1,11 +1,9 @@
-"""All experts of a rank as one function on the Triton kernels, the `triton` backend. Shape suffixes in
-`moe_exp.layers`.
+"""The `triton` backend: all experts of a rank in one function. Shape suffixes in `moe_exp.layers`.
 
-W is the width of the first projection: 2F for a gated activation, else F. For backward it keeps its input,
-the pre-activation and one number per row of each of the indices and weights: with tokens in bf16 about 2TD +
-4TKF bytes for a gated activation. What goes into the second projection is computed again by the kernel that
-needs it (as in SonicMoE, arXiv:2512.14080), and rows are never copied out of the tokens: the kernels gather
-them.
+W is the width of the first projection: 2F for a gated activation, else F. Backward keeps the input, the
+pre-activation and one number per row of each index and weight: in bf16 with a gated activation about 2TD +
+4TKF bytes. The kernel that needs the input of the second projection recomputes it (as in SonicMoE,
+arXiv:2512.14080), and kernels gather rows from the tokens instead of copying them.
 """
 
 from __future__ import annotations
@@ -34,21 +32,17 @@ def experts_of_tokens(
     activation: str,
     adds_to_main_grad: bool = False,
 ) -> Tensor:
-    """y_t = sum over the kept k of w_tk * expert(x_t), where all experts are on this rank. The host does not
-    wait for the device.
+    """y_t = sum over the kept k of w_tk * expert(x_t), [T, D], all experts on this rank. Asynchronous.
 
     Args:
         x_TD: tokens.
-        weights_TK: router weights; computed with in fp32.
-        expert_TK: the expert of every slot.
-        kept_TK: bool, the slots that are not dropped; None for all.
-        weight1_LWD: first projection, in torch's (out, in) order, with the gate half first.
+        weights_TK: router weights; used in fp32.
+        expert_TK: expert of every slot.
+        kept_TK: bool, slots that are not dropped; None for all.
+        weight1_LWD: first projection, in torch's (out, in) order, gate half first.
         weight2_LDF: second projection.
-        activation: a name in activations.ACTIVATIONS.
+        activation: a key of activations.ACTIVATIONS.
         adds_to_main_grad: see `experts_of_rows`.
-
-    Returns:
-        [T, D].
     """
     slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
     places = offsets_L1, slot_N, row_N.view(expert_TK.shape)
@@ -65,21 +59,15 @@ def experts_of_rows(
     activation: str,
     adds_to_main_grad: bool = False,
 ) -> Tensor:
-    """y_r = w_r * expert(x_r), for rows that are sorted by expert already.
+    """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert.
 
     Args:
         x_RD: rows.
-        weights_R: router weight of each row; computed with in fp32.
+        weights_R: router weight of each row; used in fp32.
         tokens_per_expert_L: rows of each expert, on the device.
-        weight1_LWD: as for `experts_of_tokens`.
-        weight2_LDF: as for `experts_of_tokens`.
-        activation: a name in activations.ACTIVATIONS.
-        adds_to_main_grad: weights that have Megatron's `main_grad` get their gradients added to it by the
-            kernel, and a `grad` without values (gradient_accumulation_fusion). Not under torch.compile, where
-            they are ordinary gradients.
-
-    Returns:
-        [R, D].
+        weight1_LWD, weight2_LDF, activation: as for `experts_of_tokens`.
+        adds_to_main_grad: for weights with Megatron's `main_grad`, the kernel adds their gradients to it, and
+            `grad` has no values (gradient_accumulation_fusion). Ignored under torch.compile.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
     return _run(
@@ -88,7 +76,7 @@ def experts_of_rows(
 
 
 def _run(*args: Any) -> Tensor:
-    """`_Experts`, told whether a backward pass can follow: inside of it gradients are off in any case."""
+    """Calls `_Experts` with whether backward can follow: inside forward, gradients are always disabled."""
     has_backward = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
     return _Experts.apply(*args, has_backward)
 
@@ -108,7 +96,7 @@ class _Experts(torch.autograd.Function):
         adds_to_main_grad: bool,
         has_backward: bool,
     ) -> Tensor:
-        # The kernels read the weights one after the other; reshape is a view with the strides there are.
+        # The kernels read the weights contiguously; reshape keeps the strides if it can return a view.
         x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float().contiguous(), None
         if slot_R is not None:
             token_R, weights_R = slot_R // weights.size(1), weights_R.index_select(0, slot_R)
@@ -125,14 +113,14 @@ class _Experts(torch.autograd.Function):
         ctx.save_for_backward(x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW)
         ctx.activation, ctx.weights_dtype, ctx.parameters = activation, weights.dtype, (None, None)
         if adds_to_main_grad and not torch.compiler.is_compiling():
-            # saved tensors may come back as others, without the attributes
+            # Saved tensors may come back as different objects, without the attributes.
             ctx.parameters = weight1_LWD, weight2_LDF
         return y_RD if row_TK is None else combine(y_RD, row_TK)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Once: under torch.utils.checkpoint a second look is an error.
+        # Read once: under torch.utils.checkpoint a second access is an error.
         x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW = ctx.saved_tensors
         dy = grads[0].contiguous()
         dhidden_RW, weighted_RF, dweights_R = activation_grad(
@@ -168,19 +156,16 @@ def _of_slots(values_R: Tensor, row_TK: Tensor) -> Tensor:
 def _weight_gradient(
     parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, **indices: Tensor | None
 ) -> Tensor | None:
-    """`weight_grad`; into `main_grad`, if the parameter has one, as Megatron's linear layers do
-    (tensor_parallel/layers.py there).
-    """
+    """`weight_grad`, added to `main_grad` if there is one, as in Megatron's tensor_parallel/layers.py."""
     main_grad = getattr(parameter, "main_grad", None)
-    # Megatron-FSDP makes its buffer when it is asked for, and does not want its old values.
+    # Megatron-FSDP creates its buffer on access and does not want the old values.
     if main_grad is None or hasattr(parameter, "__fsdp_param__"):
         return weight_grad(a, b, offsets_L1, **indices)
     weight_grad(a, b, offsets_L1, **indices, out=main_grad)
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True
-    # The hooks of its data parallelism, which start the reduction, want a gradient to be there; they let go
-    # of it at once.
+    # The hooks of Megatron's DDP, which start the reduction, expect a gradient, and free it at once.
     return (
         torch.zeros_like(parameter)
         if getattr(parameter, "zero_out_wgrad", False)

@@ -1,59 +1,31 @@
-"""Grouped GEMMs of other packages, all for CUDA devices, behind the signature of `grouped_gemm`. Shape
-suffixes in `moe_exp.layers`.
+"""Grouped GEMMs of other CUDA packages, for `grouped_gemm`. Shape suffixes in `moe_exp.layers`.
 
-What is called was read in the sources of github.com/tgale96/grouped_gemm and of nv-grouped-gemm
-(github.com/fanshiqing/grouped_gemm), which share the import name, of megablocks and of Transformer Engine
-2.x; nothing here has run with the packages yet.
+Written from the sources of github.com/tgale96/grouped_gemm and nv-grouped-gemm
+(github.com/fanshiqing/grouped_gemm), which share the import name, megablocks and Transformer Engine 2.x; not
+run with the packages yet.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.layers.experts.fp8 import pad_rows, padded_splits, te_row_multiple, unpad_rows
 
-
-@dataclass(frozen=True)
-class Package:
-    """What a backend needs: the modules it imports, how to install them, and the dtypes it computes in."""
-
-    modules: tuple[str, ...]
-    install: str
-    dtypes: tuple[torch.dtype, ...]
-
-    def missing(self) -> list[str]:
-        """The modules that are not installed."""
-        return [module for module in self.modules if importlib.util.find_spec(module) is None]
-
-
-PACKAGES: dict[str, Package] = {
-    "grouped_gemm": Package(
-        ("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm", (torch.bfloat16,)
-    ),
-    "te": Package(
-        ("transformer_engine",),
-        "pip install --no-build-isolation transformer-engine[pytorch]",
-        (torch.bfloat16, torch.float16, torch.float32),
-    ),
-    "megablocks": Package(
-        ("megablocks", "grouped_gemm"), "pip install --no-build-isolation megablocks[gg]", (torch.bfloat16,)
-    ),
-}
+PACKAGES = {name: backend for name, backend in EXPERT_BACKENDS.items() if backend.modules}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
-    """Whether a backend of PACKAGES can run.
+    """Checks that a backend of PACKAGES can run.
 
     Raises:
-        ValueError: when a package is missing, the device is not CUDA, or the dtype is not one of the
-            package's.
+        ValueError: if a package is missing, or does not support the device or the dtype.
     """
     package = PACKAGES[name]
     if missing := package.missing():
@@ -63,8 +35,9 @@ def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
         )
     if device_type != "cuda":
         raise ValueError(f"expert_backend={name}: needs a CUDA device, not {device_type}. Fix: use auto.")
-    if dtype not in package.dtypes:
-        names = ", ".join(_name(one) for one in package.dtypes)
+    dtypes = [_DTYPES[one] for one in package.dtypes]
+    if dtype not in dtypes:
+        names = ", ".join(map(_name, dtypes))
         raise ValueError(
             f"expert_backend={name}: computes in {names}, not in {_name(dtype)}. Fix: use auto, or one of"
             " these dtypes."
@@ -78,7 +51,7 @@ def _name(dtype: torch.dtype) -> str:
 def grouped_gemm_backend(
     x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
 ) -> Tensor:
-    """`grouped_gemm.ops.gmm`: one CUTLASS kernel, or cuBLAS expert by expert, as the package was built."""
+    """`grouped_gemm.ops.gmm`: one CUTLASS kernel, or cuBLAS expert by expert, depending on the build."""
     from grouped_gemm import ops
 
     return _gmm(ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
@@ -87,7 +60,7 @@ def grouped_gemm_backend(
 def megablocks_backend(
     x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
 ) -> Tensor:
-    """What the grouped MLP of megablocks' dMoE calls: megablocks.grouped_gemm_util.ops.gmm."""
+    """megablocks.grouped_gemm_util.ops.gmm, which the grouped MLP of megablocks' dMoE calls."""
     from megablocks import grouped_gemm_util
 
     return _gmm(grouped_gemm_util.ops.gmm, x_RD, w_LDF, tokens_per_expert_L, splits)
@@ -100,12 +73,12 @@ def _gmm(
     tokens_per_expert_L: Tensor,
     splits: Sequence[int] | None,
 ) -> Tensor:
-    if x_RD.size(0) == 0:  # it refuses rows for nobody; a product without rows keeps the gradients, all zero
+    if x_RD.size(0) == 0:  # it refuses empty inputs; a product without rows keeps the gradients, all zero
         return _no_rows(x_RD, w_LDF)
-    # On the host: builds on cuBLAS take them only there, builds on CUTLASS also there.
+    # On the host: cuBLAS builds accept them only there, CUTLASS builds also there.
     counts_L = tokens_per_expert_L.cpu() if splits is None else torch.tensor(splits)
     w_LFD = w_LDF.transpose(1, 2)
-    if w_LFD.is_contiguous():  # it checks that, so our weights go in as they are in memory
+    if w_LFD.is_contiguous():  # it checks that, so our weights are passed as they are in memory
         return gmm(x_RD.contiguous(), w_LFD, counts_L.to(torch.int64), trans_b=True)
     return gmm(x_RD.contiguous(), w_LDF.contiguous(), counts_L.to(torch.int64), trans_b=False)
 
@@ -113,11 +86,10 @@ def _gmm(
 def te_backend(
     x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
 ) -> Tensor:
-    """transformer_engine.pytorch.GroupedLinear, with our weights in the place of its own; inside its FP8
-    autocast on padded rows.
+    """transformer_engine.pytorch.GroupedLinear with our weights; inside its FP8 autocast on padded rows.
 
-    Our weights are one parameter, of which it gets views: autograd puts the gradients of the experts
-    together, which reads and writes all of them once more than with a parameter per expert.
+    Our weights are one parameter, passed as views: autograd concatenates the experts' gradients, which reads
+    and writes all of them once more than one parameter per expert would.
     """
     if x_RD.size(0) == 0:
         return _no_rows(x_RD, w_LDF)
@@ -132,7 +104,7 @@ def te_backend(
 
 @functools.cache
 def _te_module(num_experts: int, dim_in: int, dim_out: int, dtype: torch.dtype) -> Any:
-    """A GroupedLinear without memory for weights: functional_call puts ours there."""
+    """A GroupedLinear without memory for weights; functional_call inserts ours."""
     from transformer_engine.pytorch import GroupedLinear
 
     return GroupedLinear(num_experts, dim_in, dim_out, bias=False, params_dtype=dtype, device="meta")

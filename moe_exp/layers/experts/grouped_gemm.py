@@ -1,7 +1,7 @@
 """Grouped GEMM: one matrix product per expert over rows sorted by expert. Shape suffixes in `moe_exp.layers`.
 
-Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, but for those of FUSED,
-which are one function for all of the experts; `choose_backend` says which runs and why.
+Every backend has the signature `(x_RD, w_LDF, tokens_per_expert_L, splits) -> y_RF`, except those of FUSED,
+which compute all of the experts in one function; `choose_backend` says which runs and why.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from moe_exp.layers.experts.gemm_packages import (
     te_backend,
 )
 from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.choice import distrusted
 
 GroupedGemm = Callable[[Tensor, Tensor, Tensor, Sequence[int] | None], Tensor]
 
 
 class _Loop(torch.autograd.Function):
-    """One matrix product per expert, each written to its place in one result."""
+    """One matrix product per expert, each written to its place in the result."""
 
     @staticmethod
     def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, splits: Sequence[int]) -> Tensor:
@@ -58,18 +59,14 @@ class _Loop(torch.autograd.Function):
 def loop_backend(
     x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
 ) -> Tensor:
-    """One matrix product per expert: any device and dtype. Waits for the device where `splits` is not
-    known.
-    """
+    """One matrix product per expert: any device and dtype. Synchronizes if `splits` is unknown."""
     return _Loop.apply(x_RD, w_LDF, list(splits) if splits is not None else tokens_per_expert_L.tolist())
 
 
 def torch_backend(
     x_RD: Tensor, w_LDF: Tensor, tokens_per_expert_L: Tensor, splits: Sequence[int] | None
 ) -> Tensor:
-    """torch.nn.functional.grouped_mm: one kernel on Hopper and newer, no wait for the device. Rows 16-byte
-    aligned, no float64.
-    """
+    """torch.nn.functional.grouped_mm: one kernel from Hopper on, no sync. Rows 16-byte aligned, no fp64."""
     if x_RD.size(0) == 0:  # a rank whose experts got nothing
         return loop_backend(x_RD, w_LDF, tokens_per_expert_L, splits)
     offsets_L = tokens_per_expert_L.cumsum(0, dtype=torch.int32)
@@ -83,20 +80,20 @@ BACKENDS: dict[str, GroupedGemm] = {
     "te": te_backend,
     "megablocks": megablocks_backend,
 }
-# Those that want `splits`: without, each product waits for the device.
+# These need `splits`; without them, each product synchronizes.
 BY_SPLITS = frozenset(BACKENDS) - {"torch"}
 
-# See fused.py: the Triton kernels, and on a CPU their twins in plain torch.
+# See fused.py: Triton kernels, or their plain-torch twins on a CPU.
 FUSED = ("triton",)
 
 
 def fused_problem(*, dtype: torch.dtype, bias: bool, device_type: str = "cpu") -> str:
-    """Why `triton` cannot run, in words; empty: it can."""
+    """Why `triton` cannot run, in words; empty if it can."""
     if bias:
         return "its kernels have no bias of the experts"
     if dtype == torch.float64:
         return "its kernels have no float64"
-    return "" if device_type == "cpu" else launch.missing()
+    return distrusted("experts") or ("" if device_type == "cpu" else launch.missing())
 
 
 def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, bias: bool = False) -> tuple[str, str]:
@@ -109,7 +106,7 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, bias: boo
         bias: whether the experts have biases.
 
     Raises:
-        ValueError: when a named backend cannot run here.
+        ValueError: if the named backend cannot run here.
     """
     has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
     if name == "torch" and not has_grouped_mm:
@@ -166,8 +163,7 @@ def _choose_on_gpu(has_grouped_mm: bool) -> tuple[str, str]:
             "grouped_mm is reported to give wrong gradients for experts without tokens on Blackwell (pytorch"
             " issue 172439)"
         )
-    # The kernels of grouped_gemm are written for Ampere; Transformer Engine's are cuBLAS, which knows every
-    # GPU.
+    # grouped_gemm's kernels are written for Ampere; Transformer Engine uses cuBLAS, which supports every GPU.
     for package in ("grouped_gemm", "te") if major <= 9 else ("te",):
         if not PACKAGES[package].missing():
             return package, f"{reason}, and {' and '.join(PACKAGES[package].modules)} is installed"

@@ -1,8 +1,7 @@
-"""The experts one by one, for a CPU: what one expert computes stays in the cache. Shape suffixes in
-`moe_exp.layers`.
+"""The experts one by one on a CPU: each expert's data stays in cache. Shape suffixes in `moe_exp.layers`.
 
-No tensor of R rows is written that backward or the next step does not need, and none is gathered: on a CPU
-the pages of a fresh tensor cost as much as what is computed on it.
+Writes and gathers no tensor of R rows that backward or the next step does not need: on a CPU the pages of a
+fresh tensor cost as much as computing on it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from moe_exp.layers.experts.threads import for_each_expert
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`weight1` [L, 2F or F, D], `weight2` [L, D, F], and where there is a bias `bias1` [L, 2F or F] and
-    `bias2`.
+    """`weight1` [L, 2F or F, D], `weight2` [L, D, F], and optionally `bias1` [L, 2F or F] and `bias2` [L, D].
 
-    Under expert tensor parallelism `bias2` has a part of D alone, which starts at column `bias2_start`.
+    Under expert tensor parallelism `bias2` has only a part of D, starting at column `bias2_start`.
     """
 
     weight1: Tensor
@@ -34,8 +32,7 @@ class ExpertWeights:
     bias2_start: int = 0
 
 
-# Up to so many, as where text is generated token by token, handing rows to threads takes longer than the
-# rows.
+# Up to this many rows (as in token-by-token generation), handing them to threads takes longer than computing.
 _FEW_ROWS = 8
 
 
@@ -50,15 +47,13 @@ def expert_loop(
 ) -> Tensor:
     """y = (act(x W1^T + b1) * w) W2^T + w * b2 per row, expert by expert.
 
-    For backward it keeps its arguments and x W1^T + b1; the activation is computed again, while its input is
-    in the cache.
+    Saves its arguments and x W1^T + b1; backward recomputes the activation while its input is in the cache.
 
     Args:
         x: rows sorted by expert [R, D]; with `order` the tokens [T, D].
         weights_R: router weight per row.
-        parameters: of the experts.
         splits: rows of each expert.
-        activation: a name in activations.ACTIVATIONS.
+        activation: a key of activations.ACTIVATIONS.
         order: how tokens become rows.
 
     Returns:
@@ -118,7 +113,7 @@ class _ExpertLoop(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: under torch.utils.checkpoint a second look is an error
+        saved = ctx.saved_tensors  # once: under torch.utils.checkpoint a second access is an error
         x, weights_R, weight1_LFD, weight2_LDF, _, bias2_LD, hidden_RF = saved
         splits, order, needs_x = ctx.splits, ctx.order, ctx.needs_input_grad[0]
         dx_RD, dweights_R = x.new_empty(hidden_RF.size(0), x.size(1)), torch.empty_like(weights_R)
@@ -157,7 +152,7 @@ class _ExpertLoop(torch.autograd.Function):
 
 
 def _rows_of(x: Tensor, splits: list[int], order: RowOrder | None) -> Callable[[int], Tensor]:
-    """The rows of an expert: a part of `x`, or tokens gathered when they are wanted."""
+    """The rows of an expert: a part of `x`, or tokens gathered on demand."""
     if order is None:
         return x.split(splits).__getitem__
     if order.has_padding:  # whose token is one past the last

@@ -11,22 +11,22 @@ from contextlib import contextmanager
 
 import torch
 
-# Experts over threads pay while the fullest thread has at most this much more than its share.
+# Threads work on whole experts as long as the fullest thread has at most this multiple of its share.
 _MAX_IMBALANCE = 1.15
 
 
 def for_each_expert(task: Callable[[int], None], rows_L: Sequence[int]) -> None:
     """Calls `task(expert)` for every expert, without autograd; the tasks must write to different memory.
 
-    With several torch threads, every thread takes whole experts, the fullest first, and computes them alone:
-    no thread waits for another inside a matrix product. Where a few experts have most of the rows that would
-    leave threads idle, so all threads work on one expert after the other. Which of the two happens depends on
-    `rows_L` and torch.get_num_threads() alone, so the bits of a result do not change from run to run.
+    With several torch threads, each takes whole experts, fullest first, so no thread waits for another inside
+    a matrix product. If a few experts have most of the rows, that would leave threads idle, and all threads
+    work on one expert after another instead. The choice depends only on `rows_L` and torch.get_num_threads(),
+    so results are bitwise reproducible.
 
-    torch.set_num_threads is set to 1 meanwhile, for the whole process where torch's BLAS is MKL.
+    Meanwhile torch.set_num_threads is 1, for the whole process if torch's BLAS is MKL.
 
     Args:
-        task: does one expert's work.
+        task: computes one expert.
         rows_L: rows of each expert.
     """
     num_threads = min(torch.get_num_threads(), len(rows_L))
@@ -56,7 +56,7 @@ def _drain(task: Callable[[int], None], experts: deque[int]) -> None:
 
 
 def _is_balanced(rows_L: Sequence[int], num_threads: int) -> bool:
-    """Whether threads that take the experts fullest first end with nearly the same number of rows."""
+    """Whether threads that take the fullest experts first get nearly equal numbers of rows."""
     loads = [0] * num_threads
     for rows in sorted(rows_L, reverse=True):
         loads[loads.index(min(loads))] += rows
@@ -75,9 +75,9 @@ def _one_thread_each() -> Iterator[None]:
 
 @functools.cache
 def _pool(num_threads: int) -> ThreadPoolExecutor:
-    # OpenMP's number of threads belongs to a thread: each sets its own.
+    # OpenMP's number of threads is per thread: each sets its own.
     return ThreadPoolExecutor(num_threads, "experts", initializer=torch.set_num_threads, initargs=(1,))
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # threads do not follow into a child process
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # a child process does not inherit threads

@@ -1,7 +1,7 @@
-"""The attention core for the local spec: causal, grouped queries, context parallel. No megatron import here.
+"""The attention core of the local spec: causal, grouped queries, context parallel. No megatron import here.
 
 Shapes: S sequence on this rank, C context parallel size, B batch, H query heads and G key/value heads on this
-rank, d head size of queries and keys, v of values, which is d but with multi-latent attention.
+rank, d head size of queries and keys, v of values (differs from d only with multi-latent attention).
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from moe_exp.layers.megatron.kv_cache import KeyValueCache
 def choose_attention(
     device_type: str, dtype: torch.dtype, *, other_value_size: bool = False
 ) -> tuple[str, str]:
-    """The attention kernel that runs, and the reason in words; `other_value_size`: value heads are not of the
-    size of query heads.
-    """
+    """The attention kernel and the reason in words; `other_value_size`: v is not d."""
     if device_type == "cpu":
         return "sdpa", "flash-attn needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
@@ -64,23 +62,13 @@ class CausalAttention(nn.Module):
             choose_attention(device_type, config.params_dtype, other_value_size=other_value_size)[0]
             == "flash-attn"
         )
-        # of the tokens before those of `forward`; set where text is generated
+        # Keys and values of earlier tokens, set while generating text.
         self.cache: KeyValueCache | None = None
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        """Attends.
-
-        Args:
-            query: [S, B, H, d].
-            key: [S, B, G, d].
-            value: [S, B, G, v].
-            attention_mask: has to be None; attention is causal.
-
-        Returns:
-            [S, B, H*v].
-        """
+        """Attends causally: query [S, B, H, d], key [S, B, G, d] and value [S, B, G, v] to [S, B, H*v]."""
         if attention_mask is not None or kwargs.get("packed_seq_params") is not None:
             raise ValueError(
                 "attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None."
@@ -112,7 +100,7 @@ class CausalAttention(nn.Module):
             from flash_attn import flash_attn_func
 
             q, k, v = (x.transpose(0, 1) for x in (query, key, value))
-            # Its faster backward adds to the gradient of the queries atomically.
+            # Its faster backward accumulates the gradient of the queries atomically.
             same_bits = torch.are_deterministic_algorithms_enabled()
             out = flash_attn_func(
                 q, k, v, dropout_p=dropout, softmax_scale=self.scale, causal=True, deterministic=same_bits
@@ -120,8 +108,7 @@ class CausalAttention(nn.Module):
             return out.transpose(0, 1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if q.size(2) == 1 and dropout == 0.0:
-            # One query sees every key: the heads of a group are its rows, and no key has to be repeated for
-            # them.
+            # One query sees every key: treat a group's heads as its rows, so that no key has to be repeated.
             rows = nn.functional.scaled_dot_product_attention(
                 q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale
             )

@@ -1,6 +1,4 @@
-"""Megatron's self-attention with what published models have and it lacks. With `spec`, the Megatron side of
-`layers/`.
-"""
+"""Megatron's self-attention plus what it lacks for published models."""
 
 from typing import Any
 
@@ -22,15 +20,14 @@ from megatron.core.transformer.utils import (
 )
 
 if not isinstance(multi_latent_attention.TELinear, type):
-    # Without Transformer Engine its names are stand-ins, and Megatron takes them for its classes.
+    # Without Transformer Engine its names are stand-ins, which Megatron takes for its classes.
     multi_latent_attention.HAVE_TE = False
-    # From 0.19 on Megatron takes a linear layer of its own for one that it knows only where Transformer
-    # Engine is there.
+    # From 0.19 on, Megatron needs its own linear layer but imports it only with Transformer Engine.
     multi_latent_attention.Linear = Linear
 
 
 class MegatronProjectionNorm(ProjectionNorm):
-    """ProjectionNorm whose weights Megatron knows to be split over tensor parallel ranks."""
+    """ProjectionNorm with weights that Megatron treats as split over tensor parallel ranks."""
 
     def __init__(self, config: TransformerConfig, num_channels: int, *, group: Any):
         super().__init__(config, num_channels, eps=config.layernorm_epsilon, group=group)
@@ -39,7 +36,7 @@ class MegatronProjectionNorm(ProjectionNorm):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """The weights of this rank as their part of `weight` [H*d]."""
+        """This rank's weights as their part of `weight` [H*d]."""
         groups = {
             "tp_group": self.group,
             "dp_cp_group": ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
@@ -53,8 +50,8 @@ class MegatronProjectionNorm(ProjectionNorm):
 class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
     """SelfAttention that normalizes queries, and keys, over all heads together.
 
-    TransformerConfig.qk_layernorm has to be false: with it Megatron adds up the gradients of parameters
-    called `q_layernorm` over tensor parallel ranks, which here are parts of a whole and no copies.
+    TransformerConfig.qk_layernorm must be false: with it Megatron sums the gradients of parameters called
+    `q_layernorm` over tensor parallel ranks, which here hold parts of a whole, not copies.
     """
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -66,32 +63,26 @@ class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
 
 
 class LatentAttention(MLASelfAttention):  # type: ignore[misc]
-    """MLASelfAttention of the parts that its spec names."""
+    """MLASelfAttention built from the parts that its spec names."""
 
     def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Called by Megatron from 0.19 on, whose rules would put a norm of Transformer Engine before the
-        projection of queries that are not compressed (DeepSeek-V2-Lite), and refuse these without Transformer
-        Engine.
-        """
+        """Overrides rules of Megatron 0.19 that require Transformer Engine for uncompressed queries."""
         return vars(submodules)
 
 
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
-    """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) of Megatron's local parts and our
-    attention core.
+    """Multi-latent attention (DeepSeek-V2, arXiv:2405.04434, section 2.1) with our attention core.
 
-    Every tensor parallel rank has the down projections whole, as with Transformer Engine. Megatron's local
-    spec splits them and gathers what they give; the gradient that comes back to the part of the keys with
-    position embedding, which all heads share, is then that of this rank's heads alone, and with two ranks the
-    gradients of all that is before it are wrong.
+    Every tensor parallel rank has the full down projections, as with Transformer Engine. Megatron's local
+    spec splits them and gathers their output; the gradient of the part of the keys with position embedding,
+    which all heads share, is then only that of this rank's heads, and with two ranks the gradients of
+    everything before it are wrong.
 
     Args:
-        config: Megatron's.
-        norm: of what queries, and keys and values, are projected up from.
+        norm: applied before the up projections of queries, and of keys and values.
 
     Raises:
-        ValueError: several tensor parallel ranks without sequence parallelism, which is what adds up those
-            gradients.
+        ValueError: for several tensor parallel ranks without sequence parallelism to sum those gradients.
     """
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
         raise ValueError(

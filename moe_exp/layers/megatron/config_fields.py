@@ -1,4 +1,4 @@
-"""Which fields of Megatron's TransformerConfig the MoE layer follows, refuses, or need not know."""
+"""Which fields of Megatron's TransformerConfig the MoE layer follows, refuses, or can ignore."""
 
 from dataclasses import MISSING, fields
 from typing import Any
@@ -17,7 +17,7 @@ _FOLLOWED = """
     sequence_parallel
 """
 
-# Rule and fix of each.
+# Field to (rule, fix).
 REFUSED = {
     "activation_func_clamp_value": ("the experts do not clamp", "leave it at None"),
     "calculate_per_token_loss": ("the auxiliary losses are means over tokens", "leave it at False"),
@@ -43,9 +43,9 @@ FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split
 
 
 def check_fields(config: TransformerConfig) -> None:
-    """Raises a ValueError, one line, for a field that changes Megatron's MoE layer and would not change ours.
+    """Raises a one-line ValueError for a field that changes Megatron's MoE layer but would not change ours.
 
-    That includes every moe_ field of a newer Megatron that is not in these lists and not at its default.
+    This includes moe_ fields of newer Megatron versions that are not listed here and not at their default.
     """
     defaults = {field.name: field.default for field in fields(config)}
     for name, (rule, fix) in REFUSED.items():

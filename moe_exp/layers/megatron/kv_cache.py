@@ -1,5 +1,4 @@
-"""Keys and values of the tokens that a model has seen, so that the next token does not compute them again. No
-megatron import here.
+"""Keys and values of earlier tokens, kept for generating the next one. No megatron import here.
 
 Shapes: B batch, G key/value heads on this rank, d head size, S new tokens.
 """
@@ -11,14 +10,13 @@ from torch import Tensor
 
 
 class KeyValueCache:
-    """The keys and values of one layer, with their positions already in them (after the rotary embedding).
+    """Keys (after the rotary embedding) and values of one layer.
 
-    Megatron's own inference context keeps keys without positions and turns all of them at every token, and so
-    costs more the longer the text is.
+    Megatron's own inference context keeps keys without positions and rotates all of them at every token, at a
+    cost that grows with the text.
 
     Args:
-        num_positions: tokens per sequence for which there is room; memory is taken once, at the first call of
-            `extend`.
+        num_positions: capacity in tokens per sequence, allocated at the first call of `extend`.
     """
 
     def __init__(self, num_positions: int):
@@ -26,14 +24,10 @@ class KeyValueCache:
         self._keys = self._values = torch.empty(0)
 
     def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes what comes after the first `length` tokens; returns all. `length` moves on by `advance`
-        alone.
-
-        Args:
-            key, value: [S, B, G, d] each with a head size of its own.
+        """Writes key and value [S, B, G, d] after the first `length` tokens; only `advance` changes `length`.
 
         Returns:
-            Views [length + S, B, G, d] of the cache.
+            Views [length + S, B, G, d] of the cached keys and values; their head sizes may differ.
         """
         if not self._keys.numel():
             self._keys, self._values = self._room(key), self._room(value)
@@ -43,10 +37,10 @@ class KeyValueCache:
         return self._keys[:, :, :end].permute(2, 0, 1, 3), self._values[:, :, :end].permute(2, 0, 1, 3)
 
     def advance(self, num_tokens: int) -> None:
-        """Keeps the first `num_tokens` of what `extend` wrote last; what follows them was padding."""
+        """Keeps the first `num_tokens` of what `extend` wrote last; the rest was padding."""
         self.length += num_tokens
 
     def _room(self, new: Tensor) -> Tensor:
         _, batch, heads, head_size = new.shape
-        # as attention reads it, head by head
+        # Head by head, as attention reads it.
         return new.new_empty(batch, heads, self.num_positions, head_size)

@@ -1,6 +1,4 @@
-"""Our router, experts and MoE layer in the shape that Megatron looks for. With `spec`, the Megatron side of
-`layers/`.
-"""
+"""Our router, experts and MoE layer with the interface that Megatron expects."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.config.choices import LOSSES
 from moe_exp.layers.activations import squared_relu
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
@@ -19,9 +18,11 @@ from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
-from moe_exp.layers.moe_layer import MoELayer, MoESettings, MoEStatistics
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.phase_marks import PhaseTimers
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.statistics import MoEStatistics
 
 from megatron.core import activations, tensor_parallel
 from megatron.core.transformer.module import MegatronModule
@@ -33,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 
 def device_of_model() -> torch.device:
-    """Where parameters live: this rank's GPU, or the CPU."""
+    """Device of the parameters: this rank's GPU, or the CPU."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if torch.cuda.is_available()
@@ -42,7 +43,7 @@ def device_of_model() -> torch.device:
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
-    """Megatron's settings of the router as ours; `overrides` are fields of RouterConfig."""
+    """Megatron's router settings as ours; `overrides` are fields of RouterConfig."""
     kinds = [loss.kind for loss in balancing_losses(config)]
     mine = RouterConfig(
         hidden_size=config.hidden_size,
@@ -56,7 +57,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
         group_topk=config.moe_router_group_topk or 0,
         expert_bias=config.moe_router_enable_expert_bias,
         bias_update_rate=config.moe_router_bias_update_rate,
-        global_fractions="global_aux_loss" in kinds,
+        global_fractions=any(LOSSES[kind].needs_fractions for kind in kinds),
         dtype=config.moe_router_dtype or "fp32",
         jitter=config.moe_input_jitter_eps or 0.0,
         assignment=_assignment(config),
@@ -76,7 +77,7 @@ def _kinds(config: TransformerConfig) -> list[str]:
 
 
 def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
-    """The losses of a TransformerConfig, whose type and coefficient are one value each, or lists."""
+    """The losses of a TransformerConfig, whose type and coefficient are single values or lists."""
     kinds, coeffs = _kinds(config), config.moe_aux_loss_coeff
     coeffs = list(coeffs) if isinstance(coeffs, list | tuple) else [coeffs] * len(kinds)
     return tuple(
@@ -87,7 +88,7 @@ def balancing_losses(config: TransformerConfig) -> tuple[AuxLoss, ...]:
 
 
 class MegatronRouter(Router):
-    """Our router with the attributes that Megatron looks for on a router."""
+    """Our router with the attributes that Megatron expects of a router."""
 
     def __init__(
         self,
@@ -104,25 +105,21 @@ class MegatronRouter(Router):
         )
         self.batch_group = getattr(pg_collection, "tp_dp_cp", None)
         config.init_method(self.weight)
-        # Every tensor parallel rank routes its own part of the sequence: their gradients have to be summed.
+        # Every tensor parallel rank routes its part of the sequence, so their gradients are summed.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.layer_number: int | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron's transformer layer; 1 is the first layer of the model."""
+        """Called by Megatron's transformer layer; layers count from 1 over the whole model."""
         self.layer_number = layer_number
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Called by Megatron's finalize_model_grads once per global batch; Megatron moves the expert bias on
-        by itself.
-        """
+        """Called by Megatron's finalize_model_grads per global batch; Megatron updates the expert bias."""
         self.end_of_global_fractions(self.batch_group)
 
 
 class MegatronExperts(Experts):
-    """Our experts with Megatron's sharded keys, so that checkpoints interchange with SequentialMLP and
-    TEGroupedMLP.
-    """
+    """Experts with Megatron's sharded keys: checkpoints interchange with SequentialMLP and TEGroupedMLP."""
 
     def __init__(
         self,
@@ -157,13 +154,13 @@ class MegatronExperts(Experts):
         config.init_method(self.weight1)
         config.output_layer_init_method(self.weight2)
         for name, weight in self.named_parameters():
-            # A bias has two dimensions here, and is not to be decayed.
+            # A bias has two dimensions here, and must not be decayed.
             weight.is_bias = name.startswith("bias")  # type: ignore[attr-defined]
-            # Not reduced with the dense parameters: their data parallel group is another one. Megatron sets
-            # this only with EP > 1, and so gets wrong gradients where TP > 1 and ETP = 1; always setting it
-            # also keeps the optimizer's structure, hence its checkpoints, the same at every EP.
+            # Not reduced with the dense parameters, which have another data parallel group. Megatron sets
+            # this only with EP > 1, so its gradients are wrong if TP > 1 and ETP = 1; setting it always also
+            # keeps the structure of the optimizer, hence of its checkpoints, the same at every EP.
             weight.allreduce = False  # type: ignore[attr-defined]
-            # Never a duplicate of another tensor parallel rank's: counts in the gradient norm on every rank.
+            # Never a duplicate of another tensor parallel rank's: every rank counts it in the gradient norm.
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]
 
     def sharded_state_dict(
@@ -180,11 +177,11 @@ class MegatronExperts(Experts):
         )
 
     def backward_dw(self) -> None:
-        """Called by Megatron when weight gradients are delayed; ours are computed in the backward pass."""
+        """Called by Megatron for delayed weight gradients; ours are computed in the backward pass."""
 
 
 def activation_name(config: TransformerConfig) -> str:
-    """Our name for the activation of a TransformerConfig."""
+    """Our name of a TransformerConfig's activation."""
     theirs = {activations.squared_relu: squared_relu}
     found = theirs.get(config.activation_func, config.activation_func)
     for name, (function, gated) in ACTIVATIONS.items():
@@ -197,9 +194,7 @@ def activation_name(config: TransformerConfig) -> str:
 
 
 class MegatronMoELayer(MegatronMoE):
-    """Our MoE layer in the place of Megatron's: a subclass, because Megatron tests for it, that shares none
-    of its parts.
-    """
+    """Replaces Megatron's MoE layer; a subclass only because Megatron checks for it."""
 
     def __init__(
         self,
@@ -221,7 +216,7 @@ class MegatronMoELayer(MegatronMoE):
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        check_parallel_sizes(config, tp=groups.tp.size(), ep=groups.ep.size(), etp=groups.expt_tp.size())
+        check_parallel_sizes(config, ep=groups.ep.size(), etp=groups.expt_tp.size())
         self.layer_number = layer_number or 0  # until Megatron sets it
         self.tp_group = groups.tp
         self.router = submodules.router(config=config, pg_collection=groups, overrides=router)
@@ -248,7 +243,7 @@ class MegatronMoELayer(MegatronMoE):
             microbatch_group=groups.tp_cp,
             context_parallel_size=groups.cp.size(),
         )
-        # In a tuple, so that its parameters are registered once, under Megatron's names.
+        # A tuple, so that parameters are registered only once, under Megatron's names.
         self._token_layer = (layer,)
 
     @property
@@ -257,7 +252,7 @@ class MegatronMoELayer(MegatronMoE):
         return self._token_layer[0].statistics
 
     def set_timers(self, timers: PhaseTimers) -> None:
-        """Has the phases of this layer counted."""
+        """Reports the phases of this layer to `timers`."""
         self._token_layer[0].timers = timers
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -267,7 +262,13 @@ class MegatronMoELayer(MegatronMoE):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        """[S, B, D] to [S, B, D]; the second value is Megatron's bias, which there is none of."""
+        """[S, B, D] to [S, B, D], and None for Megatron's bias.
+
+        Raises:
+            ValueError: for tensor parallel training without sequence parallelism.
+        """
+        if self.training:
+            check_sequence_parallel(self.config, tp=self.tp_group.size())
         if padding_mask is not None:
             padding_mask = self._own_padding(padding_mask, hidden_states.size(0))
         if self.moe_layer_recompute and self.training:
@@ -282,15 +283,13 @@ class MegatronMoELayer(MegatronMoE):
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         output, loss = self._token_layer[0](hidden_states, padding_mask)
         if loss is not None and self.training:
-            # Megatron's schedules set the scale of the losses that are attached so.
+            # Megatron's schedules set the scale of losses attached this way.
             output = MoEAuxLossAutoScaler.apply(output, loss)
         return output
 
     def _own_padding(self, padding_mask: Tensor, length: int) -> Tensor:
-        """Megatron's mask [B, S] as [S, B]; of a whole sequence, the part of this sequence parallel rank.
-
-        True is padding: so Megatron's code has it, whose docstrings say the opposite.
-        """
+        """Megatron's mask [B, S] as [S, B], of this sequence parallel rank."""
+        # True is padding in Megatron's code, although its docstrings say the opposite.
         mask = padding_mask.transpose(0, 1).bool()
         return mask if mask.size(0) == length else mask.chunk(self.tp_group.size())[self.tp_group.rank()]
 
@@ -311,8 +310,8 @@ def _settings(config: TransformerConfig, min_capacity: int, token_rounding: int)
     )
 
 
-def check_parallel_sizes(config: TransformerConfig, *, tp: int, ep: int, etp: int) -> None:
-    """Raises a ValueError, one line, for sizes that the layer cannot be spread over."""
+def check_parallel_sizes(config: TransformerConfig, *, ep: int, etp: int) -> None:
+    """Raises a one-line ValueError for parallel sizes that do not divide the layer."""
     num_experts, ffn_size = config.num_moe_experts, config.moe_ffn_hidden_size
     if num_experts % ep:
         raise ValueError(
@@ -322,8 +321,15 @@ def check_parallel_sizes(config: TransformerConfig, *, tp: int, ep: int, etp: in
         raise ValueError(
             f"moe_ffn_hidden_size={ffn_size}: is not divisible by ETP={etp}. Fix: use a divisor for ETP."
         )
+
+
+def check_sequence_parallel(config: TransformerConfig, *, tp: int) -> None:
+    """Raises a ValueError for tensor parallel training without sequence parallelism.
+
+    The ranks would route the same tokens and sum each gradient once per rank; only the output is right.
+    """
     if tp > 1 and not config.sequence_parallel:
-        rule = f"with TP={tp} every rank would route the same tokens"
+        rule = f"with TP={tp} every rank would route the same tokens, which training cannot"
         raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
 
 

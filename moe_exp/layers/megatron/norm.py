@@ -1,5 +1,4 @@
-"""Norms for the local spec: Megatron's own torch wrapper refuses sequence parallelism. No megatron import
-here.
+"""Norms for the local spec: Megatron's torch wrapper refuses sequence parallelism. No megatron import here.
 
 Shapes of ProjectionNorm: S sequence, B batch, h heads on this rank of H in the model, d head size.
 """
@@ -31,9 +30,8 @@ def choose_norm(device_type: str) -> tuple[str, str]:
 class Norm:
     """torch.nn.RMSNorm or LayerNorm (by `config.normalization`), marked for sequence parallelism.
 
-    Under sequence parallelism every rank sees a part of the tokens; Megatron sums the gradients of the
-    parameters that are marked so. A class, because Megatron's specs are built from classes; its signature is
-    that of Megatron's norms.
+    With sequence parallelism a rank sees a part of the tokens, and Megatron sums the gradients of marked
+    parameters. A class with the signature of Megatron's norms, because specs are built from classes.
 
     Args:
         config: has `normalization`, `sequence_parallel` and `params_dtype`.
@@ -53,12 +51,11 @@ class Norm:
 
 
 class ProjectionNorm(nn.Module):
-    """RMSNorm of a whole query or key projection, all heads together, as in OLMo 2 (arXiv:2501.00656, section
-    3.1) and OLMoE.
+    """RMSNorm of a query or key projection over all heads: OLMo 2 (arXiv:2501.00656, sec. 3.1), OLMoE.
 
-    y = weight * x / sqrt(mean(x^2) + eps), where the mean is over all H*d channels. The heads, and with them
-    the weights, are split over tensor parallel ranks: the sums of squares are exchanged, S*B numbers of each
-    rank, and their gradients come back. Computed in fp32 at least.
+    y = weight * x / sqrt(mean(x^2) + eps), with the mean over all H*d channels. Heads and weights are split
+    over tensor parallel ranks, which exchange their sums of squares (S*B numbers per rank) and the gradients
+    of these. Computed in at least fp32.
 
     Args:
         config: has `params_dtype`.
@@ -84,7 +81,7 @@ class ProjectionNorm(nn.Module):
             return nn.functional.rms_norm(flat, self.weight.shape, self.weight, self.eps).view_as(x)
         wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
         squares = wide.square().sum(-1)
-        # Gathered and then added up in order of rank, so that every rank has the same bits.
+        # Gathered, then summed in rank order, so that every rank has the same bits.
         total = gather_rows(squares.unsqueeze(0), sizes=[1] * self.group.size(), group=self.group).sum(0)
         normalized = wide * torch.rsqrt(total / self.num_channels + self.eps).unsqueeze(-1)
         return (normalized * self.weight).to(x.dtype).view_as(x)

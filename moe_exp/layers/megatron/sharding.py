@@ -1,16 +1,14 @@
-"""Expert tensors as shards of Megatron's checkpoint tensors. Shape suffixes in `moe_exp.layers`; W is F, or
-2F with a gate.
+"""Expert tensors as shards of Megatron's. Shape suffixes in `moe_exp.layers`; W is F, or 2F if gated.
 
 Megatron's SequentialMLP and TEGroupedMLP write the same tensors, in one of two styles. `X` is
 `linear_fc1.weight` [W, D], `linear_fc2.weight` [D, F], `linear_fc1.bias` [W] or `linear_fc2.bias` [D]:
 
 - `experts.X` with an expert axis before the axes of X. The gate is the first half of W.
-- with `singleton_local_shards`, which Megatron-LM's own training script sets: `experts.<index of the
-  expert>.X` for every expert; where there is a gate, its half of linear_fc1 is `X_w` and the other half is
-  `X_v`.
+- with `singleton_local_shards`, set by Megatron-LM's training script: `experts.<index of the expert>.X` per
+  expert; a gated linear_fc1 is split into `X_w` (gate half) and `X_v`.
 
-Beside them it writes, and asks for, an object `linear_fc1._extra_state` and `linear_fc2._extra_state` per
-expert. It is empty but for Transformer Engine's scales of fp8.
+It also writes and requires objects `linear_fc1._extra_state` and `linear_fc2._extra_state` per expert, empty
+except for Transformer Engine's fp8 scales.
 """
 
 from collections.abc import Mapping
@@ -23,8 +21,7 @@ from torch import Tensor
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensorFactory
 
-# Our name to (Megatron's, the axis that expert tensor parallel ranks split in ours, whether a gate doubles
-# that axis).
+# Our name to (Megatron's, our axis split by expert tensor parallelism, whether a gate doubles that axis).
 _TENSORS = {
     "weight1": ("linear_fc1.weight", 1, True),
     "weight2": ("linear_fc2.weight", 2, False),
@@ -35,10 +32,9 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Which part of the experts a rank holds: block `ep_rank` of `ep_size` of them, and of each part
-    `etp_rank` of `etp_size`.
+    """Part of the experts on a rank: block `ep_rank` of `ep_size`, and of it `etp_rank` of `etp_size`.
 
-    `edp_rank` counts the ranks that hold the same part: the first of them writes it.
+    `edp_rank` counts the ranks that hold the same part; the first of them writes it.
     """
 
     ep_rank: int
@@ -65,19 +61,17 @@ def shard_experts(
     """Describes to dist_checkpointing which part of which checkpoint tensors this rank's tensors are.
 
     Args:
-        tensors: `weight1` [L, W, D] and `weight2` [L, D, F], and if the experts have them `bias1` [L, W] and
-            `bias2` [L, D]; W and F are this rank's part over expert tensor parallelism, and so is the D of
-            `bias2`, which Megatron replicates.
-        prefix: of the module, ends with a dot; `decoder.layers.0.mlp.experts.`.
-        place: of this rank.
+        tensors: `weight1` [L, W, D], `weight2` [L, D, F], optionally `bias1` [L, W] and `bias2` [L, D]. W and
+            F are this rank's part over expert tensor parallelism, and so is D of `bias2`, which Megatron
+            replicates.
+        prefix: of the module, ends with a dot: `decoder.layers.0.mlp.experts.`.
         gated: W holds a gate half and an up half.
-        sharded_offsets: axes that Megatron puts before those of a tensor: the layer, where all layers share
-            one key.
-        singleton_local_shards: the second of the two styles above.
+        sharded_offsets: axes that Megatron puts before those of a tensor: the layer, if layers share a key.
+        singleton_local_shards: use the second of the two styles above.
 
     Returns:
-        `prefix` + our name to ShardedTensor, or to ShardedTensorFactory where one tensor is several shards;
-        and Megatron's empty `_extra_state` objects.
+        `prefix` + our name to ShardedTensor (ShardedTensorFactory if one tensor is several shards), and
+        Megatron's empty `_extra_state` objects.
     """
     offsets = tuple(sharded_offsets)
     state = _extra_states(
@@ -124,7 +118,7 @@ def _extra_states(
 
 @dataclass(frozen=True)
 class _Part:
-    """One tensor of the experts of this rank: Megatron's key for it and how it is cut."""
+    """One expert tensor of this rank: Megatron's key and how it is split."""
 
     key: str
     split_axis: int
@@ -168,7 +162,7 @@ class _Part:
     def _single_experts(
         self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any
     ) -> list[ShardedTensor]:
-        # From `key`, not from self: the optimizer asks for its moments with a key of its own before ours.
+        # From `key`, not self: the optimizer passes its moments with its own key in front of ours.
         prefix, place = key.removesuffix(self.key), self.place
         first, before = place.ep_rank * tensor.size(0), len(self.sharded_offsets)
         offsets = (*self.sharded_offsets, (before + self.split_axis - 1, place.etp_rank, place.etp_size))

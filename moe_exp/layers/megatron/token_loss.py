@@ -1,6 +1,4 @@
-"""The cross entropy of every token on the kernels of `kernels/cross_entropy.py`, the vocabulary on one rank
-or spread over several.
-"""
+"""Cross entropy per token on `kernels/cross_entropy.py`; the vocabulary may be split over ranks."""
 
 from __future__ import annotations
 
@@ -15,14 +13,10 @@ from moe_exp.layers.groups import group_size
 
 
 def choose_cross_entropy(name: str, *, device_type: str) -> tuple[str, str]:
-    """The cross entropy that runs, and the reason in words.
-
-    Args:
-        name: `megatron` or `triton`.
-        device_type: `cpu` or `cuda`.
+    """The cross entropy that runs (`name`: `megatron` or `triton`), and the reason in words.
 
     Raises:
-        ValueError: when the kernels cannot run on this device.
+        ValueError: if the kernels cannot run on this device.
     """
     if name == "megatron":
         return (
@@ -39,16 +33,12 @@ def choose_cross_entropy(name: str, *, device_type: str) -> tuple[str, str]:
 
 
 def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Tensor:
-    """log(sum_v exp(z_v)) - z_target of each token, in fp32.
+    """log(sum_v exp(z_v)) - z_target of each token, [...] in fp32, the same on every rank of the group.
 
     Args:
-        logits: [..., V] of the words of this rank.
-        target: [...] the right word in the whole vocabulary.
-        group: ranks that hold the other words, each the same number, in order of rank; None for this rank
-            alone.
-
-    Returns:
-        [...], the same on every rank of the group.
+        logits: [..., V] of this rank's words.
+        target: [...] the target word in the whole vocabulary.
+        group: ranks that hold the other words, equally many each, in rank order; None: this rank alone.
     """
     flat_NV = logits.reshape(-1, logits.size(-1))
     return _TokenLosses.apply(flat_NV, target.reshape(-1), group).view(target.shape)
@@ -57,7 +47,7 @@ def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = No
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_NV: Tensor, target_N: Tensor, group: ProcessGroup | None) -> Tensor:
-        # Here, as Triton takes a while to import and most runs do not need it.
+        # Imported here because Triton is slow to import and most runs do not need it.
         from moe_exp.layers.kernels.cross_entropy import cross_entropy_statistics
 
         first = 0 if group is None else group.rank() * logits_NV.size(1)
@@ -83,7 +73,7 @@ class _TokenLosses(torch.autograd.Function):
 
 
 def _over_ranks(log_sum_N: Tensor, group: ProcessGroup | None) -> Tensor:
-    """The log of the sum of the exponentials of what every rank has."""
+    """logsumexp over ranks."""
     largest_N = log_sum_N.clone()
     dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
     total_N = (log_sum_N - largest_N).exp_()

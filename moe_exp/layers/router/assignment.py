@@ -1,4 +1,4 @@
-"""Which experts a token goes to, given scores: pure functions. Shape suffixes in `moe_exp.layers`."""
+"""Which experts a token goes to, given scores. Pure functions; shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from moe_exp.layers.groups import group_size, sum_over
 
 
 def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_topk: int = 0) -> Tensor:
-    """The K experts of highest value, [T, K]; with groups, of those in the `group_topk` best groups.
+    """The K experts of highest value, [T, K]; with groups, only from the `group_topk` best groups.
 
-    A group is as good as the sum of its K/group_topk best experts: DeepSeek-V3 (arXiv:2412.19437), section
-    2.1.2.
+    A group's value is the sum of its K/group_topk best experts: DeepSeek-V3 (arXiv:2412.19437), sec. 2.1.2.
     """
     if num_groups:
         choice_TE = _mask_groups(choice_TE, topk=topk, num_groups=num_groups, group_topk=group_topk)
@@ -37,22 +36,21 @@ def sinkhorn(
     tolerance: float = 1e-4,
     max_iterations: int = 1000,
 ) -> Tensor:
-    """exp(logits) scaled by rows and columns so that every token has the same mass and every expert the same.
+    """exp(logits) with rows and columns scaled so that all tokens have equal mass, and all experts.
 
-    Sinkhorn and Knopp's alternation over the tokens of a micro-batch, on all ranks of `group`: Clark et al.
-    2022, Unified Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Like Megatron-Core
-    it stops when the mean change of the expert factors is under `tolerance`; unlike it, over the whole
-    micro-batch, and without overflow (logits are shifted by row first, which the row factors undo).
+    Sinkhorn-Knopp over the tokens of a micro-batch on all ranks of `group`: Clark et al. 2022, Unified
+    Scaling Laws for Routed Language Models (arXiv:2202.01169), section 3.1. Stops, like Megatron-Core, when
+    the mean change of the expert factors is at most `tolerance`. Unlike Megatron-Core, it covers the whole
+    micro-batch and cannot overflow: logits are shifted per row, which the row factors undo.
 
     Args:
-        logits_TE: router logits.
         valid_T: tokens that are not padding; padding has no mass.
         group: ranks that hold the rest of the micro-batch.
-        tolerance: see above; each check waits for the device.
-        max_iterations: an end for logits so extreme that the alternation converges too slowly.
+        tolerance: each check synchronizes with the device.
+        max_iterations: limit for extreme logits, with which convergence is too slow.
 
     Returns:
-        [T, E], of which every row is proportional to the transport plan's; its top-k is the assignment.
+        [T, E], each row proportional to that of the transport plan; its top-k is the assignment.
     """
     cost_TE = (logits_TE - logits_TE.amax(dim=-1, keepdim=True)).exp() if logits_TE.numel() else logits_TE
     num_tokens = torch.tensor(float(logits_TE.size(0) * group_size(group)))
@@ -73,7 +71,7 @@ def sinkhorn(
 
 
 def balanced_experts(num_tokens: int, *, num_experts: int, topk: int, device: torch.device) -> Tensor:
-    """Slots dealt to the experts in turn: every expert gets the same number, to one. For benchmarks."""
+    """Round-robin assignment: slots per expert differ by at most one. For benchmarks."""
     slots_N = torch.arange(num_tokens * topk, device=device)
     return (slots_N % num_experts).view(num_tokens, topk)
 
@@ -83,8 +81,7 @@ def zipf_experts(
 ) -> Tensor:
     """K different experts per token, drawn in proportion to (e + 1)^-exponent. For benchmarks of imbalance.
 
-    The draw is the top-k of log weights plus Gumbel noise, from a generator of its own, so that it is the
-    same in every call.
+    Takes the top-k of log weights plus Gumbel noise from its own generator: the same draw in every call.
     """
     generator = torch.Generator(device=device).manual_seed(0)
     uniform_TE = torch.rand(num_tokens, num_experts, generator=generator, device=device, dtype=torch.float64)

@@ -1,6 +1,4 @@
-"""Record of routing decisions, and their replay: to train or score with the experts that another run
-chose.
-"""
+"""Records routing decisions and replays them, to train or score with the experts that another run chose."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from moe_exp.layers.recompute import in_backward
 
 
 class RoutingReplay:
-    """The decisions of one router, one [T, K] tensor per forward pass, in the order of the passes.
+    """Decisions of one router: one [T, K] tensor per forward pass, in order.
 
-    Weights are always computed from the scores of the pass itself, so gradients flow to the router in a
-    replay too. With recompute the pass in backward gets the decision of its forward pass: backward passes
+    Weights are always computed from the scores of the current pass, so gradients reach the router in a
+    replay, too. With recompute, the pass in backward reuses the decision of its forward pass: backward passes
     come in the order of forward passes, as in Megatron's schedules.
 
     Args:
-        recorded: decisions to replay; None records instead.
+        recorded: decisions to replay; None records.
     """
 
     def __init__(self, recorded: Sequence[Tensor] | None = None):
@@ -35,7 +33,7 @@ class RoutingReplay:
         """Called by the router with its own choice; returns the choice to use.
 
         Raises:
-            ValueError: when a replay has no decision left, or one of another shape.
+            ValueError: if a replay has no decision left, or one of another shape.
         """
         if in_backward() and self._to_recompute:
             return self._to_recompute.popleft()
@@ -63,15 +61,13 @@ class RoutingReplay:
 
 
 def _routers(model: nn.Module) -> dict[str, Any]:
-    """The modules that ask `replay` for their choice: routers, which stand above this file."""
+    """Modules with a `replay` attribute; the Router class cannot be imported from here."""
     return {name: module for name, module in model.named_modules() if hasattr(module, "replay")}
 
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Records what every router of `model` decides inside the context: router's name to [T, K] per forward
-    pass.
-    """
+    """Records the decisions of every router inside the context: name to [T, K] per forward pass."""
     replays = {name: RoutingReplay() for name in _routers(model)}
     with _attached(model, replays):
         yield {name: replay.decisions for name, replay in replays.items()}
@@ -79,10 +75,10 @@ def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 @contextmanager
 def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Iterator[None]:
-    """Inside the context every router of `model` chooses what `record_routing` recorded, pass by pass.
+    """Inside the context, every router of `model` repeats what `record_routing` recorded, pass by pass.
 
     Raises:
-        ValueError: when a router has no record.
+        ValueError: if a router has no record.
     """
     names = list(_routers(model))
     missing = sorted(set(names) - set(recorded))

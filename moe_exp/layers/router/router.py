@@ -9,15 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_exp.config.choices import LOSSES, SCORES
 from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.kernels.choice import takes_kernels
-from moe_exp.layers.kernels.topk import TopK, router_topk, scores_torch
+from moe_exp.layers.kernels.scores import KERNEL_SCORES
+from moe_exp.layers.kernels.topk import SCORE_FUNCTIONS, TopK, router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.router.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
 from moe_exp.layers.router.replay import RoutingReplay
 
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 ASSIGNMENTS = ("topk", "sinkhorn", "balanced", "zipf")
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -32,25 +33,21 @@ class RouterConfig:
         topk: K.
         score: `softmax`, `sigmoid` (DeepSeek-V3) or `sqrtsoftplus`, the square root of softplus.
         pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
-        normalize: divide the chosen weights by their sum. None: as the score is used in the literature, which
-            is for sigmoid and sqrtsoftplus with K > 1, and not for softmax. True with softmax is Qwen3's
-            `norm_topk_prob`.
+        normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid and
+            sqrtsoftplus with K > 1, False for softmax. True with softmax is Qwen3's `norm_topk_prob`.
         scaling_factor: factor on the weights, after normalization.
         num_groups: groups of experts for group-limited top-k; 0 for none.
         group_topk: groups that a token may use.
-        expert_bias: keep a bias per expert that is added to the scores for the choice and not to the weights.
+        expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights.
         bias_update_rate: step of the expert bias in `end_of_batch`.
         global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
-        dtype: `fp32` or `fp64`; logits, scores and weights are computed in it whatever the dtype of the
-            input.
-        jitter: in training, logits are those of an input times uniform noise from [1 - jitter, 1 + jitter]
-            (Switch, section 2.2).
-        assignment: `topk`, `sinkhorn`, or for benchmarks `balanced` and `zipf`, which choose experts whatever
-            the scores.
-        zipf_exponent: of `zipf`: expert e is chosen in proportion to (e + 1)^-exponent.
+        dtype: `fp32` or `fp64`, of logits, scores and weights whatever the input dtype.
+        jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
+        assignment: `topk`, `sinkhorn`, or for benchmarks `balanced` and `zipf`, which ignore the scores.
+        zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
 
     Raises:
-        ValueError: for a value or a combination that cannot work; see `_check`.
+        ValueError: for an invalid value or combination.
     """
 
     hidden_size: int
@@ -72,7 +69,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for field, choices in (
-            ("score", SCORES),
+            ("score", ("softmax", *SCORE_FUNCTIONS)),
             ("assignment", ASSIGNMENTS),
             ("dtype", tuple(ROUTER_DTYPES)),
         ):
@@ -133,7 +130,7 @@ class RouterConfig:
     @property
     def normalizes(self) -> bool:
         """Whether the chosen weights are divided by their sum."""
-        return (self.score != "softmax" and self.topk > 1) if self.normalize is None else self.normalize
+        return (SCORES[self.score].normalizes and self.topk > 1) if self.normalize is None else self.normalize
 
     @property
     def chooses_by_score(self) -> bool:
@@ -148,14 +145,12 @@ class RoutingDecision:
     Args:
         expert_TK: chosen experts, int64.
         weights_TK: router weights, fp32 or fp64, with gradient.
-        scores_TE: scores of all experts, rows sum to 1, with gradient (for the load-balancing losses); None
-            with `sums`.
+        scores_TE: scores of all experts, rows sum to 1, with gradient (for the losses); None with `sums`.
         logits_TE: router logits, with gradient (for the z-loss); None with `sums`.
-        tokens_per_expert_E: slots per expert before any drop, int64; padding is not counted.
-        kept_TK: slots that are neither dropped nor padding, bool; None when that is all of them.
-        valid_T: tokens that are not padding, bool; None when that is all of them.
-        sums: what losses and statistics need of scores and logits, where a kernel routed; None where it did
-            not.
+        tokens_per_expert_E: slots per expert before any drop, int64, without padding.
+        kept_TK: bool, slots that are neither dropped nor padding; None for all.
+        valid_T: bool, tokens that are not padding; None for all.
+        sums: what losses and statistics need of scores and logits, if a kernel routed; else None.
     """
 
     expert_TK: Tensor
@@ -171,33 +166,29 @@ class RoutingDecision:
 class Router(nn.Module):
     """Scores tokens against experts and picks the top k.
 
-    With logits z = x W^T: softmax, pre: s = softmax(z), w = the K chosen of s. Softmax, post: w = softmax
-    over the K chosen z. Sigmoid (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16): s = sigmoid(z), the choice by
-    s + bias, w = s / sum of the chosen s; sqrtsoftplus the same with s = sqrt(softplus(z)). All times the
-    scaling factor.
+    Logits z = x W^T, then
+        softmax, pre:  s = softmax(z), w = the K chosen of s
+        softmax, post: w = softmax over the K chosen z
+        sigmoid:       s = sigmoid(z), choice by s + bias, w = s / sum of the chosen s
+            (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16)
+        sqrtsoftplus:  like sigmoid with s = sqrt(softplus(z))
+    all times the scaling factor.
 
-    Quotients s / sum of s, which are the scores of the losses and the normalized weights, are computed as
-    softmax(log s): exact to 1e-6 in fp32 wherever the logits lie. Sigmoid's and sqrtsoftplus's do not depend
-    on a common shift of a token's logits as long as all stay below -14, where they are softmax(z) and
-    softmax(z / 2). Shifted upward, sigmoid's tend to 1/E and 1/K, and those of sqrtsoftplus to the same more
-    slowly. Weights that are not normalized are s itself and vanish with it, and the expert bias is added to s
-    itself, so that it alone decides where all s have vanished.
+    Quotients s / sum of s (scores of the losses, normalized weights) are computed as softmax(log s): exact to
+    1e-6 in fp32 for any logits. If all of a token's logits are below -14, they equal softmax(z) (sigmoid) and
+    softmax(z / 2) (sqrtsoftplus), independent of a common shift; shifted upward they tend to 1/E and 1/K,
+    more slowly for sqrtsoftplus. Unnormalized weights are s itself and vanish with it; the bias is added to s
+    itself and decides alone once all s have vanished.
 
     Args:
-        config: what to compute.
-        microbatch_group: ranks that hold the other tokens of a micro-batch, over which Sinkhorn balances;
-            None for this rank alone.
-        dtype: of the weight.
-        device: of the weight.
+        microbatch_group: ranks that hold the micro-batch's other tokens, over which Sinkhorn balances.
 
     Attributes:
         weight: [E, D].
-        expert_bias: [E], fp32, where the config asks for it.
-        global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before the first
-            is complete.
-        replay: records routing decisions or replays them, see RoutingReplay; None for neither.
-        needs_scores: somebody wants scores and logits of all experts and not their sums alone, so that no
-            kernel can route.
+        expert_bias: [E], fp32, if configured.
+        global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before it.
+        replay: RoutingReplay that records or replays decisions, or None.
+        needs_scores: scores and logits are needed, not only their sums, so no kernel can route.
     """
 
     expert_bias: Tensor
@@ -220,8 +211,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device)
         )
-        # The names of the first pair are those that megatron's finalize_model_grads looks for when it updates
-        # the bias.
+        # Megatron's finalize_model_grads looks for the names of the first pair when it updates the bias.
         pairs = [("expert_bias", "local_tokens_per_expert", config.expert_bias)]
         pairs += [("global_tokens_per_expert", "batch_tokens_per_expert", config.global_fractions)]
         for kept, count, is_used in pairs:
@@ -237,26 +227,22 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Draws the weight; also what FSDP2 calls after `to_empty` from the meta device. Counts and bias
-        start at zero.
-        """
+        """Initializes the weight and zeros counts and bias; FSDP2 calls it after `to_empty`."""
         nn.init.normal_(self.weight, std=std)
         for buffer in self.buffers(recurse=False):
             nn.init.zeros_(buffer)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Follows its model to another device, but not to bf16 with what counts and accumulates."""
+        """Keeps counters and accumulators in fp32 when the model is cast to bf16."""
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers(recurse=False):
             setattr(self, name, buffer.float())
         return self
 
     def forward(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
-        """Routes tokens; `padding_mask_T` (bool) is True for padding, which goes to no expert and counts
-        nowhere.
-        """
+        """Routes tokens; `padding_mask_T` (bool) marks padding, which gets no expert or count."""
         valid_T = None if padding_mask_T is None else ~padding_mask_T
-        with torch.autocast(x_TD.device.type, enabled=False):  # which would take the logits in bf16
+        with torch.autocast(x_TD.device.type, enabled=False):  # autocast would compute the logits in bf16
             logits_TE = self._logits(x_TD)
             decision = (
                 self._in_one_pass(logits_TE, valid_T)
@@ -268,9 +254,7 @@ class Router(nn.Module):
         return decision
 
     def _takes_kernel(self, logits_TE: Tensor) -> bool:
-        """Whether kernels/topk.py routes: on a CUDA device, wherever it knows the rule and nobody wants more
-        than sums of the scores.
-        """
+        """Whether kernels/topk.py routes: on CUDA, if it supports the rule and sums of the scores suffice."""
         has_problem = self.replay is not None or kernel_problem(self.config, needs_scores=self.needs_scores)
         return not has_problem and takes_kernels(logits_TE)
 
@@ -301,12 +285,11 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_of_batch(self, group: ProcessGroup | None = None) -> None:
-        """Moves the expert bias and the global fractions on, once per global batch, after its last forward
-        pass.
+        """Updates the expert bias and the global fractions, after the last forward pass of a global batch.
 
-        The bias of an expert with fewer slots than the mean rises by `bias_update_rate`, that of one with
-        more falls: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1.
-        Under Megatron its finalize_model_grads does this.
+        The bias of an expert rises by `bias_update_rate` if it has fewer slots than the mean and falls if it
+        has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1. In
+        Megatron, finalize_model_grads does this.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
@@ -319,7 +302,7 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_of_global_fractions(self, group: ProcessGroup | None = None) -> None:
-        """The part of `end_of_batch` that serves `global_aux_loss`."""
+        """The part of `end_of_batch` for `global_aux_loss`."""
         if self.config.global_fractions:
             self.global_tokens_per_expert.copy_(sum_over(self.batch_tokens_per_expert, group))
             self.batch_tokens_per_expert.zero_()
@@ -338,11 +321,10 @@ class Router(nn.Module):
         return nn.functional.linear(x_TD, self.weight.to(dtype))
 
     def _choose(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, experts and weights."""
         config = self.config
         if config.score == "softmax":
             raw_TE = scores_TE = logits_TE.softmax(dim=-1)
-            log_TE = logits_TE  # but for a term that is the same for all experts
+            log_TE = logits_TE  # up to a term that is the same for all experts
         else:
             raw_TE, log_TE = scores_torch(logits_TE, config.score)
             scores_TE = log_TE.softmax(dim=-1)
@@ -384,8 +366,7 @@ class Router(nn.Module):
                 device=raw_TE.device,
             )
         if config.assignment == "sinkhorn":
-            # Balanced over the batch in training; a token's expert must not depend on its neighbours when it
-            # is evaluated.
+            # Balanced over the batch only in training; in evaluation, tokens are routed independently.
             choice_TE = (
                 sinkhorn(logits_TE, valid_T, group=self.microbatch_group) if self.training else logits_TE
             )
@@ -393,7 +374,7 @@ class Router(nn.Module):
         if config.expert_bias:
             choice_TE = raw_TE + self.expert_bias
         else:
-            # The same order, without the ties of raw scores that are 0 or 1; groups add up their scores.
+            # The same order as the scores, but without ties at 0 and 1; groups add up scores.
             by_logit = config.score != "softmax" and not config.num_groups
             choice_TE = logits_TE if by_logit else scores_TE
         return best_experts(
@@ -402,19 +383,17 @@ class Router(nn.Module):
 
 
 def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
-    """Why kernels/topk.py cannot route so, in words; empty: it can.
-
-    Args:
-        config: what to compute.
-        needs_scores: see Router.
-    """
+    """Why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
     if config.assignment != "topk":
         return f"it has top-k alone, not {config.assignment}"
     if config.num_groups:
         return "it has no groups of experts"
     if config.dtype != "fp32":
         return f"it computes in fp32, not in {config.dtype}"
-    return "seq_aux_loss looks at the scores of all experts" if needs_scores else ""
+    if config.score not in KERNEL_SCORES:
+        return f"it has no score {config.score}"
+    by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
+    return f"{' or '.join(by_all)} looks at the scores of all experts" if needs_scores else ""
 
 
 def _kept_of_valid(valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
@@ -422,7 +401,7 @@ def _kept_of_valid(valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
 
 
 def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
-    """Slots per expert, int64 [E], of those that `kept_TK` does not exclude."""
+    """Kept slots per expert, int64 [E]."""
     if kept_TK is None:
         return count_per_expert(expert_TK.flatten(), num_experts)
     return count_per_expert(without_dropped(expert_TK, kept_TK, num_experts).flatten(), num_experts + 1)[
@@ -431,7 +410,7 @@ def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> T
 
 
 def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:
-    """Tokens of the micro-batch that `group` holds, without padding."""
+    """Number of tokens of the micro-batch over `group`, without padding."""
     if decision.valid_T is None:
         return decision.expert_TK.size(0) * group_size(group)
     return sum_over(decision.valid_T.sum(), group)

@@ -15,7 +15,8 @@ from moe_exp.layers.dispatcher import AllToAllDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.shared import SharedExpert
 

@@ -11,7 +11,8 @@ from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.losses import AuxLoss
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 
 HIDDEN, FFN, EXPERTS = 6, 4, 4

@@ -9,8 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from helpers.ranks import run_on_ranks
+from helpers.relative_error import assert_equal_to
 from moe_exp.layers.activations import squared_relu
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.moe_parts import (
@@ -20,9 +25,14 @@ from moe_exp.layers.megatron.moe_parts import (
     check_parallel_sizes,
     router_config,
 )
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
+from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.shared import SharedExpert
 from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
 
 from megatron.core import activations as megatron_activations
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -54,16 +64,12 @@ def settings(**changes: Any) -> TransformerConfig:
     ("sizes", "text"),
     [
         (
-            {"tp": 1, "ep": 4, "etp": 1},
+            {"ep": 4, "etp": 1},
             r"num_moe_experts=6: is not divisible by EP=4\. Fix: use a divisor for EP\.",
         ),
         (
-            {"tp": 1, "ep": 2, "etp": 5},
+            {"ep": 2, "etp": 5},
             r"moe_ffn_hidden_size=12: is not divisible by ETP=5\. Fix: use a divisor for ETP\.",
-        ),
-        (
-            {"tp": 2, "ep": 1, "etp": 1},
-            r"sequence_parallel=False: with TP=2 every rank would route the same tokens\. Fix: .*",
         ),
     ],
 )
@@ -73,7 +79,70 @@ def test_sizes_that_cannot_be(sizes, text):
 
 
 def test_sizes_that_can_be():
-    check_parallel_sizes(settings(sequence_parallel=True), tp=2, ep=3, etp=4)
+    check_parallel_sizes(settings(sequence_parallel=True), ep=3, etp=4)
+
+
+def part(weight: torch.Tensor, dim: int, rank: int, ranks: int, halves: int = 1) -> torch.Tensor:
+    """The part of a tensor parallel rank; of each half of a gated projection."""
+    return torch.cat([half.chunk(ranks, dim)[rank] for half in weight.chunk(halves, dim)], dim)
+
+
+def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The output of a layer whose tensor parallel ranks have all tokens, what one rank alone has, and how
+    training is refused.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=ranks,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = TransformerConfig(
+        **SETTINGS, moe_router_topk=2, moe_router_pre_softmax=True, gated_linear_unit=True,
+        add_bias_linear=False, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
+        tensor_model_parallel_size=ranks, expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp, moe_shared_expert_intermediate_size=8,
+        moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0,
+    )  # fmt: skip
+    layer = build_module(moe_submodule_spec("loop"), config=config)
+    hidden, width, num_experts = config.hidden_size, config.moe_ffn_hidden_size, config.num_moe_experts
+    experts = Experts(
+        num_local_experts=num_experts, hidden_size=hidden, ffn_size=width, activation="swiglu", backend="loop"
+    )
+    sizes = {"num_experts": num_experts, "hidden_size": hidden, "topk": 2}
+    alone = MoELayer(
+        router=Router(RouterConfig(**sizes)),
+        dispatcher=LocalDispatcher(num_experts),
+        experts=experts,
+        settings=MoESettings(batch_dim=1),
+        shared=SharedExpert(hidden_size=hidden, ffn_size=8),
+    )
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for weight in alone.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) / 3)
+        layer.router.weight.copy_(alone.router.weight)
+        first = (rank // etp % ep) * (num_experts // ep)
+        mine = slice(first, first + num_experts // ep)
+        layer.experts.weight1.copy_(part(alone.experts.weight1[mine], 1, rank % etp, etp, halves=2))
+        layer.experts.weight2.copy_(part(alone.experts.weight2[mine], 2, rank % etp, etp))
+        layer.shared_experts.linear_fc1.weight.copy_(part(alone.shared.weight1, 0, rank, ranks, halves=2))
+        layer.shared_experts.linear_fc2.weight.copy_(part(alone.shared.weight2, 1, rank, ranks))
+        tokens = torch.randn(5, 3, hidden, generator=generator)
+        found, expected = layer.eval()(tokens)[0], alone.eval()(tokens)[0]
+    with pytest.raises(ValueError) as error:
+        layer.train()(tokens)
+    return found, expected, str(error.value)
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2), (1, 1)])
+def test_inference_without_sequence_parallelism(ep, etp):
+    for found, expected, refused in run_on_ranks(2, without_sequence_parallelism, ep, etp):
+        assert expected.abs().mean() > 0.1
+        assert_equal_to(1e-6, {"output": found}, {"output": expected})
+        assert refused.startswith("sequence_parallel=False: with TP=2 every rank would route the same tokens")
 
 
 def test_a_layer_without_a_spec():

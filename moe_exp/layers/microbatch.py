@@ -1,0 +1,197 @@
+"""Which slots of a micro-batch stay and how many rows an expert gets, however ranks share its tokens. Shape
+suffixes in `moe_exp.layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp.host import gloo
+from moe_exp.layers.capacity import (
+    DROP_POLICIES,
+    expert_capacity,
+    keep_first,
+    keep_full_tiles,
+    keep_most_probable,
+    without_dropped,
+)
+from moe_exp.layers.groups import group_size, max_over
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept
+
+
+@dataclass(frozen=True)
+class MoESettings:
+    """What the layer does beside routing.
+
+    Args:
+        capacity_factor: None for a dropless layer. Capacity is that of a micro-batch, padding tokens
+            included.
+        min_capacity: slots that an expert takes at least.
+        pad_to_capacity: give every expert the same number of rows, the capacity. With TP or CP that of the
+            rank's tokens, and more only where a rank keeps more, which waits for the device.
+        drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
+        token_rounding: of a dropless layer in training: rows that the slots of each expert in a micro-batch
+            are rounded down to a multiple of, see capacity.keep_full_tiles; 0 for no rounding.
+        losses: balancing losses with their coefficients.
+        z_loss_coeff: weight of the z-loss; 0 for none.
+        batch_dim: which of the two leading dimensions of the input counts sequences: 0 for [B, S, D], 1 for
+            Megatron's [S, B, D].
+
+    Raises:
+        ValueError: for a value that cannot work.
+    """
+
+    capacity_factor: float | None = None
+    min_capacity: int = 0
+    pad_to_capacity: bool = False
+    drop_policy: str = "probs"
+    token_rounding: int = 0
+    losses: tuple[AuxLoss, ...] = ()
+    z_loss_coeff: float = 0.0
+    batch_dim: int = 0
+
+    def __post_init__(self) -> None:
+        if self.drop_policy not in DROP_POLICIES:
+            raise ValueError(
+                f"drop_policy={self.drop_policy}: is not a policy. Fix: use {' or '.join(DROP_POLICIES)}."
+            )
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(
+                f"capacity_factor={self.capacity_factor}: is not positive. Fix: 1.0 is the fair share; None"
+                " never drops."
+            )
+        if self.capacity_factor is None and (self.pad_to_capacity or self.min_capacity):
+            field = "pad_to_capacity=True" if self.pad_to_capacity else f"min_capacity={self.min_capacity}"
+            raise ValueError(f"{field}: a dropless layer has no capacity. Fix: set capacity_factor.")
+        if self.token_rounding < 0 or (self.token_rounding and self.capacity_factor is not None):
+            rule = (
+                "is negative"
+                if self.token_rounding < 0
+                else "a layer with capacity has its number of rows from that"
+            )
+            raise ValueError(
+                f"token_rounding={self.token_rounding}: {rule}. Fix: set it to 0, or to a tile, 128, of a"
+                " dropless layer."
+            )
+        kinds = [loss.kind for loss in self.losses]
+        if len(set(kinds)) < len(kinds):
+            raise ValueError(
+                f"aux_loss_type={','.join(kinds)}: names a loss twice. Fix: add up their coefficients."
+            )
+
+
+@dataclass(frozen=True)
+class MicrobatchSlots:
+    """The slots of a micro-batch.
+
+    Args:
+        settings: capacity, drop policy, token rounding.
+        config: of the router.
+        group: ranks that hold the other tokens of the micro-batch, or None.
+        context_parallel_size: of `group`, see MoELayer.
+    """
+
+    settings: MoESettings
+    config: RouterConfig
+    group: ProcessGroup | None
+    context_parallel_size: int
+
+    def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
+        """bool [T, K]: the slots of this rank that stay; `shape`: of the layer's input, without D."""
+        weights_TK = decision.weights_TK.detach()
+        # padding is in no expert's queue
+        expert_TK = without_dropped(decision.expert_TK, decision.kept_TK, self.config.num_experts)
+        if len(shape) == 1 or self.settings.batch_dim == 1:
+            return self._in_sequence(expert_TK, weights_TK)
+        # The queue is by position in the sequence, of all sequences together: that order does not depend on
+        # the ranks.
+        expert_TK, weights_TK = (
+            x.unflatten(0, shape).transpose(0, 1).flatten(0, 1) for x in (expert_TK, weights_TK)
+        )
+        kept_TK = self._in_sequence(expert_TK, weights_TK)
+        return kept_TK.unflatten(0, (shape[1], shape[0])).transpose(0, 1).flatten(0, 1)
+
+    def _in_sequence(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        group, num_tokens = self.group, expert_TK.size(0)
+        if group is None or group_size(group) == 1:
+            return self._keep(expert_TK, weights_TK)
+        blocks = _sequence_blocks(self.context_parallel_size)
+        expert_TK = _sorted(_gather(expert_TK, group), blocks)
+        weights_TK = _sorted(_gather(weights_TK, group), blocks)
+        # Back to the order of the ranks, of which this one keeps its part.
+        chunks = self._keep(expert_TK, weights_TK).chunk(len(blocks))
+        kept_TK = torch.cat([chunks[block] for block in blocks])
+        return kept_TK[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
+
+    def _keep(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
+        num_experts = self.config.num_experts
+        if self.settings.token_rounding:
+            return keep_full_tiles(
+                expert_TK, weights_TK, num_experts=num_experts, tile=self.settings.token_rounding
+            )
+        capacity = self._capacity(expert_TK.size(0))
+        if self.settings.drop_policy == "position":
+            return keep_first(expert_TK, num_experts=num_experts, capacity=capacity)
+        return keep_most_probable(expert_TK, weights_TK, num_experts=num_experts, capacity=capacity)
+
+    def _capacity(self, num_tokens: int) -> int:
+        settings, config = self.settings, self.config
+        assert settings.capacity_factor is not None
+        return expert_capacity(
+            num_tokens,
+            num_experts=config.num_experts,
+            topk=config.topk,
+            capacity_factor=settings.capacity_factor,
+            min_capacity=settings.min_capacity,
+        )
+
+    def rows_per_expert(
+        self, decision: RoutingDecision, exchange_groups: Iterable[ProcessGroup | None]
+    ) -> int | None:
+        """Rows that this rank gives every expert, the same on all ranks that exchange rows: the capacity of
+        its tokens, or the most slots that one of the ranks keeps for an expert.
+
+        With TP or CP the capacity is shared out over the whole micro-batch, and a rank may keep more than its
+        part of it; Megatron-Core would drop those.
+        """
+        if self.settings.capacity_factor is None or not self.settings.pad_to_capacity:
+            return None
+        # No rank has more than one slot per token for an expert.
+        num_tokens = decision.expert_TK.size(0)
+        rows = min(self._capacity(num_tokens), num_tokens)
+        if group_size(self.group) == 1:
+            return rows
+        kept_E = count_kept(decision.expert_TK, decision.kept_TK, self.config.num_experts)
+        most = kept_E.max()
+        for group in exchange_groups:
+            most = max_over(most, group)
+        return max(rows, int(most))
+
+
+def _sequence_blocks(context_parallel_size: int) -> list[int]:
+    """Blocks of the sequence in the order of the ranks: Megatron gives rank i of C the blocks i and 2C-1-i of
+    2C, for balance.
+    """
+    if context_parallel_size == 1:
+        return [0]
+    return [block for i in range(context_parallel_size) for block in (i, 2 * context_parallel_size - 1 - i)]
+
+
+def _sorted(x_TK: Tensor, blocks: list[int]) -> Tensor:
+    """Rows that come in the order of the ranks, in the order of the sequence: equal weights are then ranked
+    alike in every layout.
+    """
+    chunks = x_TK.chunk(len(blocks))
+    return torch.cat([chunks[blocks.index(block)] for block in range(len(blocks))])
+
+
+def _gather(x_TK: Tensor, group: ProcessGroup | None) -> Tensor:
+    out = x_TK.new_empty(group_size(group) * x_TK.size(0), x_TK.size(1))
+    gloo.all_gather(out, x_TK.contiguous(), group=group)
+    return out
