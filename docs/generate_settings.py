@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from moe_exp.config import Config
+from moe_exp.config.choices import choices_of
 from moe_exp.config.model_settings import ModelSettings
 
 SETTINGS_MD = Path(__file__).with_name("settings.md")
@@ -137,7 +138,10 @@ def groups() -> dict[str, list[str]]:
     return {heading: names for heading, names in found.items() if names}
 
 
-def _values(annotation: Any) -> str:
+def _values(field: Any) -> str:
+    annotation = field.annotation
+    if choices := choices_of(field):
+        return ", ".join(choices)
     if get_origin(annotation) is Literal:
         return ", ".join(get_args(annotation))
     if isinstance(annotation, type):
@@ -174,7 +178,7 @@ def render() -> str:
             cells = [
                 name.upper(),
                 _default(name),
-                _values(field.annotation),
+                _values(field),
                 field.description or "",
                 _megatron(name),
             ]

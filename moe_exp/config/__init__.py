@@ -1,9 +1,9 @@
-"""Every setting of a run, once, and what has to hold between settings. No torch."""
+"""All settings of a run, and the constraints between them. No torch."""
 
 from moe_exp.config.loading import add_arguments, load_config, module_arguments, to_yaml
-from moe_exp.config.settings import PREFETCHED_MICROBATCHES, Config, ConfigError, problem
+from moe_exp.config.settings import PREFETCHED_MICROBATCHES, TRAITS, Config, ConfigError, problem
 
 __all__ = [
-    "PREFETCHED_MICROBATCHES", "Config", "ConfigError", "add_arguments", "load_config", "module_arguments",
-    "problem", "to_yaml",
+    "PREFETCHED_MICROBATCHES", "TRAITS", "Config", "ConfigError", "add_arguments", "load_config",
+    "module_arguments", "problem", "to_yaml",
 ]  # fmt: skip

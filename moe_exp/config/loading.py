@@ -5,68 +5,94 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
+from moe_exp.config.choices import choices_of
 from moe_exp.config.presets import PRESETS, preset_values
-from moe_exp.config.setting_types import (
-    ONE_LINE_FIX,
-)
+from moe_exp.config.setting_types import ONE_LINE_FIX
 from moe_exp.config.settings import Config, ConfigError, problem
 from moe_exp.host.devices import count_gpus
 
 
-def add_arguments(parser: argparse._ActionsContainer) -> None:
-    """Adds one flag per setting to `parser`; values stay text, `load_config` checks them."""
-    for name, field in Config.model_fields.items():
+def add_arguments(
+    parser: argparse._ActionsContainer,
+    settings: type[BaseModel] = Config,
+    names: Iterable[str] = (),
+) -> None:
+    """Adds one flag per setting to `parser`; values stay text, `load_config` checks them.
+
+    Defaults are shown for settings that no preset changes.
+
+    Args:
+        parser: a parser or argument group.
+        settings: model of the settings.
+        names: a subset of them; all by default.
+    """
+    for name in names or settings.model_fields:
+        field = settings.model_fields[name]
+        has_default = settings is not Config and field.default not in ("", ())
+        text = f"{field.description}" + (f" (default: {str(field.default).lower()})" if has_default else "")
         parser.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=field.description
+            f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=text.replace("%", "%%")
         )
+
+
+def given_values(
+    flags: Mapping[str, Any], environ: Mapping[str, str], settings: type[BaseModel] = Config
+) -> dict[str, Any]:
+    """Given values by field name, `flags` before `environ`; None, and '' in `environ`, are not given."""
+    names = settings.model_fields
+    given: dict[str, Any] = {name: environ[name.upper()] for name in names if environ.get(name.upper())}
+    return given | {name: value for name, value in flags.items() if value is not None}
 
 
 def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
     """Resolves default < preset < environment < `flags` into one Config.
 
     Args:
-        flags: field name to value, as parsed from the command line; None values count as not given.
-        environ: the environment; os.environ by default.
+        flags: field name to value, as parsed from the command line; None counts as not given.
+        environ: os.environ by default.
 
     Raises:
-        ConfigError: with every value that cannot be read, all at once.
+        ConfigError: lists every value that cannot be read.
     """
-    environ = os.environ if environ is None else environ
-    given: dict[str, Any] = {k: environ[k.upper()] for k in Config.model_fields if environ.get(k.upper())}
-    given |= {k: v for k, v in (flags or {}).items() if v is not None}
+    given = given_values(flags or {}, os.environ if environ is None else environ)
     preset = str(given.get("preset") or ("reference" if count_gpus() else "cpu"))
     if preset not in PRESETS:
         raise ConfigError([problem("preset", preset, "is not a preset", "use one of " + ", ".join(PRESETS))])
     try:
         return Config(**(preset_values(preset) | given | {"preset": preset}))
     except ValidationError as error:
-        raise ConfigError([_explain(e) for e in error.errors()]) from None
+        raise ConfigError(explain(error)) from None
 
 
-def _explain(error: Any) -> str:
+def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[str]:
+    """A line for each invalid value."""
+    return [_explained(one, settings) for one in error.errors()]
+
+
+def _explained(error: Any, settings: type[BaseModel]) -> str:
     name = str(error["loc"][0])
     message = error["msg"].removeprefix("Value error, ")
     rule = message[0].lower() + message[1:].partition(", unable to")[0]
     rule = rule.replace("input should be", "must be").replace(
         "must be a valid boolean", "must be true or false"
     )
-    return problem(name, error["input"], rule, _fix(name, error))
+    return problem(name, error["input"], rule, _fix(name, error, settings))
 
 
-def _fix(name: str, error: Any) -> str:
-    if name not in Config.model_fields:
+def _fix(name: str, error: Any, settings: type[BaseModel]) -> str:
+    if name not in settings.model_fields:
         return "see moe-exp train --help"
     if error["type"] == "one_line":
         return ONE_LINE_FIX
-    field = Config.model_fields[name]
+    field = settings.model_fields[name]
     if error["type"] == "literal_error":
-        choices = [str(choice) for choice in get_args(field.annotation)]
+        choices = [str(choice) for choice in get_args(field.annotation)] or choices_of(field)
         nearest = difflib.get_close_matches(str(error["input"]), choices, 1)
         value = nearest[0] if nearest else f"{field.default}, as is the default, or another of these"
         return f"set {name.upper()}={value}"

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from moe_exp.config.settings import Config
+from moe_exp.host.exit_codes import complain
 
-# Variables of other programs that are close to one of ours.
+# Variables of other programs with names similar to ours.
 _KNOWN_OTHERS = {
-    "EDITOR",
-    "HOME",
-    "HOSTNAME",
-    "LANG",
-    "LOGNAME",
-    "MAIL",
-    "PATH",
-    "PWD",
-    "SHELL",
-    "TERM",
-    "USER",
-    "WORLD_SIZE",
-    "RANK",
-}
-# A value that is hardly meant for another program.
+    "EDITOR", "HOME", "HOSTNAME", "LANG", "LOGNAME", "MAIL", "PATH", "PWD", "SHELL", "TERM", "USER",
+    "WORLD_SIZE", "RANK",
+}  # fmt: skip
+# A value hardly meant for another program.
 _LIST_OF_SIZES = re.compile(r"(\d+|none)([ ,]+(\d+|none))+")
 
 
-def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Environment variables that look like misspelt settings, each with the nearest setting (NUM_EXPRTS,
-    NUM_EXPERTS).
+def warn_of_misspelt(of_command: Iterable[str] = ()) -> None:
+    """Prints a line to stderr for each environment variable that looks like a misspelt setting.
 
     Args:
-        environ: the environment.
-        of_command: further settings of a command, lists of sizes among them: where the value is such a list,
-            their short names need not be as near (TPZ="1 2", TPS).
+        of_command: further settings of a command, by field name.
+    """
+    for name, near in unknown_variables(os.environ, [name.upper() for name in of_command]):
+        complain(f"warning: {name} is not a setting; did you mean {near}?")
+
+
+def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Environment variables that look like misspelt settings, with the nearest (NUM_EXPRTS, NUM_EXPERTS).
+
+    `of_command` are further settings of a command. Their names may be short, so for a value that is a list of
+    sizes a less similar name suffices (TPZ="1 2", TPS).
     """
     ours = [*(name.upper() for name in Config.model_fields), *of_command]
     found = []

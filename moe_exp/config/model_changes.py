@@ -1,11 +1,9 @@
-"""Whether a checkpoint is of the model that a run trains: settings that a run cannot change where it goes on.
-No torch.
+"""Whether a checkpoint fits the model of a run: settings that cannot change on resume. No torch.
 
-Everything that is not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the
-micro-batch size, `moe` and `dmoe` with their capacity or rounding, kernels, deterministic ones or not,
-dispatcher, dtype, distributed optimizer, learning rate, losses, dropout. What the order of the samples
-depends on is compared by `moe_exp.training.samples`. The optimizer may change where it keeps the same moments
-(Adam in whatever precision).
+Everything not named here may change: the layout (TP, PP, VPP, EP, ETP, CP, ranks, stages), the micro-batch
+size, `moe` and `dmoe` with their capacity or rounding, kernels, determinism, dispatcher, dtype, distributed
+optimizer, learning rate, losses, dropout. Settings that affect the order of samples are compared by
+`moe_exp.training.samples`. The optimizer may store the same moments differently (Adam in any precision).
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moe_exp.config.choices import OPTIMIZERS
 from moe_exp.config.settings import Config, ConfigError, problem
 
 logger = logging.getLogger(__name__)
@@ -31,14 +30,14 @@ _HINTS = {
 
 
 def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str) -> None:
-    """Nothing where `config` is of the model and optimizer that `saved` was.
+    """Checks that `config` has the model and optimizer of `saved`, the settings that wrote the checkpoint.
 
-    What ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER let pass is a warning.
+    Differences allowed by ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER are logged as warnings.
 
     Args:
         config: of this run.
-        saved: all settings of the run that wrote the checkpoint.
-        checkpoint: what to call it.
+        saved: all settings of the other run.
+        checkpoint: its name in messages.
 
     Raises:
         ConfigError: with a line for every setting that differs.
@@ -64,10 +63,10 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
 def model_changes(
     config: Config, saved: Mapping[str, Any], checkpoint: str
 ) -> tuple[list[Change], list[Change]]:
-    """Settings by which the tensors differ, and those by which what the model computes with them does.
+    """Settings that change the tensors, and those that change what the model computes with them.
 
     Raises:
-        ConfigError: where `saved` are no settings of this version.
+        ConfigError: `saved` is not valid in this version.
     """
     before = _as_config(saved, checkpoint)
     shapes, functions = (
@@ -82,16 +81,15 @@ def model_changes(
 
 
 def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) -> Change | None:
-    """The setting by which the moments of a checkpoint are not those that this run's optimizer goes on with,
-    if there is one.
+    """The setting by which this run's optimizer cannot use the checkpoint's moments, if any.
 
-    adam and adam8bit keep the same two, whatever their precision. With SGD_MOMENTUM=0 there are none.
+    adam and adam8bit keep the same two, in any precision. With SGD_MOMENTUM=0 there are none.
 
     Raises:
-        ConfigError: where `saved` are no settings of this version.
+        ConfigError: `saved` is not valid in this version.
     """
     before = _as_config(saved, checkpoint)
-    if config.optimizer.removesuffix("8bit") != before.optimizer.removesuffix("8bit"):
+    if OPTIMIZERS[config.optimizer].moments != OPTIMIZERS[before.optimizer].moments:
         return Change("optimizer", config.optimizer, before.optimizer)
     if config.optimizer == "sgd" and bool(config.sgd_momentum) != bool(before.sgd_momentum):
         return Change("sgd_momentum", config.sgd_momentum, before.sgd_momentum)
@@ -100,7 +98,7 @@ def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting whose value is not that of before."""
+    """A setting whose value differs from before."""
 
     name: str
     value: object
@@ -108,7 +106,7 @@ class Change:
 
     @property
     def way_back(self) -> str:
-        """What makes it the same again."""
+        """How to undo the change."""
         return _HINTS.get(self.name, f"set {self.name.upper()}={self.before}")
 
     def _rule(self, checkpoint: str) -> str:
@@ -122,7 +120,7 @@ class Change:
 
 
 def shape_facts(config: Config) -> Facts:
-    """What the tensors of the model are: setting to its value, or to what follows from it and others."""
+    """What determines the model's tensors: setting to its value, or to what follows from it and others."""
     facts: Facts = {
         name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads", "num_query_groups")
     }
@@ -139,7 +137,7 @@ def shape_facts(config: Config) -> Facts:
     if config.multi_latent_attention:
         names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
         facts |= {name: getattr(config, name) for name in names}
-    # Of the activation the shapes show the gate; the rest is in the function.
+    # Shapes depend on the activation only through its gate.
     facts |= {"gated": config.gated}
     facts |= {"vocab_size": config.vocab_size}
     if not all(config.moe_layers):
@@ -176,7 +174,7 @@ def function_facts(config: Config) -> Facts:
             name: getattr(config, name)
             for name in (*names, "num_router_groups", "router_group_topk", "force_routing")
         }
-        # Sinkhorn chooses experts, the others are losses.
+        # Sinkhorn changes routing, the others are losses.
         facts |= {
             "aux_loss_type": config.aux_loss_type
             if config.aux_loss_type == "sinkhorn"
@@ -186,9 +184,7 @@ def function_facts(config: Config) -> Facts:
 
 
 def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
-    """Of settings that both have: a dense model has no number of experts, USE_MOE says enough, as NUM_LAYERS
-    does for a pattern.
-    """
+    """Changes of settings that both have: a dense model, for example, has no number of experts."""
     implied = {"moe_layer_freq"} if facts.get("num_layers") != before.get("num_layers") else set()
     for name, value in facts.items():
         if name in before and before[name] != value and name not in implied:
@@ -196,9 +192,7 @@ def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
 
 
 def _as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
-    """Settings of another version: those that it did not have are the defaults, those that are no more are
-    left out.
-    """
+    """Settings of another version: missing ones become defaults, removed ones are left out."""
     try:
         return Config(**{name: value for name, value in saved.items() if name in Config.model_fields})
     except ValidationError as error:

@@ -1,13 +1,12 @@
-"""Settings of the launch, the model and its experts; `config.Config` has them and all others, and says where
-values come from.
-"""
+"""Settings of launch, model and experts: the base class of `config.Config`, which explains their sources."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
+from moe_exp.config.choices import DISPATCHERS, EXPERT_BACKENDS, LOSSES, SCORES, one_of
 from moe_exp.config.presets import PRESETS
 from moe_exp.config.setting_types import (
     LayerPattern,
@@ -24,7 +23,11 @@ from moe_exp.config.setting_types import (
     Probability,
     Rate,
     Width,
+    experts,
+    layout,
+    model,
     one_line,
+    place,
 )
 from moe_exp.host.devices import count_gpus, num_cores
 
@@ -36,246 +39,189 @@ class ModelSettings(BaseModel):
     _one_line = field_validator("*", mode="before")(one_line)
 
     # Launch
-    preset: str = Field(
+    preset: str = layout(
         "",
-        description="named set of defaults: "
-        + ", ".join(PRESETS)
-        + "; default: reference with GPUs, else cpu",
+        "named set of defaults: " + ", ".join(PRESETS) + "; default: reference with GPUs, else cpu",
+        costs=False,
     )
-    master_addr: str = Field("localhost", description="host of rank 0")
-    master_port: int = Field(23456, ge=1, le=65535, description="TCP port on MASTER_ADDR for the rendezvous")
-    nnodes: NumRanks = Field(1, description="number of nodes")
-    node_rank: NonNegative = Field(0, description="index of this node")
-    gpus_per_node: NumRanks = Field(
+    master_addr: str = place("localhost", "host of rank 0")
+    master_port: int = place(23456, "TCP port on MASTER_ADDR for the rendezvous", ge=1, le=65535)
+    nnodes: NumRanks = layout(1, "number of nodes")
+    node_rank: NonNegative = place(0, "index of this node", measured=0)
+    gpus_per_node: NumRanks = layout(
+        ...,
+        "ranks per node: GPUs, or processes on a CPU host (default: all GPUs; on a CPU host 2, or 1 with "
+        "one core)",
         default_factory=lambda: count_gpus() or min(2, num_cores()),
-        description=(
-            "ranks per node: GPUs, or processes on a CPU host (default: all GPUs; on a CPU host 2, or 1 with"
-            " one core)"
-        ),
     )
-    threads_per_rank: NonNegative = Field(
-        0, description="torch threads per rank; 0: one on a CPU host, torch's default with GPUs"
+    threads_per_rank: NonNegative = layout(
+        0,
+        "torch threads per rank; 0: one on a CPU host, torch's default with GPUs",
+        costs=False,
+        compared=False,
     )
 
     # Model
-    num_layers: NumLayers = Field(24, description="transformer layers")
-    hidden_size: Width = Field(512, description="model width")
-    ffn_hidden_size: Width = Field(1792, description="width of the dense MLP")
-    num_heads: NumHeads = Field(4, description="attention heads")
-    num_query_groups: NumHeads = Field(
-        1, description="key/value heads (GQA); equal to NUM_HEADS: plain multi-head attention"
+    num_layers: NumLayers = model(24, "transformer layers")
+    hidden_size: Width = model(512, "model width")
+    ffn_hidden_size: Width = model(1792, "width of the dense MLP")
+    num_heads: NumHeads = model(4, "attention heads")
+    num_query_groups: NumHeads = model(
+        1, "key/value heads (GQA); equal to NUM_HEADS: plain multi-head attention"
     )
-    head_dim: OptionalWidth = Field(
-        0, description="size of one head (Megatron: kv_channels); 0: HIDDEN_SIZE / NUM_HEADS"
-    )
-    multi_latent_attention: bool = Field(
+    head_dim: OptionalWidth = model(0, "size of one head (Megatron: kv_channels); 0: HIDDEN_SIZE / NUM_HEADS")
+    multi_latent_attention: bool = model(
         False,
-        description=(
-            "DeepSeek's attention (MLA), with the five sizes that follow; NUM_QUERY_GROUPS says nothing then"
-        ),
+        "DeepSeek's attention (MLA), with the five sizes that follow; NUM_QUERY_GROUPS says nothing then",
     )
-    q_lora_rank: OptionalWidth = Field(
-        0, description="width that queries are projected down to (MLA); 0: they are not"
+    q_lora_rank: OptionalWidth = model(0, "width that queries are projected down to (MLA); 0: they are not")
+    kv_lora_rank: Width = model(512, "width that keys and values are projected down to (MLA)")
+    qk_head_dim: Width = model(128, "channels of a query or key head without position embedding (MLA)")
+    qk_pos_emb_head_dim: Width = model(64, "channels of a query or key head with position embedding (MLA)")
+    v_head_dim: Width = model(128, "channels of a value head (MLA)")
+    seq_len: Positive = model(2048, "tokens per sample")
+    vocab_size: Positive = model(
+        128256, "tokens of the model's vocabulary, before padding to a multiple of 128"
     )
-    kv_lora_rank: Width = Field(512, description="width that keys and values are projected down to (MLA)")
-    qk_head_dim: Width = Field(
-        128, description="channels of a query or key head without position embedding (MLA)"
+    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = model(
+        "swiglu", "activation of MLP and experts"
     )
-    qk_pos_emb_head_dim: Width = Field(
-        64, description="channels of a query or key head with position embedding (MLA)"
+    normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "norm layers")
+    norm_epsilon: float = model(1e-05, "added to the variance inside a norm", gt=0, costs=False)
+    add_bias_linear: bool = model(False, "biases in the linear layers, experts too")
+    qk_norm: bool = model(False, "norm on queries and keys; with MLA on what they are projected up from")
+    qk_norm_scope: Literal["head", "all"] = model(
+        "head", "what QK_NORM is a mean over: each head by itself, or all heads together (OLMo 2, OLMoE)"
     )
-    v_head_dim: Width = Field(128, description="channels of a value head (MLA)")
-    seq_len: Positive = Field(2048, description="tokens per sample")
-    vocab_size: Positive = Field(
-        128256, description="tokens of the model's vocabulary, before padding to a multiple of 128"
-    )
-    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = Field(
-        "swiglu", description="activation of MLP and experts"
-    )
-    normalization: Literal["RMSNorm", "LayerNorm"] = Field("RMSNorm", description="norm layers")
-    norm_epsilon: float = Field(1e-5, gt=0, description="added to the variance inside a norm")
-    add_bias_linear: bool = Field(False, description="biases in the linear layers, experts too")
-    qk_norm: bool = Field(
-        False, description="norm on queries and keys; with MLA on what they are projected up from"
-    )
-    qk_norm_scope: Literal["head", "all"] = Field(
-        "head",
-        description="what QK_NORM is a mean over: each head by itself, or all heads together (OLMo 2, OLMoE)",
-    )
-    qkv_bias: bool = Field(
-        False, description="biases on queries, keys and values alone (Megatron: --add-qkv-bias)"
-    )
-    rotary_base: float = Field(100000.0, gt=0, description="base of the rotary position embedding")
-    rotary_fraction: float = Field(
-        1.0, gt=0, le=1, description="share of each head's channels that are turned"
-    )
-    rope_scaling: Literal["none", "llama3", "yarn"] = Field(
+    qkv_bias: bool = model(False, "biases on queries, keys and values alone (Megatron: --add-qkv-bias)")
+    rotary_base: float = model(100000.0, "base of the rotary position embedding", gt=0, costs=False)
+    rotary_fraction: float = model(1.0, "share of each head's channels that are turned", gt=0, le=1)
+    rope_scaling: Literal["none", "llama3", "yarn"] = model(
         "none",
-        description=(
-            "rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN: as Llama 3 has them, or YaRN"
-        ),
+        "rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN: as Llama 3 has them, or YaRN",
     )
-    rope_scaling_factor: float = Field(1.0, ge=1, description="how many times longer (with ROPE_SCALING)")
-    rope_original_seq_len: NonNegative = Field(
-        0, description="tokens before scaling; 0: 8192 (the only one) with llama3, 4096 with yarn"
+    rope_scaling_factor: float = model(1.0, "how many times longer (with ROPE_SCALING)", ge=1)
+    rope_original_seq_len: NonNegative = model(
+        0, "tokens before scaling; 0: 8192 (the only one) with llama3, 4096 with yarn"
     )
-    yarn_beta_fast: float = Field(
-        32.0, gt=0, description="turns over the original length from which a frequency is kept"
+    yarn_beta_fast: float = model(32.0, "turns over the original length from which a frequency is kept", gt=0)
+    yarn_beta_slow: float = model(
+        1.0, "turns up to which a frequency is divided by ROPE_SCALING_FACTOR", gt=0
     )
-    yarn_beta_slow: float = Field(
-        1.0, gt=0, description="turns up to which a frequency is divided by ROPE_SCALING_FACTOR"
+    yarn_mscale: Rate = model(
+        1.0, "with f = 1 + 0.1*m*ln(factor): queries and keys times f(this) / f(YARN_MSCALE_ALL_DIM)"
     )
-    yarn_mscale: Rate = Field(
-        1.0,
-        description="with f = 1 + 0.1*m*ln(factor): queries and keys times f(this) / f(YARN_MSCALE_ALL_DIM)",
+    yarn_mscale_all_dim: Rate = model(
+        0.0, "see YARN_MSCALE; with MULTI_LATENT_ATTENTION scores are multiplied by f(this)^2"
     )
-    yarn_mscale_all_dim: Rate = Field(
-        0.0, description="see YARN_MSCALE; with MULTI_LATENT_ATTENTION scores are multiplied by f(this)^2"
+    tie_embeddings: bool = model(False, "output layer shares the weights of the embedding")
+    dropout: Probability = model(0.0, "dropout after attention, after the MLP and on the embedding")
+    attention_dropout: Probability = model(0.0, "dropout on attention weights")
+    init_std: float = model(
+        0.02, "standard deviation of the initial weights (Megatron: --init-method-std)", gt=0, costs=False
     )
-    tie_embeddings: bool = Field(False, description="output layer shares the weights of the embedding")
-    dropout: Probability = Field(
-        0.0, description="dropout after attention, after the MLP and on the embedding"
-    )
-    attention_dropout: Probability = Field(0.0, description="dropout on attention weights")
-    init_std: float = Field(
-        0.02, gt=0, description="standard deviation of the initial weights (Megatron: --init-method-std)"
-    )
-    init_distribution: Literal["normal", "truncated_normal"] = Field(
+    init_distribution: Literal["normal", "truncated_normal"] = model(
         "normal",
-        description=(
-            "of the initial weights; truncated_normal: none further than 3 standard deviations from 0"
-        ),
+        "of the initial weights; truncated_normal: none further than 3 standard deviations from 0",
+        costs=False,
     )
 
     # Mixture of experts
-    use_moe: bool = Field(True, description="false: a dense model")
-    num_experts: NumExperts = Field(8, description="routed experts per MoE layer")
-    topk: NumExperts = Field(1, description="experts per token")
-    moe_type: Literal["moe", "dmoe"] = Field(
-        "dmoe", description="moe: capacity, tokens over it are dropped; dmoe: dropless"
+    use_moe: bool = model(True, "false: a dense model")
+    num_experts: NumExperts = experts(8, "routed experts per MoE layer")
+    topk: NumExperts = experts(1, "experts per token")
+    moe_type: Literal["moe", "dmoe"] = experts(
+        "dmoe", "moe: capacity, tokens over it are dropped; dmoe: dropless"
     )
-    moe_ffn_hidden_size: OptionalWidth = Field(0, description="width of one expert; 0: FFN_HIDDEN_SIZE")
-    moe_layer_freq: LayerPattern = Field(
-        "1",
-        description=(
-            "every n-th layer is MoE, or a pattern with 1 for each that is: '[0]*3+[1]*21', '0,1,1,1'"
-        ),
+    moe_ffn_hidden_size: OptionalWidth = experts(0, "width of one expert; 0: FFN_HIDDEN_SIZE")
+    moe_layer_freq: LayerPattern = experts(
+        "1", "every n-th layer is MoE, or a pattern with 1 for each that is: '[0]*3+[1]*21', '0,1,1,1'"
     )
-    first_k_dense: NonNegative = Field(0, description="number of first layers that stay dense")
-    shared_expert_size: OptionalWidth = Field(
-        0, description="width of the expert that sees every token; 0: none"
+    first_k_dense: NonNegative = experts(0, "number of first layers that stay dense")
+    shared_expert_size: OptionalWidth = experts(0, "width of the expert that sees every token; 0: none")
+    shared_expert_gate: bool = experts(False, "a sigmoid gate per token on the shared expert")
+    capacity_factor: Rate = experts(
+        0.0, "tokens an expert takes, relative to its fair share (MOE_TYPE=moe); 0: 1.0"
     )
-    shared_expert_gate: bool = Field(False, description="a sigmoid gate per token on the shared expert")
-    capacity_factor: Rate = Field(
-        0.0, description="tokens an expert takes, relative to its fair share (MOE_TYPE=moe); 0: 1.0"
+    min_capacity: NonNegative = experts(0, "tokens an expert takes at least, per micro-batch (MOE_TYPE=moe)")
+    pad_to_capacity: bool = experts(
+        True, "fill every expert up to its capacity, for fixed shapes (MOE_TYPE=moe)"
     )
-    min_capacity: NonNegative = Field(
-        0, description="tokens an expert takes at least, per micro-batch (MOE_TYPE=moe)"
+    drop_policy: Literal["probs", "position"] = experts(
+        "probs", "over capacity drop the lowest router weights, or the last in the sequence (MOE_TYPE=moe)"
     )
-    pad_to_capacity: bool = Field(
-        True, description="fill every expert up to its capacity, for fixed shapes (MOE_TYPE=moe)"
-    )
-    drop_policy: Literal["probs", "position"] = Field(
-        "probs",
-        description=(
-            "over capacity drop the lowest router weights, or the last in the sequence (MOE_TYPE=moe)"
-        ),
-    )
-    token_rounding: NonNegative = Field(
+    token_rounding: NonNegative = experts(
         0,
-        description=(
-            "in training, round the rows of every expert in a micro-batch down to a multiple, such as 128, by"
-            " dropping its lowest router weights, for full tiles in the grouped GEMM (MOE_TYPE=dmoe); 0: off"
-        ),
+        "in training, round the rows of every expert in a micro-batch down to a multiple, such as 128, "
+        "by dropping its lowest router weights, for full tiles in the grouped GEMM (MOE_TYPE=dmoe); 0: "
+        "off",
     )
-    router_score: Literal["softmax", "sigmoid", "sqrtsoftplus"] = Field(
-        "softmax", description="score function of the router"
-    )
-    router_pre_softmax: bool = Field(
-        True, description="softmax before top-k; false: softmax over the chosen k"
-    )
-    router_normalize: Literal["auto", "true", "false"] = Field(
+    router_score: Annotated[str, one_of(SCORES)] = experts("softmax", "score function of the router")
+    router_pre_softmax: bool = experts(True, "softmax before top-k; false: softmax over the chosen k")
+    router_normalize: Literal["auto", "true", "false"] = experts(
         "auto",
-        description=(
-            "divide the chosen weights by their sum; auto: with sigmoid and sqrtsoftplus when TOPK > 1"
-        ),
+        "divide the chosen weights by their sum; auto: with "
+        + " and ".join(name for name, score in SCORES.items() if score.normalizes)
+        + " when TOPK > 1",
     )
-    router_scaling_factor: float = Field(1.0, gt=0, description="factor on the router weights")
-    router_dtype: Literal["fp32", "fp64"] = Field(
-        "fp32", description="compute type of logits, scores and router weights"
+    router_scaling_factor: float = experts(1.0, "factor on the router weights", gt=0)
+    router_dtype: Literal["fp32", "fp64"] = experts(
+        "fp32", "compute type of logits, scores and router weights"
     )
-    router_jitter: Probability = Field(
-        0.0, description="in training, noise on the router's input: a factor from [1-j, 1+j]"
+    router_jitter: Probability = experts(
+        0.0, "in training, noise on the router's input: a factor from [1-j, 1+j]"
     )
-    router_bias_update_rate: Rate = Field(
-        0.0, description="step of the aux-loss-free expert bias; 0: no bias"
+    router_bias_update_rate: Rate = experts(0.0, "step of the aux-loss-free expert bias; 0: no bias")
+    num_router_groups: NonNegative = experts(0, "groups of experts for group-limited top-k; 0: none")
+    router_group_topk: NonNegative = experts(0, "groups a token may use (with NUM_ROUTER_GROUPS)")
+    force_routing: Literal["none", "balanced", "zipf"] = experts(
+        "none", "for benchmarks: experts in turn, or skewed by Zipf's law, whatever the router says"
     )
-    num_router_groups: NonNegative = Field(
-        0, description="groups of experts for group-limited top-k; 0: none"
-    )
-    router_group_topk: NonNegative = Field(0, description="groups a token may use (with NUM_ROUTER_GROUPS)")
-    force_routing: Literal["none", "balanced", "zipf"] = Field(
-        "none",
-        description="for benchmarks: experts in turn, or skewed by Zipf's law, whatever the router says",
-    )
-    aux_loss_type: LossKinds = Field(
+    aux_loss_type: LossKinds = experts(
         "aux_loss",
-        description=(
-            "balancing losses, one or a list with commas: aux_loss (over a micro-batch, whatever ranks hold"
-            " it), seq_aux_loss (over each sequence), global_aux_loss (over the global batch), importance; or"
-            " sinkhorn (routing), or none"
-        ),
+        "balancing losses, one or a list with commas: "
+        + ", ".join(f"{name} ({loss.text})" if loss.text else name for name, loss in LOSSES.items())
+        + "; or sinkhorn (routing), or none",
     )
-    aux_loss_coeff: Numbers = Field(
-        "0.01", description="weight of the balancing loss, or a list with one for each"
+    aux_loss_coeff: Numbers = experts(
+        "0.01", "weight of the balancing loss, or a list with one for each", costs=False
     )
-    z_loss_coeff: Rate = Field(0.0, description="weight of the router z-loss")
-    expert_backend: Literal["auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks"] = Field(
+    z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
+    expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",
-        description=(
-            "grouped GEMM of the experts; triton: one function of our own kernels, on a CPU the same in plain"
-            " torch"
-        ),
+        "grouped GEMM of the experts; triton: one function of our own kernels, on a CPU the same in "
+        "plain torch",
     )
-    routing_kernels: Literal["auto", "off"] = Field(
+    routing_kernels: Literal["auto", "off"] = experts(
         "auto",
-        description=(
-            "router, drops and row order: auto: Triton kernels on GPUs that run them; off: plain torch"
-            " everywhere"
-        ),
+        "router, drops and row order: auto: Triton kernels on GPUs that run them; off: plain torch "
+        "everywhere",
     )
-    dispatcher: Literal["auto", "alltoall", "allgather", "deepep", "local"] = Field(
-        "auto", description="token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
+    dispatcher: Annotated[str, one_of(DISPATCHERS, "auto")] = experts(
+        "auto", "token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
     )
-    upcycle_from: PathText = Field(
+    upcycle_from: PathText = experts(
         "",
-        description=(
-            "start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no"
-        ),
+        "start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no",
+        costs=False,
+        measured="",
     )
-    upcycle_granularity: Positive = Field(
-        1, description="shards of each dense MLP, of which the experts are copies (UPCYCLE_FROM)"
+    upcycle_granularity: Positive = experts(
+        1, "shards of each dense MLP, of which the experts are copies (UPCYCLE_FROM)", costs=False, measured=1
     )
-    cross_entropy: Literal["megatron", "triton"] = Field(
+    cross_entropy: Literal["megatron", "triton"] = model(
         "megatron",
-        description=(
-            "of the output: Megatron's, or our kernel, which keeps logits and no probabilities for backward"
-        ),
+        "of the output: Megatron's, or our kernel, which keeps logits and no probabilities for backward",
     )
-    impl: Literal["auto", "local", "te"] = Field(
-        "auto", description="parts around the MoE layer: ours, or Transformer Engine's"
+    impl: Literal["auto", "local", "te"] = model(
+        "auto", "parts around the MoE layer: ours, or Transformer Engine's"
     )
-    fp8: Literal["none", "e4m3", "hybrid"] = Field(
+    fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        description=(
-            "Transformer Engine's products in FP8: e4m3, or hybrid with gradients in e5m2; experts need"
-            " EXPERT_BACKEND=te"
-        ),
+        "Transformer Engine's products in FP8: e4m3, or hybrid with gradients in e5m2; experts need "
+        "EXPERT_BACKEND=te",
     )
-    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = Field(
+    fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",
-        description=(
-            "how FP8 scales: each tensor (Ada, Hopper), blocks of 128 (Hopper), blocks of 32 (mxfp8:"
-            " Blackwell)"
-        ),
+        "how FP8 scales: each tensor (Ada, Hopper), blocks of 128 (Hopper), blocks of 32 (mxfp8: Blackwell)",
     )

@@ -1,10 +1,10 @@
-"""Named sets of defaults. A preset names a model and how it was trained; every value can be overridden."""
+"""Named sets of defaults: a model and how it was trained; every value can be overridden."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# 24 layers of width 512 on fineweb-edu with the Llama 3.1 tokenizer: the defaults of Config are this run.
+# 24 layers of width 512 on fineweb-edu with the Llama 3.1 tokenizer: the defaults of Config.
 _REFERENCE: dict[str, Any] = {"num_experts": 64}
 
 # About two minutes on two cores.
@@ -24,15 +24,14 @@ _OLMOE: dict[str, Any] = {
     "mbsz": 1, "gbsz": 1024, "warmup_iters": 2500, "train_iters": 1_200_000, "decay_iters": 0,
 }  # fmt: skip
 
-# Jiang et al. 2024, arXiv:2401.04088: softmax over the chosen two. Training settings are not published.
+# Jiang et al. 2024, arXiv:2401.04088: softmax over the top two. Training settings are unpublished.
 _MIXTRAL: dict[str, Any] = {
     "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336, "num_heads": 32, "num_query_groups": 8,
     "seq_len": 4096, "vocab_size": 32000, "num_experts": 8, "topk": 2, "router_pre_softmax": False,
     "rotary_base": 1e6, "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
 }  # fmt: skip
 
-# Qwen3 technical report, arXiv:2505.09388, and the released config.json: head size 128, weights of the top 8
-# normalized.
+# Qwen3 technical report, arXiv:2505.09388, and its config.json: head size 128, top-8 weights normalized.
 _QWEN3: dict[str, Any] = {
     "num_layers": 48, "hidden_size": 2048, "ffn_hidden_size": 6144, "moe_ffn_hidden_size": 768,
     "num_heads": 32, "num_query_groups": 4, "head_dim": 128, "seq_len": 4096, "vocab_size": 151936,
@@ -40,8 +39,7 @@ _QWEN3: dict[str, Any] = {
     "rotary_base": 1e6, "aux_loss_coeff": 1e-3, "lr": 3e-4, "min_lr": 3e-5, "mbsz": 1, "gbsz": 1024,
 }  # fmt: skip
 
-# DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens. "Like": there is no multi-token
-# prediction.
+# DeepSeek-V3 technical report, arXiv:2412.19437, pretraining at 4096 tokens, without multi-token prediction.
 _DEEPSEEK_V3: dict[str, Any] = {
     "num_layers": 61, "hidden_size": 7168, "ffn_hidden_size": 18432, "moe_ffn_hidden_size": 2048,
     "first_k_dense": 3, "num_heads": 128, "multi_latent_attention": True, "q_lora_rank": 1536,

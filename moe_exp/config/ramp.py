@@ -1,10 +1,8 @@
-"""The batch ramp-up (RAMPUP_BATCH_SIZE): the batch size by samples consumed, and how long a run stays at
-each. No torch.
+"""Batch ramp-up (RAMPUP_BATCH_SIZE): batch size by samples consumed, and iterations at each size. No torch.
 
 The rule of Megatron-LM's --rampup-batch-size: the n = (GBSZ - START) / INCREMENT steps are spread evenly over
-SAMPLES, so that after c samples the batch has START + floor(c / (SAMPLES / n)) * INCREMENT. It is written out
-here because Megatron-Core has no such calculator from 0.18 on. Training (`optim.BatchSchedule`) and the
-planner take it from here.
+SAMPLES, so that after c samples the batch has START + floor(c / (SAMPLES / n)) * INCREMENT. Implemented here
+because Megatron-Core has no such calculator from 0.18 on. Used by training (`BatchSchedule`) and the planner.
 """
 
 from __future__ import annotations
@@ -17,13 +15,7 @@ from moe_exp.config.settings import Config
 
 
 class RampStep(NamedTuple):
-    """A stretch of a run with one batch size.
-
-    Attributes:
-        batch_size: samples per iteration.
-        num_iterations: of them, in a row.
-        samples: consumed by them.
-    """
+    """`num_iterations` in a row with `batch_size` samples each, `samples` in total."""
 
     batch_size: int
     num_iterations: int
@@ -31,7 +23,7 @@ class RampStep(NamedTuple):
 
 
 def batch_size_at(config: Config, consumed_samples: int) -> int:
-    """Samples of the next iteration, after `consumed_samples` of them."""
+    """Samples of the next iteration, after `consumed_samples`."""
     if config.rampup is None:
         return config.gbsz
     start, increment, samples = config.rampup
@@ -42,9 +34,7 @@ def batch_size_at(config: Config, consumed_samples: int) -> int:
 
 
 def ramp_sizes(config: Config) -> list[int]:
-    """The batch sizes of a ramp in their order, GBSZ last. A step may be passed over: one batch can be larger
-    than a step's samples.
-    """
+    """Batch sizes of a ramp in order, GBSZ last; one is skipped if a batch exceeds a step's samples."""
     if config.rampup is None:
         return [config.gbsz]
     start, increment, _ = config.rampup
@@ -52,20 +42,15 @@ def ramp_sizes(config: Config) -> list[int]:
 
 
 def ramp_steps(config: Config, num_samples: int | None = None) -> list[RampStep]:
-    """How many iterations run at each batch size.
+    """Iterations at each batch size, in order; sizes without iterations are left out.
 
-    Args:
-        config: of the run.
-        num_samples: the run ends with the iteration that reaches so many; None: after TRAIN_ITERS iterations.
-
-    Returns:
-        In the order in which they run; sizes at which no iteration runs are left out.
+    Ends with the iteration that reaches `num_samples`; None: after TRAIN_ITERS iterations.
     """
     return list(_steps(config, num_samples))
 
 
 def samples_left(config: Config, consumed_samples: int, iterations: int) -> int:
-    """Samples of the next `iterations`, after `consumed_samples` of them."""
+    """Samples of the next `iterations`, after `consumed_samples`."""
     return sum(step.samples for step in _steps(config, None, consumed_samples, max(iterations, 0)))
 
 
@@ -76,7 +61,7 @@ def _steps(
     while (num_samples is None and iterations_left) or (num_samples is not None and consumed < num_samples):
         size = batch_size_at(config, consumed)
         left = iterations_left if num_samples is None else -(-(num_samples - consumed) // size)
-        # The size never falls: the first iteration with another one is found by halves, with the rule itself.
+        # The size never falls, so bisect for the first iteration with another one.
         begin = consumed
         is_other = lambda i, b=begin, s=size: batch_size_at(config, b + i * s) != s  # noqa: E731
         count = bisect.bisect_left(range(left), True, key=is_other)

@@ -1,29 +1,32 @@
-"""Types of settings: which values one may have, and how its text is read."""
+"""Types of settings: which values are allowed, and how their text is read."""
 
 from __future__ import annotations
 
 import os
 import re
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-# Control characters, line separators and halves of surrogate pairs, which stand for bytes that are not UTF-8.
+from moe_exp.config.choices import LOSSES, NO_LOSS
+
+# Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
 _NOT_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 NOT_ONE_LINE_RULE = "has a line break, or a character that cannot be printed"
 ONE_LINE_FIX = "give one line of text"
 
 
 def is_one_line(text: str) -> bool:
-    """Whether a text can be a name, a path or a word of a script: it has no control characters."""
+    """Whether text can be a name, path or script word: it has no control characters."""
     return not _NOT_ONE_LINE.search(text)
 
 
 def one_line(value: Any) -> Any:
-    """Validates every setting as given: text has to be one line, see `is_one_line`."""
+    """Validates every setting as given: text must be one line, see `is_one_line`."""
     if isinstance(value, str) and not is_one_line(value):
         raise PydanticCustomError("one_line", NOT_ONE_LINE_RULE)
     return value
@@ -33,9 +36,7 @@ _LONGEST_SHOWN = 100
 
 
 def shown(value: object) -> str:
-    """A value as an error echoes it: one line of at most 100 characters; others by `repr`, without their
-    middle.
-    """
+    """A value as shown in errors: one line of at most 100 characters, shortened in the middle."""
     text = str(value)
     text = text if is_one_line(text) else repr(text)
     half = (_LONGEST_SHOWN - 3) // 2
@@ -46,7 +47,7 @@ def _none_or_int(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "") else value
 
 
-# Upper bounds are far above what anybody runs, and low enough for every check and report to answer at once.
+# Upper bounds: far above any real run, and low enough for checks and reports to stay fast.
 _MOST = 10**9
 _MOST_LAYERS = _MOST_STAGES = 10_000
 Positive = Annotated[int, Field(ge=1, le=_MOST)]
@@ -62,10 +63,11 @@ Rate = Annotated[float, Field(ge=0.0)]
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
+Part = Literal["place", "layout", "model", "experts", "learning", "data", "output", "care"]
+
+
 def _pattern(value: Any) -> str:
-    """Checks MOE_LAYER_FREQ, a positive number or a list of 0 and 1 with repetitions; returns it without
-    spaces.
-    """
+    """Checks MOE_LAYER_FREQ, a positive number or a list of 0 and 1 with repetitions; removes spaces."""
     text = "".join(str(value).split())
     is_number = re.fullmatch(r"[0-9]{1,9}", text)
     if not (int(text) if is_number else re.fullmatch(_PATTERN, text)):
@@ -77,10 +79,10 @@ def _pattern(value: Any) -> str:
 
 
 def _losses(value: Any) -> str:
-    """Checks AUX_LOSS_TYPE; returns it without spaces."""
+    """Checks AUX_LOSS_TYPE; removes spaces."""
     text = "".join(str(value).split())
     kinds = text.split(",")
-    if unknown := [kind for kind in kinds if kind not in (*LOSS_KINDS, *NO_LOSS)]:
+    if unknown := [kind for kind in kinds if kind not in (*LOSSES, *NO_LOSS)]:
         raise ValueError(f"{shown(unknown[0] or 'nothing')} is not a loss")
     if len(kinds) > 1 and (set(kinds) & set(NO_LOSS) or len(set(kinds)) < len(kinds)):
         raise ValueError("none and sinkhorn stand alone, and no loss is named twice")
@@ -88,7 +90,7 @@ def _losses(value: Any) -> str:
 
 
 def _numbers(value: Any) -> str:
-    """Checks a list of numbers that are not negative; returns it without spaces."""
+    """Checks a list of non-negative numbers; removes spaces."""
     text = "".join(str(value).split())
     try:
         numbers = [float(part) for part in text.split(",")]
@@ -100,7 +102,7 @@ def _numbers(value: Any) -> str:
 
 
 def _whole_numbers(value: Any) -> str:
-    """Checks a list of whole numbers, which may be empty; returns it without spaces."""
+    """Checks a list of integers, possibly empty; removes spaces."""
     text = "".join(str(value).split())
     if text and not re.fullmatch(rf"{_INT}(,{_INT})*", text):
         raise ValueError("must be a whole number, or several with commas")
@@ -108,7 +110,7 @@ def _whole_numbers(value: Any) -> str:
 
 
 def _stage_layers(value: Any) -> str:
-    """Checks PIPELINE_LAYERS, whole numbers with repetitions; returns it without spaces."""
+    """Checks PIPELINE_LAYERS, integers with repetitions; removes spaces."""
     text = "".join(str(value).split())
     if text and not re.fullmatch(_STAGES, text):
         raise ValueError(
@@ -132,7 +134,7 @@ def _timeout(value: Any) -> str:
 
 
 def _iterations(value: Any) -> str:
-    """Checks PROFILE_ITERS and the like; returns it without spaces."""
+    """Checks PROFILE_ITERS and the like; removes spaces."""
     text = "".join(str(value).split())
     ends = (
         [end for pair in iteration_ranges(text) for end in pair]
@@ -150,7 +152,7 @@ def _iterations(value: Any) -> str:
 
 
 def _ranks(value: Any) -> str:
-    """Checks PROFILE_RANKS; returns it without spaces."""
+    """Checks PROFILE_RANKS; removes spaces."""
     text = "".join(str(value).split())
     if text != "all" and not re.fullmatch(rf"{_INT}(,{_INT})*", text):
         raise ValueError("must be ranks with commas such as 0,3, or all")
@@ -161,7 +163,7 @@ _LONGEST_NAME, _LONGEST_PATH = 255, 4000  # bytes, as Linux has it
 
 
 def _path(value: str) -> str:
-    """Checks that a text can be a path at all; whether it is there is seen on each machine."""
+    """Checks that text can be a path; whether it exists is checked on each machine."""
     if len(os.fsencode(value)) > _LONGEST_PATH:
         raise ValueError(f"is longer than a path may be, {_LONGEST_PATH} bytes")
     if any(len(os.fsencode(part)) > _LONGEST_NAME for part in value.split("/")):
@@ -180,8 +182,63 @@ def _blend(value: str) -> str:
     return value
 
 
-LOSS_KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance")
-NO_LOSS = ("none", "sinkhorn")
+KEPT = object()  # of a setting that a measurement leaves as it is given
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Facts about a setting besides type, default and description.
+
+    Attributes:
+        part: of a run that it belongs to; place: where a run is started and written.
+        costs: whether memory of a rank or time of an iteration depends on it.
+        compared: whether it must be equal in all calls of a comparison, as losses or records depend on it.
+        measured: its value in runs that are only measured, or KEPT.
+    """
+
+    part: Part
+    costs: bool
+    compared: bool
+    measured: Any
+
+
+def _setting(
+    default: Any,
+    description: str,
+    *,
+    part: Part,
+    costs: bool,
+    compared: bool,
+    measured: Any = KEPT,
+    **options: Any,
+) -> Any:
+    """A field with these Traits; `default` is ... if `options` has a `default_factory`."""
+    given = {} if default is ... else {"default": default}
+    field = Field(description=description, **given, **options)
+    field.metadata.append(Traits(part, costs, compared, measured))
+    return field
+
+
+# Where a run is started and written; its ranks; what it computes; how it learns, and from what; what it
+# writes; how it stays alive.
+place = partial(_setting, part="place", costs=False, compared=False)
+layout = partial(_setting, part="layout", costs=True, compared=True)
+model = partial(_setting, part="model", costs=True, compared=True)
+experts = partial(_setting, part="experts", costs=True, compared=True)
+learning = partial(_setting, part="learning", costs=True, compared=True)
+data = partial(_setting, part="data", costs=False, compared=True)
+output = partial(_setting, part="output", costs=False, compared=True)
+care = partial(_setting, part="care", costs=False, compared=False)
+
+
+def traits(settings: type[BaseModel], name: str) -> Traits:
+    """Traits of the setting `name`; LookupError if it has none."""
+    found = [one for one in settings.model_fields[name].metadata if isinstance(one, Traits)]
+    if not found:
+        raise LookupError(f"{name} has no traits. Fix: make it by a function of config/setting_types.py")
+    return found[0]
+
+
 _INT = "[0-9]{1,9}"
 _TERM = rf"(\[?[01](,[01])*\]?(\*{_INT})?)"
 _PATTERN = rf"{_TERM}(\+{_TERM})*"
@@ -202,7 +259,7 @@ OptionalPositive = Annotated[Positive | None, BeforeValidator(_none_or_int)]
 
 
 def expanded_pattern(pattern: str) -> str:
-    """The zeros and ones that a pattern such as [0]*3+[1,0]*2 stands for."""
+    """The zeros and ones of a pattern such as [0]*3+[1,0]*2."""
     return "".join(bits * times for bits, times in _pattern_terms(pattern))
 
 
@@ -213,7 +270,7 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 @cache  # a layout search asks thousands of times
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """For every layer whether a MOE_LAYER_FREQ makes it an MoE layer. A list keeps its own length."""
+    """For every layer, whether MOE_LAYER_FREQ makes it an MoE layer. A list keeps its own length."""
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:
@@ -222,7 +279,7 @@ def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tu
 
 
 def expanded_layers(stages: str) -> list[int]:
-    """The layers of every stage that a text such as 8,9*10,8 stands for."""
+    """The layers of every stage, from text such as 8,9*10,8."""
     return [layers for layers, times in _stage_terms(stages) for _ in range(times)]
 
 
@@ -233,8 +290,6 @@ def _stage_terms(stages: str) -> list[tuple[int, int]]:
 
 @cache  # asked in every iteration
 def iteration_ranges(text: str) -> tuple[tuple[int, int], ...]:
-    """First and last of the iterations that a text such as 5,10-12 names, range by range; none of an empty
-    one.
-    """
+    """First and last iteration of each range in text such as 5,10-12; may be empty."""
     pairs = (part.partition("-") for part in text.split(",") if part)
     return tuple((int(first), int(last or first)) for first, _, last in pairs)

@@ -1,21 +1,19 @@
 """Every setting of a run, once.
 
-A setting is resolved in the order default < preset < environment < command line. The environment variable of
-a field is its name in capitals (`num_experts` is NUM_EXPERTS), its command-line flag the name in kebab case
-(`--num-experts`). Those of the launch, the model and its experts are in config/model_settings.py. Neither
-torch nor megatron is imported here, so that `--help`, `--dry-run` and the planner answer at once.
+Resolved in the order default < preset < environment < command line. A field's environment variable is its
+name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case (`--num-experts`). Settings
+of launch, model and experts are in config/model_settings.py. Imports neither torch nor megatron, so that
+`--help`, `--dry-run` and the planner answer at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
-
+from moe_exp.config.choices import NO_LOSS, OPTIMIZERS, SCHEDULES, SCORES, one_of
 from moe_exp.config.model_settings import ModelSettings
 from moe_exp.config.setting_types import (
-    NO_LOSS,
     Blend,
     Iterations,
     NonNegative,
@@ -31,18 +29,24 @@ from moe_exp.config.setting_types import (
     StageLayers,
     Timeout,
     WholeNumbers,
+    care,
+    data,
     expanded_layers,
+    experts,
     layers_of_pattern,
+    layout,
+    learning,
+    output,
+    place,
     shown,
+    traits,
 )
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import BAD_INPUT
 
 
 class ConfigError(ValueError):
-    """One or more settings that cannot run, each a line of field, value, rule and fix. `exit_code`: of a job
-    that ends by it.
-    """
+    """Invalid settings, each a line of field, value, rule and fix; `exit_code` is that of the failing job."""
 
     exit_code = BAD_INPUT
 
@@ -55,7 +59,7 @@ class ConfigError(ValueError):
 
 
 def problem(name: str, value: object, rule: str, fix: str) -> str:
-    """The one format of a complaint about a setting: name, value, rule, fix."""
+    """Formats a problem with a setting: name, value, rule, fix."""
     return f"{name.upper()}={shown(value)}: {rule}. Fix: {fix}."
 
 
@@ -66,286 +70,255 @@ class Config(ModelSettings):
     """All settings of a training run. Field order is the order of `--help` and of docs/settings.md."""
 
     # Parallelism
-    tp: NumRanks = Field(1, description="tensor parallel size")
-    pp: NumRanks = Field(1, description="pipeline parallel size")
-    first_stage_layers: NonNegative = Field(
-        0, description="layers of the first pipeline stage, with the embedding; 0: as the others have"
+    tp: NumRanks = layout(1, "tensor parallel size")
+    pp: NumRanks = layout(1, "pipeline parallel size")
+    first_stage_layers: NonNegative = layout(
+        0, "layers of the first pipeline stage, with the embedding; 0: as the others have"
     )
-    last_stage_layers: NonNegative = Field(
-        0, description="layers of the last pipeline stage, with the output layer; 0: as the others have"
+    last_stage_layers: NonNegative = layout(
+        0, "layers of the last pipeline stage, with the output layer; 0: as the others have"
     )
-    pipeline_layers: StageLayers = Field(
+    pipeline_layers: StageLayers = layout(
         "",
-        description=(
-            "instead of the two: layers of every pipeline stage, such as '8,9*10,8'; the first and the last"
-            " may have 0"
-        ),
+        "instead of the two: layers of every pipeline stage, such as '8,9*10,8'; the first and the last "
+        "may have 0",
     )
-    vpp: OptionalPositive = Field(
-        None, description="model chunks per pipeline rank (interleaved schedule), or none"
+    vpp: OptionalPositive = layout(None, "model chunks per pipeline rank (interleaved schedule), or none")
+    ep: NumRanks = experts(1, "expert parallel size")
+    etp: NumRanks = experts(1, "expert tensor parallel size")
+    cp: NumRanks = layout(1, "context parallel size")
+    distributed_optimizer: bool = layout(True, "shard the optimizer state over data-parallel ranks")
+    overlap: Literal["auto", "true", "false"] = layout(
+        "auto", "overlap gradient reduce and parameter gather; auto: with GPUs"
     )
-    ep: NumRanks = Field(1, description="expert parallel size")
-    etp: NumRanks = Field(1, description="expert tensor parallel size")
-    cp: NumRanks = Field(1, description="context parallel size")
-    distributed_optimizer: bool = Field(
-        True, description="shard the optimizer state over data-parallel ranks"
-    )
-    overlap: Literal["auto", "true", "false"] = Field(
-        "auto", description="overlap gradient reduce and parameter gather; auto: with GPUs"
-    )
-    recompute: Literal["none", "moe_act", "selective", "full"] = Field(
-        "none", description="activation recompute; moe_act: the experts' activation, selective: the MoE layer"
+    recompute: Literal["none", "moe_act", "selective", "full"] = layout(
+        "none", "activation recompute; moe_act: the experts' activation, selective: the MoE layer"
     )
 
     # Optimization
-    lr: float = Field(6e-4, gt=0, description="peak learning rate")
-    min_lr: Rate = Field(6e-5, description="final learning rate")
-    lr_decay_style: Literal["cosine", "linear", "constant", "WSD"] = Field(
-        "cosine", description="learning-rate schedule"
+    lr: float = learning(0.0006, "peak learning rate", gt=0, costs=False)
+    min_lr: Rate = learning(6e-05, "final learning rate", costs=False)
+    lr_decay_style: Annotated[str, one_of(SCHEDULES)] = learning(
+        "cosine", "learning-rate schedule", costs=False, measured="constant"
     )
-    mbsz: Positive = Field(8, description="micro-batch size, samples")
-    gbsz: Positive = Field(64, description="global batch size, samples")
-    train_iters: Positive = Field(40000, description="iterations")
-    warmup_iters: NonNegative = Field(1000, description="iterations of linear warm-up")
-    decay_iters: NonNegative = Field(
-        38000, description="iteration at which MIN_LR is reached; 0: TRAIN_ITERS"
+    mbsz: Positive = learning(8, "micro-batch size, samples")
+    gbsz: Positive = learning(64, "global batch size, samples")
+    train_iters: Positive = learning(40000, "iterations", costs=False)
+    warmup_iters: NonNegative = learning(1000, "iterations of linear warm-up", costs=False, measured=0)
+    decay_iters: NonNegative = learning(
+        38000, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", costs=False, measured=0
     )
-    wsd_decay_iters: NonNegative = Field(0, description="iterations of the final decay (LR_DECAY_STYLE=WSD)")
-    rampup_batch_size: str = Field(
-        "", description="'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ"
+    wsd_decay_iters: NonNegative = learning(
+        0, "iterations of the final decay (LR_DECAY_STYLE=WSD)", costs=False
     )
-    optimizer: Literal["adam", "adam8bit", "sgd", "muon"] = Field(
+    rampup_batch_size: str = learning(
+        "", "'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ", costs=False, measured=""
+    )
+    optimizer: Annotated[str, one_of(OPTIMIZERS)] = learning(
         "adam",
-        description=(
-            "adam: AdamW; adam8bit: with moments in 8 bits (bitsandbytes); sgd; muon: matrices by Muon, the"
-            " rest by AdamW"
-        ),
+        "; ".join(f"{name}: {it.text}" if it.text else name for name, it in OPTIMIZERS.items()),
     )
-    optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
-        "fp32", description="of the two moments of OPTIMIZER=adam"
-    )
-    sgd_momentum: Probability = Field(
-        0.9, description="momentum (OPTIMIZER=sgd); 0: none, and no optimizer state"
-    )
-    muon_momentum: Probability = Field(0.95, description="momentum (OPTIMIZER=muon)")
-    weight_decay: Rate = Field(
+    optimizer_state_dtype: Literal["fp32", "bf16"] = learning("fp32", "of the two moments of OPTIMIZER=adam")
+    sgd_momentum: Probability = learning(0.9, "momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
+    muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)", costs=False)
+    weight_decay: Rate = learning(
         0.1,
-        description="decoupled with Adam and Muon, part of the gradient with SGD; never on norms and biases",
+        "decoupled with Adam and Muon, part of the gradient with SGD; never on norms and biases",
+        costs=False,
     )
-    adam_beta1: Probability = Field(0.9, description="AdamW beta 1")
-    adam_beta2: Probability = Field(0.95, description="AdamW beta 2")
-    adam_eps: float = Field(1e-8, gt=0, description="AdamW epsilon")
-    clip_grad: Rate = Field(1.0, description="largest gradient norm; 0: no clipping")
-    seed: Seed = Field(1234, description="seed of weights, data order and dropout")
-    deterministic: bool = Field(
+    adam_beta1: Probability = learning(0.9, "AdamW beta 1", costs=False)
+    adam_beta2: Probability = learning(0.95, "AdamW beta 2", costs=False)
+    adam_eps: float = learning(1e-08, "AdamW epsilon", gt=0, costs=False)
+    clip_grad: Rate = learning(1.0, "largest gradient norm; 0: no clipping", costs=False)
+    seed: Seed = learning(1234, "seed of weights, data order and dropout", costs=False)
+    deterministic: bool = learning(
         False,
-        description=(
-            "the same bits in every start on the same GPUs, software and layout: deterministic algorithms,"
-            " which may be slower; an operation that has none ends the run"
-        ),
+        "the same bits in every start on the same GPUs, software and layout: deterministic algorithms, "
+        "which may be slower; an operation that has none ends the run",
     )
-    dtype: Literal["fp32", "bf16", "fp16"] = Field(
-        "bf16", description="compute type; gradients are accumulated in fp32"
+    dtype: Literal["fp32", "bf16", "fp16"] = learning(
+        "bf16", "compute type; gradients are accumulated in fp32"
     )
 
     # Data
-    train_data: Blend = Field(
+    train_data: Blend = data(
         "",
-        description=(
-            "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded"
-            " corpus"
-        ),
+        "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded "
+        "corpus",
     )
-    valid_data: Blend = Field("", description="the same for validation")
-    split: OptionalNumbers = Field(
+    valid_data: Blend = data("", "the same for validation")
+    split: OptionalNumbers = data(
         "",
-        description=(
-            "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test:"
-            " '99,1', '969,30,1'"
-        ),
+        "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: "
+        "'99,1', '969,30,1'",
     )
-    data_order: Literal["stream", "megatron"] = Field(
+    data_order: Literal["stream", "megatron"] = data(
         "stream",
-        description=(
-            "of samples; stream: any number of TRAIN_ITERS has the same; megatron: that of Megatron-LM's"
-            " GPTDataset"
-        ),
+        "of samples; stream: any number of TRAIN_ITERS has the same; megatron: that of Megatron-LM's "
+        "GPTDataset",
     )
-    allow_other_data: bool = Field(
-        False, description="go on from a checkpoint of other data or another order, at the same sample number"
+    allow_other_data: bool = data(
+        False, "go on from a checkpoint of other data or another order, at the same sample number"
     )
-    num_workers: NonNegative = Field(
+    num_workers: NonNegative = data(
+        ...,
+        "processes per rank that read training data ahead; 0: the rank itself (default: 2 with GPUs, else 0)",
         default_factory=lambda: 2 if count_gpus() else 0,
-        description=(
-            "processes per rank that read training data ahead; 0: the rank itself (default: 2 with GPUs,"
-            " else 0)"
-        ),
+        compared=False,
     )
-    tokenizer: PathText = Field(
-        "", description="Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
+    tokenizer: PathText = data(
+        "", "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
     )
-    data_dir: PathText = Field(
-        "data", description="where prepared corpora are kept, and the indices of DATA_ORDER=megatron"
+    data_dir: PathText = data(
+        "data", "where prepared corpora are kept, and the indices of DATA_ORDER=megatron"
     )
 
     # Input and output
-    run_dir: PathText = Field("runs", description="folder of all runs")
-    run_name: str = Field("", description="folder of this run inside RUN_DIR; empty: built from the settings")
-    load_dir: PathText = Field(
+    run_dir: PathText = place("runs", "folder of all runs")
+    run_name: str = place("", "folder of this run inside RUN_DIR; empty: built from the settings")
+    load_dir: PathText = output(
         "",
-        description=(
-            "checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration;"
-            " empty: the run's own"
-        ),
+        "checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration; "
+        "empty: the run's own",
+        measured="",
     )
-    allow_other_model: bool = Field(
+    allow_other_model: bool = output(
         False,
-        description=(
-            "go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with"
-            " the same shapes"
-        ),
+        "go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with "
+        "the same shapes",
     )
-    allow_other_optimizer: bool = Field(
-        False, description="go on from a checkpoint of another optimizer; moments begin at zero"
+    allow_other_optimizer: bool = output(
+        False, "go on from a checkpoint of another optimizer; moments begin at zero"
     )
-    save_interval: NonNegative = Field(1000, description="iterations between checkpoints; 0: only at the end")
-    save_at_end: bool = Field(
-        True, description="save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations"
+    save_interval: NonNegative = output(
+        1000, "iterations between checkpoints; 0: only at the end", measured=0
     )
-    async_save: bool = Field(
+    save_at_end: bool = output(
+        True,
+        "save a checkpoint when the run ends; false: only every SAVE_INTERVAL iterations",
+        measured=False,
+    )
+    async_save: bool = output(
         False,
-        description="training goes on while a checkpoint's files are written; the next save waits for that",
+        "training goes on while a checkpoint's files are written; the next save waits for that",
+        measured=False,
+        compared=False,
     )
-    keep_last: NonNegative = Field(
-        0, description="the newest so many checkpoints are kept, others are removed; 0: all are kept"
+    keep_last: NonNegative = output(
+        0,
+        "the newest so many checkpoints are kept, others are removed; 0: all are kept",
+        measured=0,
+        compared=False,
     )
-    keep_every: NonNegative = Field(
-        0, description="with KEEP_LAST, also keep those at multiples of it; 0: none for that reason"
+    keep_every: NonNegative = output(
+        0,
+        "with KEEP_LAST, also keep those at multiples of it; 0: none for that reason",
+        measured=0,
+        compared=False,
     )
-    keep_best: NonNegative = Field(
-        0, description="with KEEP_LAST, also keep so many with the lowest validation loss"
+    keep_best: NonNegative = output(
+        0, "with KEEP_LAST, also keep so many with the lowest validation loss", measured=0, compared=False
     )
-    verify_checkpoint: bool = Field(
-        True, description="before loading compare its files' checksums; false: only their sizes"
+    verify_checkpoint: bool = output(
+        True, "before loading compare its files' checksums; false: only their sizes", compared=False
     )
-    exit_interval: NonNegative = Field(0, description="save and end at the next multiple of it; 0: never")
-    log_interval: Positive = Field(20, description="iterations between log lines")
-    log_timers: bool = Field(
-        False,
-        description="measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ...",
+    exit_interval: NonNegative = output(0, "save and end at the next multiple of it; 0: never", measured=0)
+    log_interval: Positive = output(20, "iterations between log lines", measured=1)
+    log_timers: bool = output(
+        False, "measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ..."
     )
-    eval_interval: NonNegative = Field(1000, description="iterations between evaluations; 0: none")
-    eval_iters: NonNegative = Field(10, description="global batches per evaluation")
-    wandb_project: str = Field("", description="wandb project; empty: no wandb")
-    wandb_mode: Literal["online", "offline", "disabled"] = Field("online", description="wandb mode")
+    eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
+    eval_iters: NonNegative = output(10, "global batches per evaluation")
+    wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
+    wandb_mode: Literal["online", "offline", "disabled"] = output("online", "wandb mode", compared=False)
 
     # Staying alive
-    fingerprints: bool = Field(
+    fingerprints: bool = care(
         True,
-        description=(
-            "at every save a fingerprint of each tensor, which has to be the same again after a load; false:"
-            " neither"
-        ),
+        "at every save a fingerprint of each tensor, which has to be the same again after a load; false: "
+        "neither",
     )
-    check_interval: NonNegative = Field(
+    check_interval: NonNegative = care(
         0,
-        description=(
-            "iterations between comparisons of the replicas of the parameters; 0: only before the first"
-            " iteration of a start"
-        ),
+        "iterations between comparisons of the replicas of the parameters; 0: only before the first "
+        "iteration of a start",
     )
-    dump_iters: Iterations = Field(
+    dump_iters: Iterations = care(
         "",
-        description=(
-            "after these iterations, such as 10,20 or 10-12, parameters, gradients and moments go to"
-            " RUN_DIR/RUN_NAME/dumps"
-        ),
+        "after these iterations, such as 10,20 or 10-12, parameters, gradients and moments go to "
+        "RUN_DIR/RUN_NAME/dumps",
     )
-    dump_ranks: WholeNumbers = Field(
-        "", description="with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all"
-    )
-    disk_check: Literal["run", "one", "none"] = Field(
+    dump_ranks: WholeNumbers = care("", "with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
+    disk_check: Literal["run", "one", "none"] = care(
         "run",
-        description=(
-            "free disk that a start asks for; run: for all checkpoints until its end, of a run that has some"
-            " for the next; one: for one, others are removed by hand; none"
-        ),
+        "free disk that a start asks for; run: for all checkpoints until its end, of a run that has some "
+        "for the next; one: for one, others are removed by hand; none",
     )
-    max_bad_steps: NonNegative = Field(
+    max_bad_steps: NonNegative = care(
         10,
-        description=(
-            "iterations in a row with a loss or gradient that is not finite after which the run ends as"
-            " failed; 0: it goes on"
-        ),
+        "iterations in a row with a loss or gradient that is not finite after which the run ends as "
+        "failed; 0: it goes on",
+        compared=True,
     )
-    spike_action: Literal["none", "log", "rollback"] = Field(
+    spike_action: Literal["none", "log", "rollback"] = care(
         "log",
-        description=(
-            "at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and skip"
-            " its batches"
-        ),
+        "at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and "
+        "skip its batches",
+        compared=True,
     )
-    max_rollbacks: NonNegative = Field(
-        5, description="rollbacks of a run; at the next spike it ends as failed"
+    max_rollbacks: NonNegative = care(
+        5, "rollbacks of a run; at the next spike it ends as failed", compared=True
     )
-    preflight: bool = Field(
+    preflight: bool = care(
         False,
-        description=(
-            "before training check every node: arithmetic, memory, links, disks, clocks; a failing one ends"
-            " the job"
-        ),
+        "before training check every node: arithmetic, memory, links, disks, clocks; a failing one ends "
+        "the job",
+        measured=False,
     )
-    preflight_timeout: Positive = Field(
-        300, description="seconds that nodes wait for each other at the start of the preflight"
+    preflight_timeout: Positive = care(
+        300, "seconds that nodes wait for each other at the start of the preflight"
     )
-    preflight_slow: float = Field(
-        0.7, gt=0, le=1, description="a node is slow below this share of the other nodes' median speed"
+    preflight_slow: float = care(
+        0.7, "a node is slow below this share of the other nodes' median speed", gt=0, le=1
     )
-    hang_timeout: Timeout = Field(
+    hang_timeout: Timeout = care(
         "auto",
-        description=(
-            "seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a"
-            " restart; auto: ten times the median, at least 180; none: never"
-        ),
+        "seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a "
+        "restart; auto: ten times the median, at least 180; none: never",
     )
-    hang_timeout_other: OptionalPositive = Field(
+    hang_timeout_other: OptionalPositive = care(
         1500,
-        description=(
-            "the same for each part of the start, the first iterations, a batch of an evaluation and a save;"
-            " none: never"
-        ),
+        "the same for each part of the start, the first iterations, a batch of an evaluation and a save; "
+        "none: never",
     )
-    trace_calls_from: NonNegative = Field(
+    trace_calls_from: NonNegative = care(
         0,
-        description=(
-            "from this iteration on every rank keeps its latest function calls in hang/calls/, which costs"
-            " time; 0: never"
-        ),
+        "from this iteration on every rank keeps its latest function calls in hang/calls/, which costs "
+        "time; 0: never",
     )
-    trace_calls_mb: Positive = Field(
-        16, description="size of that file per rank, MB; older calls make room for newer ones"
+    trace_calls_mb: Positive = care(
+        16, "size of that file per rank, MB; older calls make room for newer ones"
     )
-    trace_calls_in: str = Field(
-        "moe_exp,megatron,torch.distributed", description="packages and modules whose calls are kept"
+    trace_calls_in: str = care(
+        "moe_exp,megatron,torch.distributed", "packages and modules whose calls are kept"
     )
-    max_restarts: NonNegative = Field(
-        0, description="after failures of ranks they start again, so many times per launch; 0: never"
+    max_restarts: NonNegative = care(
+        0, "after failures of ranks they start again, so many times per launch; 0: never", measured=0
     )
-    exit_duration: Rate = Field(
-        0.0, description="minutes since the launch after which the run saves and ends; 0: never"
+    exit_duration: Rate = care(
+        0.0,
+        "minutes since the launch after which the run saves and ends; 0: never",
+        measured=0,
+        compared=True,
     )
-    profile_iters: Iterations = Field(
-        "", description="iterations that torch's profiler traces, such as 10-12 or 10,20; empty: none"
+    profile_iters: Iterations = care(
+        "", "iterations that torch's profiler traces, such as 10-12 or 10,20; empty: none", measured=""
     )
-    profile_ranks: RankList = Field(
-        "0", description="ranks of PROFILE_ITERS and MEMORY_SNAPSHOT: '0', '0,3', or all"
-    )
-    memory_snapshot: Iterations = Field(
+    profile_ranks: RankList = care("0", "ranks of PROFILE_ITERS and MEMORY_SNAPSHOT: '0', '0,3', or all")
+    memory_snapshot: Iterations = care(
         "",
-        description=(
-            "iterations whose allocations on the GPU are recorded for pytorch.org/memory_viz, as"
-            " PROFILE_ITERS"
-        ),
+        "iterations whose allocations on the GPU are recorded for pytorch.org/memory_viz, as PROFILE_ITERS",
+        measured="",
     )
 
     # Values that follow from the settings
@@ -362,7 +335,7 @@ class Config(ModelSettings):
 
     @property
     def stage_layers(self) -> list[int]:
-        """Layers of every pipeline stage, those of all its model chunks together."""
+        """Layers of every pipeline stage, over all its model chunks."""
         if self.pipeline_layers:
             return expanded_layers(self.pipeline_layers)
         first, last = self.first_stage_layers, self.last_stage_layers
@@ -377,7 +350,7 @@ class Config(ModelSettings):
 
     @property
     def kv_channels(self) -> int:
-        """Size of one attention head, with multi-latent attention of its query and key."""
+        """Size of an attention head; with multi-latent attention, of its query and key."""
         if self.multi_latent_attention:
             return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.head_dim or self.hidden_size // self.num_heads
@@ -394,29 +367,27 @@ class Config(ModelSettings):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of the embedding. Megatron pads to 128*TP; 128 alone keeps the model the same at every TP."""
+        """Rows of the embedding, padded to 128 (Megatron: 128*TP), so that TP does not change the model."""
         return -(-self.vocab_size // 128) * 128
 
     @property
     def gated(self) -> bool:
-        """Whether the activation multiplies two halves of a doubled first projection."""
+        """Whether the activation is gated, i.e. the first projection is doubled."""
         return self.activation in ("swiglu", "geglu")
 
     @property
     def moe_layers(self) -> list[bool]:
-        """For every layer whether it is an MoE layer. A pattern of another length than NUM_LAYERS is returned
-        as it is.
-        """
+        """For every layer, whether it is an MoE layer; a pattern keeps its length even if not NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))
 
     @property
     def router_weights_sum(self) -> float | None:
-        """What the router weights of a token add up to, or None where that depends on the token."""
+        """The sum of a token's router weights, or None if it depends on the token."""
         balanced_by_sinkhorn = self.aux_loss_type == "sinkhorn"
         normalized = self.router_normalize == "true" or (
-            self.router_normalize == "auto" and self.router_score != "softmax" and self.topk > 1
+            self.router_normalize == "auto" and SCORES[self.router_score].normalizes and self.topk > 1
         )
         softmax_of_chosen = not self.router_pre_softmax or self.topk == self.num_experts
         if normalized or (self.router_score == "softmax" and softmax_of_chosen and not balanced_by_sinkhorn):
@@ -425,7 +396,7 @@ class Config(ModelSettings):
 
     @property
     def balancing_losses(self) -> dict[str, float]:
-        """Balancing loss to its weight; with fewer weights than losses the last counts for the rest."""
+        """Balancing loss to weight; the last weight repeats for further losses."""
         kinds = [kind for kind in self.aux_loss_type.split(",") if kind not in NO_LOSS]
         coeffs = [float(coeff) for coeff in self.aux_loss_coeff.split(",")]
         return dict(zip(kinds, coeffs + coeffs[-1:] * len(kinds), strict=False))
@@ -449,10 +420,11 @@ class Config(ModelSettings):
         return self.run_name or built_name(self)
 
 
+TRAITS = {name: traits(Config, name) for name in Config.model_fields}
+
+
 def built_name(config: Config) -> str:
-    """Name of a run that was given none: what its checkpoints depend on, so that other settings get another
-    folder.
-    """
+    """Default run name, from the settings that checkpoints depend on, so that each gets its own folder."""
     vpp = "none" if config.vpp is None else config.vpp
     name = f"moe_{str(config.use_moe).lower()}"
     if config.use_moe:

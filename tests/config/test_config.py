@@ -6,10 +6,15 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 
-from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem, to_yaml
+from moe_exp.config import TRAITS, Config, ConfigError, add_arguments, load_config, problem, to_yaml
 from moe_exp.config.misspelt import unknown_variables
 from moe_exp.config.presets import PRESETS
+from moe_exp.config.setting_types import traits
+from moe_exp.planner.fit.measured import FREE
+from moe_exp.studies.child_runs import MEASURED_ONLY
+from moe_exp.studies.compare.variants import _said
 
 
 def test_order_is_default_preset_environment_flag():
@@ -302,3 +307,21 @@ def test_losses_and_their_weights():
 def test_patterns_and_losses_that_cannot_be_read(values, text):
     with pytest.raises(ConfigError, match=text):
         load_config(values, {})
+
+
+def test_a_setting_without_traits_is_refused():
+    class Forgotten(Config):
+        new_one: int = Field(0, description="a setting that says nothing of itself")
+
+    with pytest.raises(LookupError, match="new_one has no traits"):
+        traits(Forgotten, "new_one")
+    assert set(TRAITS) == set(Config.model_fields)
+
+
+def test_what_settings_say_of_themselves_reaches_who_asks():
+    """One setting of each kind, by those that go by it: planner, comparison, sweep, report."""
+    assert {"lr", "run_dir", "hang_timeout"} <= FREE and not {"topk", "mbsz", "tp"} & FREE
+    assert MEASURED_ONLY["save_interval"] == 0 and "topk" not in MEASURED_ONLY
+    dense, moe = (load_config({"use_moe": use_moe, "run_name": "x"}, {}) for use_moe in ("false", "true"))
+    said = [_said(config) for config in (dense, moe)]
+    assert said[0]["router_score"] is None and said[1]["router_score"] == "softmax"

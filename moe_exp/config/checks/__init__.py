@@ -1,1 +1,1 @@
-"""What has to hold between settings, before a run starts. No torch."""
+"""Constraints between settings, checked before a run starts. No torch."""

@@ -1,4 +1,4 @@
-"""What has to hold between the settings of attention and of its position embedding; a part of checks.py."""
+"""Constraints on attention and position embedding settings; a part of checks.py."""
 
 from __future__ import annotations
 

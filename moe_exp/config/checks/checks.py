@@ -1,8 +1,7 @@
-"""What has to hold between the settings of a run; what has to hold on this machine is in
-launch/machine_checks.py.
+"""Constraints between the settings of a run; those of this machine are in launch/machine_checks.py.
 
-Every function returns the lines of all problems it finds (name, value, rule, fix). Values that are wrong by
-themselves are refused by `moe_exp.config`.
+Every function returns a line per problem (name, value, rule, fix). Values that are invalid on their own are
+rejected by `moe_exp.config`.
 """
 
 from __future__ import annotations
@@ -18,9 +17,10 @@ from moe_exp.config.checks.moe import check_moe, check_upcycle
 from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
 from moe_exp.config.checks.training import check_optimizer, check_profiling, check_rampup
+from moe_exp.config.choices import EXPERT_BACKENDS, SCHEDULES
 from moe_exp.config.settings import Config, problem
 
-# Size of the tokenizer that is trained on the embedded corpus.
+# Of the tokenizer trained on the embedded corpus.
 EMBEDDED_VOCAB_SIZE = 4096
 
 
@@ -67,9 +67,10 @@ def _model(c: Config) -> Iterator[str]:
             "Megatron has expert biases with ETP=1 only",
             "set ADD_BIAS_LINEAR=false or ETP=1",
         )
-    if c.use_moe and c.add_bias_linear and c.expert_backend == "triton":
+    has_bias = c.expert_backend == "auto" or EXPERT_BACKENDS[c.expert_backend].has_bias
+    if c.use_moe and c.add_bias_linear and not has_bias:
         fix = "set ADD_BIAS_LINEAR=false or EXPERT_BACKEND=auto"
-        yield problem("expert_backend", "triton", "its kernels have no bias of the experts", fix)
+        yield problem("expert_backend", c.expert_backend, "its kernels have no bias of the experts", fix)
     if c.use_moe:
         yield from _layers(c)
 
@@ -94,7 +95,7 @@ def _layers(c: Config) -> Iterator[str]:
 
 
 def check_node_rank(c: Config) -> Iterator[str]:
-    """NODE_RANK, of all that starts a process per node."""
+    """NODE_RANK, for commands that start a process per node."""
     if c.node_rank >= c.nnodes:
         fix = (
             f"set NODE_RANK to 0{f' to {c.nnodes - 1}' if c.nnodes > 1 else ''}, or NNODES to at least"
@@ -167,12 +168,12 @@ def _schedule(c: Config) -> Iterator[str]:
             f"is over LR={c.lr}",
             f"set MIN_LR to at most {c.lr}, for instance {c.lr / 10:g}",
         )
-    if c.lr_decay_style == "WSD" and not 1 <= c.wsd_decay_iters <= decay:
+    if SCHEDULES[c.lr_decay_style].has_final_decay and not 1 <= c.wsd_decay_iters <= decay:
         fix = f"set WSD_DECAY_ITERS to 1 to {decay}, or another LR_DECAY_STYLE"
         yield problem(
             "wsd_decay_iters",
             c.wsd_decay_iters,
-            f"LR_DECAY_STYLE=WSD decays over 1 to {decay_name}={decay} iterations",
+            f"LR_DECAY_STYLE={c.lr_decay_style} decays over 1 to {decay_name}={decay} iterations",
             fix,
         )
 

@@ -1,4 +1,4 @@
-"""What is said of settings that have to divide each other: the divisors and multiples that would do."""
+"""Suggestions for settings that must divide each other: valid divisors and multiples."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def multiples(step: int, near: int) -> str:
 
 
 def must_divide(config: Config, name: str, whole_name: str, whole: int) -> Iterator[str]:
-    """One problem when setting `name` does not divide `whole`."""
+    """One problem if setting `name` does not divide `whole`."""
     value = getattr(config, name)
     if whole % value:
         fix = f"set {name.upper()} to {choices(divisors(whole, value))}"

@@ -1,6 +1,4 @@
-"""What FP8 asks of the other settings; what it asks of this machine is in launch/machine_checks.py and
-layers/experts/fp8.py.
-"""
+"""Settings that FP8 requires; machine requirements: launch/machine_checks.py and layers/experts/fp8.py."""
 
 from __future__ import annotations
 
@@ -13,9 +11,7 @@ SIZE_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 def check_fp8(c: Config) -> Iterator[str]:
-    """Experts compute in FP8 with Transformer Engine's grouped GEMM alone, and its products take sizes of a
-    multiple of 16 or 32.
-    """
+    """FP8 is for experts with Transformer Engine's grouped GEMM only; sizes are multiples of 16 or 32."""
     if c.fp8 == "none":
         return
     if c.use_moe and c.expert_backend != "te":
@@ -51,7 +47,7 @@ def check_fp8(c: Config) -> Iterator[str]:
 
 
 def _sizes(c: Config) -> Iterator[tuple[str, int, int]]:
-    """(setting, value, ranks that it is split over) of the sizes of the products in FP8."""
+    """(setting, value, ranks that it is split over) for the dimensions of FP8 GEMMs."""
     yield "hidden_size", c.hidden_size, 1
     if c.use_moe:
         yield "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size", c.expert_ffn_size, c.etp

@@ -1,4 +1,4 @@
-"""What has to hold between the settings of the experts, the router and upcycling; a part of checks.py."""
+"""Constraints on settings of experts, router and upcycling; a part of checks.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from moe_exp.config.checks.divisors import choices as _choices
 from moe_exp.config.checks.divisors import divisors as _divisors
 from moe_exp.config.checks.divisors import multiples as _multiples
 from moe_exp.config.checks.divisors import must_divide as _must_divide
+from moe_exp.config.choices import EXPERT_BACKENDS, ExpertBackend
 from moe_exp.config.settings import Config, problem
 
 
@@ -37,7 +38,7 @@ def check_moe(c: Config) -> Iterator[str]:
 
 
 def _deepep(c: Config) -> Iterator[str]:
-    """What the package asks for; whether it is there, and a GPU, is seen when the layer is built."""
+    """DeepEP's requirements on settings; package and GPU are checked when the layer is built."""
     if c.dispatcher != "deepep":
         return
     if c.ep == 1 or c.etp > 1:
@@ -55,8 +56,7 @@ def _deepep(c: Config) -> Iterator[str]:
             "set DTYPE=bf16 or DISPATCHER=alltoall",
         )
     if c.deterministic:
-        # deepseek-ai/DeepEP issue 589: torch fills new tensors then, on another stream than the one on which
-        # DeepEP writes into them.
+        # deepseek-ai/DeepEP issue 589: torch then fills new tensors on another stream than DeepEP writes on.
         rule = "its package may return NaN with the algorithms of DETERMINISTIC=true"
         yield problem("dispatcher", "deepep", rule, "set DISPATCHER=alltoall, or DETERMINISTIC=false")
     if c.hidden_size % 8:
@@ -153,9 +153,7 @@ def _router_groups(c: Config) -> Iterator[str]:
 
 
 def check_upcycle(c: Config) -> Iterator[str]:
-    """What has to hold for a model with copies of a dense MLP as experts to compute what the dense model
-    does.
-    """
+    """Conditions for a model with copies of a dense MLP as experts to compute what the dense model does."""
     if not c.upcycle_from:
         if c.upcycle_granularity > 1:
             fix = "set UPCYCLE_FROM, or UPCYCLE_GRANULARITY=1"
@@ -230,24 +228,20 @@ def _granularity(c: Config) -> Iterator[str]:
 
 
 def _grouped_mm_rows(c: Config) -> Iterator[str]:
-    """torch's grouped_mm and the CUTLASS kernels read rows in pieces of 16 bytes."""
-    if c.expert_backend in ("grouped_gemm", "megablocks") and c.dtype != "bf16":
-        yield problem(
-            "expert_backend",
-            c.expert_backend,
-            f"computes in bf16 only, not in {c.dtype}",
-            "set DTYPE=bf16, or EXPERT_BACKEND=auto",
-        )
-    if c.expert_backend not in ("torch", "grouped_gemm", "megablocks"):
-        return
+    backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())  # auto takes one that can
+    if backend.dtypes and c.dtype not in backend.dtypes:
+        rule = f"computes in {' and '.join(backend.dtypes)} only, not in {c.dtype}"
+        fix = f"set DTYPE={backend.dtypes[0]}, or EXPERT_BACKEND=auto"
+        yield problem("expert_backend", c.expert_backend, rule, fix)
     num_bytes = 4 if c.dtype == "fp32" else 2
     ffn_name = "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size"
     for name, value, ways in (("hidden_size", c.hidden_size, 1), (ffn_name, c.expert_ffn_size, c.etp)):
-        if value // ways * num_bytes % 16:
+        if value // ways * num_bytes % backend.row_bytes:
             of = f" / ETP={ways}" if ways > 1 else ""
             rule = (
-                f"EXPERT_BACKEND={c.expert_backend} needs rows of a multiple of 16 bytes, {name.upper()}{of}"
-                f" in {c.dtype} is no such row"
+                f"EXPERT_BACKEND={c.expert_backend} needs rows of a multiple of {backend.row_bytes} bytes,"
+                f" {name.upper()}{of} in {c.dtype} is no such row"
             )
-            fix = f"set {name.upper()} to {_multiples(16 // num_bytes * ways, value)}, or EXPERT_BACKEND=loop"
+            sizes = _multiples(backend.row_bytes // num_bytes * ways, value)
+            fix = f"set {name.upper()} to {sizes}, or EXPERT_BACKEND=loop"
             yield problem(name, value, rule, fix)

@@ -1,6 +1,4 @@
-"""What has to hold between the settings of the pipeline: layers of the stages, model chunks, micro-batches; a
-part of checks.py.
-"""
+"""Constraints on pipeline settings: layers per stage, model chunks, micro-batches; a part of checks.py."""
 
 from __future__ import annotations
 
@@ -38,8 +36,7 @@ def check_pipeline(c: Config) -> Iterator[str]:
             "set VPP=none or VPP to at least 2",
         )
     yield from _chunks(c)
-    # Megatron asks for the remainder of micro-batches by its group size, which is PP, to be 0 or at least PP:
-    # so 0.
+    # Megatron requires (micro-batches mod group size) to be 0 or at least PP; the group size is PP, so 0.
     if (
         num_replicas(c)
         and (step := c.mbsz * num_replicas(c))
@@ -54,7 +51,7 @@ def check_pipeline(c: Config) -> Iterator[str]:
 
 
 def _chunks(c: Config) -> Iterator[str]:
-    """The layers of every stage are as many in each of its model chunks, and no chunk has none."""
+    """Every model chunk of a stage has the same number of layers, and at least one."""
     if c.pipeline_layers or c.first_stage_layers or c.last_stage_layers:
         odd = next((layers for layers in c.stage_layers if layers % c.vpp), None)  # type: ignore[operator]
         if odd is not None:
@@ -73,7 +70,7 @@ def _chunks(c: Config) -> Iterator[str]:
 
 
 def _stages_given(c: Config) -> Iterator[str]:
-    """PIPELINE_LAYERS speaks for all stages and all layers, and leaves only the ends without layers."""
+    """PIPELINE_LAYERS covers all stages and layers, and only end stages may be empty."""
     stages = c.stage_layers
     for name in ("first_stage_layers", "last_stage_layers"):
         if value := getattr(c, name):
@@ -99,9 +96,7 @@ def _stages_given(c: Config) -> Iterator[str]:
 
 
 def _ends_given(c: Config) -> Iterator[str]:
-    """FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS leave whole layers, and at least one, for every other
-    stage.
-    """
+    """FIRST_STAGE_LAYERS and LAST_STAGE_LAYERS leave every other stage the same number of layers, >= 1."""
     given = {
         name: getattr(c, name) for name in ("first_stage_layers", "last_stage_layers") if getattr(c, name)
     }
@@ -128,7 +123,7 @@ def _ends_given(c: Config) -> Iterator[str]:
 
 
 def num_replicas(c: Config) -> int:
-    """Data-parallel size, or 0 when the ranks do not make a whole number of replicas."""
+    """Data-parallel size, or 0 if the ranks do not form a whole number of replicas."""
     return 0 if c.world_size % (c.tp * c.pp * c.cp) else c.data_parallel_size
 
 

@@ -1,23 +1,22 @@
-"""What has to hold between the settings of the batch ramp-up, the optimizer and the profiler. Lines of
-problems, as in checks.py.
-"""
+"""Constraints on settings of batch ramp-up, optimizer and profiler. Returns lines as checks.py does."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from moe_exp.config.choices import OPTIMIZERS
 from moe_exp.config.ramp import ramp_sizes
 from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.config.settings import Config, problem
 
-# bf16 has 8 bits of precision: a relative change of less than half of 2^-7 may be rounded away.
+# bf16 has 8 bits of precision: relative changes below 2^-8 may be rounded away.
 _LARGEST_BF16_BETA = 1 - 2**-8
 
 _MOST_RAMP_STEPS, _MOST_RAMP_SAMPLES = 10_000, 10**15
 
 
 def check_rampup(c: Config, replicas: int) -> Iterator[str]:
-    """RAMPUP_BATCH_SIZE: that every batch size of the ramp can be run by so many data parallel replicas."""
+    """RAMPUP_BATCH_SIZE: this many data-parallel replicas can run every batch size of the ramp."""
     try:
         rampup = c.rampup
     except ValueError:
@@ -45,9 +44,7 @@ def check_rampup(c: Config, replicas: int) -> Iterator[str]:
 
 
 def _step_that_does_not_divide(c: Config, replicas: int) -> str:
-    """Which batch size of the ramp is the first that is no multiple of what runs at once, or ''. GBSZ is
-    checked by itself.
-    """
+    """The first batch size of the ramp that is not a multiple of a micro-batch on all replicas, or ''."""
     step, sizes = c.mbsz * replicas, ramp_sizes(c)
     for number, size in enumerate(sizes[:-1], start=1):
         has = f"step {number} of {len(sizes)} has a batch of {size}"
@@ -62,17 +59,17 @@ def _step_that_does_not_divide(c: Config, replicas: int) -> str:
 
 def check_optimizer(c: Config) -> Iterator[str]:
     """OPTIMIZER and its settings; the packages that it needs are seen to by launch/machine_checks.py."""
-    if c.optimizer == "muon" and c.distributed_optimizer:
+    if c.distributed_optimizer and not OPTIMIZERS[c.optimizer].is_sharded:
         rule = (
-            "OPTIMIZER=muon needs whole matrices, of which the distributed optimizer gives a rank ranges of"
-            " values"
+            f"OPTIMIZER={c.optimizer} needs whole matrices, of which the distributed optimizer gives a rank"
+            " ranges of values"
         )
         yield problem(
             "distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"
         )
     if c.optimizer_state_dtype == "fp32":
         return
-    if c.optimizer != "adam":
+    if not OPTIMIZERS[c.optimizer].has_bf16:
         fix = "set OPTIMIZER_STATE_DTYPE=fp32, or OPTIMIZER=adam"
         yield problem(
             "optimizer_state_dtype",
@@ -96,9 +93,7 @@ _MOST_TRACED = 100
 
 
 def check_profiling(c: Config) -> Iterator[str]:
-    """PROFILE_ITERS, MEMORY_SNAPSHOT and the ranks of both; that the device can do it is seen to by
-    launch/machine_checks.py.
-    """
+    """PROFILE_ITERS, MEMORY_SNAPSHOT and their ranks; launch/machine_checks.py checks device support."""
     for name in ("profile_iters", "memory_snapshot"):
         ranges = iteration_ranges(getattr(c, name))
         if any(first > c.train_iters for first, _ in ranges):

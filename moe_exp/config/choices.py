@@ -1,0 +1,191 @@
+"""Settings with named choices: one table per kind, with the facts other code needs about each entry.
+
+Settings, their help, docs/settings.md, checks and the planner use these tables. The functions behind the
+names are in the layers, which reject names they lack. No torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BeforeValidator
+from pydantic_core import PydanticCustomError
+
+
+@dataclass(frozen=True)
+class Score:
+    """A router score; `normalizes`: for TOPK > 1, ROUTER_NORMALIZE=auto divides weights by their sum."""
+
+    normalizes: bool
+
+
+SCORES = {
+    "softmax": Score(normalizes=False),
+    "sigmoid": Score(normalizes=True),
+    "sqrtsoftplus": Score(normalizes=True),
+}
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A balancing loss.
+
+    Attributes:
+        text: of what it is a mean, for the help.
+        needs_scores: uses the scores of all experts, not only their sums.
+        needs_fractions: needs the router's token fractions of the last global batch.
+    """
+
+    text: str = ""
+    needs_scores: bool = False
+    needs_fractions: bool = False
+
+
+LOSSES = {
+    "aux_loss": Loss("over a micro-batch, whatever ranks hold it"),
+    "seq_aux_loss": Loss("over each sequence", needs_scores=True),
+    "global_aux_loss": Loss("over the global batch", needs_fractions=True),
+    "importance": Loss(),
+}
+NO_LOSS = ("none", "sinkhorn")
+
+
+@dataclass(frozen=True)
+class ExpertBackend:
+    """Implementation of the expert computation.
+
+    Attributes:
+        modules: that it imports.
+        install: how to install them.
+        dtypes: supported values of DTYPE; empty: all.
+        row_bytes: the rows of its inputs must be a multiple of this.
+        has_bias: whether the experts may have biases.
+    """
+
+    modules: tuple[str, ...] = ()
+    install: str = ""
+    dtypes: tuple[str, ...] = ()
+    row_bytes: int = 1
+    has_bias: bool = True
+
+    def missing(self) -> list[str]:
+        """The modules that are not installed."""
+        return [module for module in self.modules if importlib.util.find_spec(module) is None]
+
+
+_PIP = "pip install --no-build-isolation"
+EXPERT_BACKENDS = {
+    "triton": ExpertBackend(has_bias=False),
+    "loop": ExpertBackend(),
+    # grouped_mm and the CUTLASS kernels read rows in 16-byte pieces
+    "torch": ExpertBackend(row_bytes=16),
+    "grouped_gemm": ExpertBackend(("grouped_gemm",), f"{_PIP} nv-grouped-gemm", ("bf16",), 16),
+    "te": ExpertBackend(
+        ("transformer_engine",), f"{_PIP} transformer-engine[pytorch]", ("bf16", "fp16", "fp32")
+    ),
+    "megablocks": ExpertBackend(("megablocks", "grouped_gemm"), f"{_PIP} megablocks[gg]", ("bf16",), 16),
+}
+
+
+@dataclass(frozen=True)
+class Dispatcher:
+    """How tokens get to the ranks of their experts.
+
+    Attributes:
+        is_remote: supports experts on several ranks.
+        gathers: every rank receives all tokens; else only those for its own experts.
+    """
+
+    is_remote: bool = True
+    gathers: bool = False
+
+
+DISPATCHERS = {
+    "alltoall": Dispatcher(),
+    "allgather": Dispatcher(gathers=True),
+    "deepep": Dispatcher(),
+    "local": Dispatcher(is_remote=False),
+}
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What updates the parameters.
+
+    Attributes:
+        text: for the help.
+        momentum: setting of its momentum.
+        moments: moments are kept and can be taken over by optimizers of the same word.
+        is_sharded: it works on ranges of values, as ranks have them with DISTRIBUTED_OPTIMIZER.
+        has_bf16: its moments may be in bf16.
+    """
+
+    text: str
+    moments: str
+    momentum: str = ""
+    is_sharded: bool = True
+    has_bf16: bool = False
+
+
+OPTIMIZERS = {
+    "adam": Optimizer("AdamW", "adam", has_bf16=True),
+    "adam8bit": Optimizer("with moments in 8 bits (bitsandbytes)", "adam"),
+    "sgd": Optimizer("", "sgd", momentum="sgd_momentum"),
+    "muon": Optimizer(
+        "matrices by Muon, the rest by AdamW", "muon", momentum="muon_momentum", is_sharded=False
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A learning-rate schedule, by Megatron's OptimizerParamScheduler.
+
+    Attributes:
+        has_final_decay: it is constant until its last WSD_DECAY_ITERS iterations.
+    """
+
+    has_final_decay: bool
+
+
+SCHEDULES = {
+    "cosine": Schedule(has_final_decay=False),
+    "linear": Schedule(has_final_decay=False),
+    "constant": Schedule(has_final_decay=False),
+    "WSD": Schedule(has_final_decay=True),
+}
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Validates that a value is one of `others` or a key of `table`, as the table is at that time."""
+
+    table: Collection[str]
+    others: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.others, *self.table]
+
+    def __call__(self, value: Any) -> Any:
+        if value not in self.names:
+            *most, last = map(repr, self.names)
+            expected = f"{', '.join(most)} or {last}" if most else last
+            raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
+        return value
+
+
+def one_of(table: Collection[str], *others: str) -> BeforeValidator:
+    """For `Annotated[str, one_of(TABLE, "auto")]`."""
+    return BeforeValidator(OneOf(table, others))
+
+
+def choices_of(field: Any) -> list[str]:
+    """Allowed names of a pydantic field; empty for settings without named choices."""
+    for one in field.metadata:
+        if isinstance(one, BeforeValidator) and isinstance(one.func, OneOf):
+            return one.func.names
+    return []

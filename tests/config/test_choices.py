@@ -1,0 +1,186 @@
+"""One entry more in a table of config/choices.py: settings, checks, documents and commands follow, and what
+would have to compute it refuses it by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import runpy
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers import ROOT
+from helpers.ranks import free_port
+from moe_exp.checkpoint.hf.config_json import architecture_of
+from moe_exp.checkpoint.hf.families import ARCHITECTURES
+from moe_exp.cli import main
+from moe_exp.config import ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
+from moe_exp.config.choices import (
+    DISPATCHERS,
+    EXPERT_BACKENDS,
+    LOSSES,
+    OPTIMIZERS,
+    SCHEDULES,
+    SCORES,
+    Dispatcher,
+    ExpertBackend,
+    Loss,
+    Optimizer,
+    Schedule,
+    Score,
+    choices_of,
+)
+from moe_exp.config.settings import Config
+from moe_exp.engine.optimizer_setup import build_scheduler, choose_optimizer
+from moe_exp.launch.machine_checks import check_machine
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.experts.grouped_gemm import BACKENDS, FUSED, choose_backend
+from moe_exp.layers.kernels.scores import KERNEL_SCORES
+from moe_exp.layers.kernels.topk import SCORE_FUNCTIONS
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.moe_layer import needs_scores
+from moe_exp.layers.router import RouterConfig
+from moe_exp.layers.router.router import kernel_problem
+from moe_exp.planner import hardware
+from moe_exp.planner.costs.optimizer_bytes import optimizer_state_bytes
+
+TABLES = {
+    "router_score": (SCORES, Score(normalizes=True)),
+    "aux_loss_type": (LOSSES, Loss("over a decade", needs_scores=True)),
+    "dispatcher": (DISPATCHERS, Dispatcher()),
+    "lr_decay_style": (SCHEDULES, Schedule(has_final_decay=True)),
+    "optimizer": (OPTIMIZERS, Optimizer("of no kind", "adam", is_sharded=False)),
+    "expert_backend": (EXPERT_BACKENDS, ExpertBackend(("no_such_module",), "pip install it", ("bf16",), 16)),
+}
+
+
+@pytest.fixture(params=TABLES)
+def added(request, monkeypatch):
+    """The name of a setting, whose table has the entry `dummy`."""
+    table, entry = TABLES[request.param]
+    monkeypatch.setitem(table, "dummy", entry)
+    return request.param
+
+
+def config_with(name: str, **settings: object) -> Config:
+    given = {
+        "preset": "cpu",
+        "gpus_per_node": 1,
+        "run_name": "x",
+        "master_port": free_port(),
+        name: "dummy",
+        **settings,
+    }
+    return load_config({key: str(value) for key, value in given.items()}, {})
+
+
+def test_settings_help_and_documents_follow(added, capsys):
+    assert getattr(config_with(added), added) == "dummy"
+    with pytest.raises(ConfigError) as error:
+        load_config({added: "dumy"}, {})
+    assert "dummy" in str(error.value) or added == "aux_loss_type"
+    if added == "aux_loss_type":  # its help is written once, when the module is imported
+        return
+    assert "dummy" in choices_of(Config.model_fields[added])
+    row = next(
+        line
+        for line in runpy.run_path(str(ROOT / "docs" / "generate_settings.py"), run_name="docs")[
+            "render"
+        ]().splitlines()
+        if line.startswith(f"| {added.upper()} |")
+    )
+    assert "dummy" in row
+
+
+def test_traits_are_followed(added):
+    config = config_with(added, topk=2)
+    if added == "router_score":
+        assert config.router_weights_sum == 1.0
+        assert RouterConfig(8, 4, 2, score="sigmoid").normalizes
+    elif added == "aux_loss_type":
+        assert needs_scores([AuxLoss("dummy", 1.0)])
+    elif added == "lr_decay_style":
+        (problem,) = check_config(config)
+        assert "LR_DECAY_STYLE=dummy decays over 1 to" in problem
+    elif added == "optimizer":
+        (problem,) = check_config(config)
+        assert "OPTIMIZER=dummy needs whole matrices" in problem
+    elif added == "expert_backend":
+        (problem,) = check_config(config_with(added, dtype="fp32"))
+        assert problem.startswith("EXPERT_BACKEND=dummy: computes in bf16 only, not in fp32")
+        (problem,) = check_machine(config)
+        assert problem.startswith(
+            "EXPERT_BACKEND=dummy: no_such_module is not installed. Fix: pip install it"
+        )
+
+
+def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
+    if added == "router_score":
+        with pytest.raises(ValueError, match="score=dummy: is not one of softmax, sigmoid, sqrtsoftplus"):
+            RouterConfig(8, 4, 2, score="dummy")
+    elif added == "dispatcher":
+        assert main(["plan", "--preset=cpu", "--gpu=h100", "--gpus=2", "--ep=2", "--dispatcher=dummy"]) != 0
+        assert "DISPATCHER=dummy: the planner has no price for it" in capsys.readouterr().err
+    elif added == "lr_decay_style":
+        with pytest.raises(ValueError, match="lr_decay_style=dummy: Megatron's scheduler has no such style"):
+            build_scheduler(config_with(added), None)
+    elif added == "optimizer":
+        with pytest.raises(ValueError, match="optimizer=dummy: has no class"):
+            choose_optimizer("dummy")
+        with pytest.raises(ValueError, match="OPTIMIZER=dummy"):
+            optimizer_state_bytes(config_with(added))
+    elif added == "expert_backend":
+        with pytest.raises(ValueError, match="expert_backend=dummy: is not a backend"):
+            choose_backend("dummy", device_type="cpu", dtype=torch.float32)
+        with pytest.raises(ValueError, match="expert_backend=dummy: is not a backend"):
+            Experts(num_local_experts=1, hidden_size=8, ffn_size=8, activation="gelu", backend="dummy")
+
+
+def test_every_entry_has_its_function():
+    assert {"softmax", *SCORE_FUNCTIONS} == set(SCORES) == set(KERNEL_SCORES)
+    assert {*BACKENDS, *FUSED} == set(EXPERT_BACKENDS)
+    assert all(kernel_problem(RouterConfig(8, 4, 2, score=name), needs_scores=False) == "" for name in SCORES)
+
+
+@pytest.mark.parametrize("kind", [Score, Schedule, Optimizer])
+def test_a_trait_without_a_default_cannot_be_forgotten(kind):
+    with pytest.raises(TypeError):
+        kind()
+
+
+def test_a_device_is_one_file(tmp_path, monkeypatch, capsys):
+    copied = tmp_path / "profiles"
+    shutil.copytree(hardware.PROFILES, copied)
+    profile = json.loads((copied / "H200-141GB.json").read_text())
+    (copied / "dummy.json").write_text(json.dumps(profile | {"name": "dummy"}))
+    monkeypatch.setattr(hardware, "PROFILES", copied)
+    assert "dummy" in hardware.hardware_names()
+    assert main(["plan", "--preset=cpu", "--gpu=dummy", "--gpus=2"]) == 0
+    assert "dummy" in capsys.readouterr().out
+    assert main(["plan", "hardware"]) == 0
+    assert "dummy" in capsys.readouterr().out
+    (copied / "dummy.json").write_text(json.dumps({k: v for k, v in profile.items() if k != "memory_bytes"}))
+    assert main(["plan", "--preset=cpu", "--gpu=dummy"]) != 0
+    assert "memory_bytes" in capsys.readouterr().err
+
+
+def test_a_hugging_face_family_is_one_entry(monkeypatch):
+    of_mixtral = ARCHITECTURES["MixtralForCausalLM"]
+    monkeypatch.setitem(ARCHITECTURES, "DummyForCausalLM", replace(of_mixtral, name="DummyForCausalLM"))
+    assert architecture_of({"architectures": ["DummyForCausalLM"]}).name == "DummyForCausalLM"
+    with pytest.raises(ValueError, match="DummyForCausalLM"):
+        architecture_of({"architectures": ["NobodyForCausalLM"]})
+    with pytest.raises(TypeError):
+        type(of_mixtral)(name="DummyForCausalLM")
+
+
+def test_schedules_are_those_of_megatron():
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    source = inspect.getsource(OptimizerParamScheduler.get_lr)
+    assert all(f'"{name}"' in source or f"'{name}'" in source for name in SCHEDULES)
