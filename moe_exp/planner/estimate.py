@@ -17,40 +17,26 @@ _SECONDS_PER_DAY = 86400
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast iterations at the full batch are.
+    """How fast iterations at the full batch are."""
 
-    Attributes:
-        seconds: per iteration.
-        tflops_per_gpu: model FLOPs (`flops_per_iteration`, recompute not counted) per second and GPU, in
-            10^12.
-        mfu: that by the peak of the GPU in the compute type: model FLOPs utilization (PaLM, arXiv:2204.02311,
-            appendix B).
-        tokens_per_second: of the whole run.
-    """
-
-    seconds: float
+    seconds: float  # per iteration
+    # model FLOPs (`flops_per_iteration`, recompute not counted) per second and GPU, in 10^12
     tflops_per_gpu: float
+    # that by the peak of the GPU in the compute type: model FLOPs utilization (PaLM, arXiv:2204.02311,
+    # appendix B)
     mfu: float
-    tokens_per_second: float
+    tokens_per_second: float  # of the whole run
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a whole run costs; evaluation and checkpoints are not counted.
+    """What a whole run costs; evaluation and checkpoints are not counted."""
 
-    Attributes:
-        num_iterations: until TRAIN_ITERS or the token budget.
-        num_tokens: trained on.
-        seconds: of all iterations, those of the batch ramp-up at their smaller batches.
-        gpu_hours: GPUs times hours.
-        price: for it, None where none was given.
-    """
-
-    num_iterations: int
-    num_tokens: int
-    seconds: float
-    gpu_hours: float
-    price: float | None
+    num_iterations: int  # until TRAIN_ITERS or the token budget
+    num_tokens: int  # trained on
+    seconds: float  # of all iterations, those of the batch ramp-up at their smaller batches
+    gpu_hours: float  # GPUs times hours
+    price: float | None  # for it, None where none was given
 
     @property
     def days(self) -> float:
@@ -77,15 +63,7 @@ def cost_of(
     price_per_gpu_hour: float | None = None,
     constants: Constants | None = None,
 ) -> Cost:
-    """What training costs.
-
-    Args:
-        config: settings that keep the rules.
-        hardware: the devices.
-        num_tokens: token budget; TRAIN_ITERS by default.
-        price_per_gpu_hour: in any currency.
-        constants: of the predictions; those of the package by default.
-    """
+    """What training costs: TRAIN_ITERS, or a token budget, at a price in any currency."""
     constants, job = constants or load_constants(), Job.of(config)
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = ramp_steps(config, num_samples)
@@ -93,26 +71,18 @@ def cost_of(
         step.num_iterations * time_of(job, hardware, constants.time, batch_size=step.batch_size).total
         for step in steps
     )
-    iterations, samples = (
-        sum(counts) for counts in zip(*((step.num_iterations, step.samples) for step in steps), strict=True)
-    )
+    iterations, samples = sum(step.num_iterations for step in steps), sum(step.samples for step in steps)
     gpu_hours = seconds / 3600 * config.world_size
     price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
     return Cost(iterations, samples * config.seq_len, seconds, gpu_hours, price)
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:
-    """The settings with as many iterations as a token budget takes, the learning rate decayed over all of
-    them; None: as they are.
-    """
+    """The settings with TRAIN_ITERS and the decay for a token budget; None: as they are."""
     if num_tokens is None:
         return config
     steps = ramp_steps(config, -(-num_tokens // config.seq_len))
     iterations = sum(step.num_iterations for step in steps)
-    return config.model_copy(
-        update={
-            "train_iters": iterations,
-            "decay_iters": 0,
-            "warmup_iters": min(config.warmup_iters, iterations - 1),
-        }
-    )
+    warmup = min(config.warmup_iters, iterations - 1)
+    changes = {"train_iters": iterations, "decay_iters": 0, "warmup_iters": warmup}
+    return config.model_copy(update=changes)

@@ -1,15 +1,13 @@
-"""What a job costs on a device: memory with the verdict, and time. The one entry to the planner for commands.
-No torch.
-"""
+"""What a job costs on a device: memory with the verdict, and time. The entry for commands. No torch."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_exp.host.files import read_json
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import MemoryConstants, StageMemory, memory_of
 from moe_exp.planner.costs.timing import IterationTime, TimeConstants, time_of
@@ -20,42 +18,25 @@ CONSTANTS = PROFILES / "constants.json"
 
 @dataclass(frozen=True)
 class Constants:
-    """All fitted constants, and how far they are to be trusted.
+    """All fitted constants, and how far they are to be trusted."""
 
-    Attributes:
-        memory: of the memory formulas.
-        time: of the time formulas.
-        memory_error: relative error that nine of ten runs stay within which were left out of the fit.
-        time_error: the same of the time.
-        hardware: devices that the fit had runs of.
-    """
-
-    memory: MemoryConstants
-    time: TimeConstants
-    memory_error: float
-    time_error: float
-    hardware: tuple[str, ...]
+    memory: MemoryConstants  # of the memory formulas
+    time: TimeConstants  # of the time formulas
+    memory_error: float  # relative error that nine of ten runs stay within which were left out of the fit
+    time_error: float  # the same of the time
+    hardware: tuple[str, ...]  # devices that the fit had runs of
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a job costs.
+    """What a job costs."""
 
-    Attributes:
-        stages: memory of a rank of every pipeline stage.
-        time: seconds of an iteration.
-        memory_bytes: of the device.
-        memory_error: relative error to expect of the memory, see `Constants`.
-        time_error: the same of the time.
-        is_calibrated: whether the constants were fitted to runs on this device: the errors say nothing about
-            another one.
-    """
-
-    stages: list[StageMemory]
-    time: IterationTime
-    memory_bytes: float
-    memory_error: float
-    time_error: float
+    stages: list[StageMemory]  # memory of a rank of every pipeline stage
+    time: IterationTime  # seconds of an iteration
+    memory_bytes: float  # of the device
+    memory_error: float  # relative error to expect of the memory, see `Constants`
+    time_error: float  # the same of the time
+    # whether the constants were fitted to runs on this device: the errors say nothing about another one
     is_calibrated: bool
 
     @property
@@ -91,13 +72,9 @@ class Prediction:
 
 @cache
 def load_constants(path: Path = CONSTANTS) -> Constants:
-    """The constants that came with the package, or those that `moe-exp plan calibrate` wrote.
-
-    Raises:
-        ValueError: the file has not the form that calibrate writes.
-    """
+    """The package's constants, or those of `moe-exp plan calibrate`; a ValueError if it is neither."""
     try:
-        content = json.loads(path.read_text())
+        content = read_json(path)
         return Constants(
             memory=_filled(MemoryConstants, content["constants"]["memory"]),
             time=_filled(TimeConstants, content["constants"]["time"]),

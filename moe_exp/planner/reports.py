@@ -1,10 +1,7 @@
-"""What the planner says of a run and of layouts, as plain values: the JSON of `moe-exp plan`, and what its
-tables show. No torch.
-"""
+"""What the planner says of a run and of layouts, as plain values: `--json`, and the tables'. No torch."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Any
 
@@ -13,7 +10,7 @@ from moe_exp.planner.costs.code_paths import counted_as
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, most_loaded_rank, rank_parameters
 from moe_exp.planner.estimate import Cost, speed_of
-from moe_exp.planner.hardware import PROFILES, Hardware, hardware_names
+from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words
 from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
@@ -23,7 +20,7 @@ from moe_exp.planner.search.topology import RUNNER_UP, Candidate, Search
 def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cost: Cost) -> dict[str, Any]:
     """What a run costs: parameters, memory by stage and part, time by part, speed, and the whole of it."""
     count, stage = count_parameters(config), most_loaded_rank(config)
-    rank = rank_parameters(config, stage)
+    candidate = Candidate(config, prediction)
     return {
         "gpu": hardware.name,
         "num_gpus": config.world_size,
@@ -34,17 +31,21 @@ def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cos
         "parameters": {
             "total": count.total,
             "active_per_token": count.active_per_token,
-            "most_loaded_rank": rank.total,
+            "most_loaded_rank": rank_parameters(config, stage).total,
             "most_loaded_stage": stage,
         },
         "counted_as": counted_as(config, hardware),
         "memory": describe_memory(prediction),
         "time": describe_time(config, hardware, prediction),
         "cost": describe_cost(cost),
-        "error": describe_error(prediction),
+        "error": {  # relative, to expect
+            "memory": prediction.memory_error,
+            "time": prediction.time_error,
+            "is_calibrated": prediction.is_calibrated,
+        },
         "checkpoint_bytes": checkpoint_bytes(config),
-        "filling_batch": Candidate(config, prediction).filling_batch,
-        "notes": Candidate(config, prediction).notes,
+        "filling_batch": candidate.filling_batch,
+        "notes": candidate.notes,
     }
 
 
@@ -62,19 +63,8 @@ def describe_memory(prediction: Prediction) -> dict[str, Any]:
 
 def describe_time(config: Config, hardware: Hardware, prediction: Prediction) -> dict[str, Any]:
     """Seconds of an iteration by part, and the speed that follows."""
-    return asdict(speed_of(config, hardware, prediction.time.total)) | {
-        "parts": prediction.time.parts(),
-        "bound_by": bound_by(prediction.time),
-    }
-
-
-def describe_error(prediction: Prediction) -> dict[str, Any]:
-    """Relative errors to expect, see `Prediction`."""
-    return {
-        "memory": prediction.memory_error,
-        "time": prediction.time_error,
-        "is_calibrated": prediction.is_calibrated,
-    }
+    parts = {"parts": prediction.time.parts(), "bound_by": bound_by(prediction.time)}
+    return asdict(speed_of(config, hardware, prediction.time.total)) | parts
 
 
 def describe_cost(cost: Cost) -> dict[str, Any]:
@@ -131,8 +121,3 @@ def describe_explanation(told: Explanation, found: Search, hardware: Hardware) -
         report["layout"] = describe_candidate(told.candidate, found, hardware, told.place)
         report["memory"] = describe_memory(told.candidate.prediction)
     return report
-
-
-def hardware_profiles() -> dict[str, dict[str, Any]]:
-    """Every profile of the package by name: its numbers with their sources, as they stand in the files."""
-    return {name: json.loads((PROFILES / f"{name}.json").read_text()) for name in hardware_names()}

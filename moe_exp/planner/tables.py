@@ -22,32 +22,20 @@ from moe_exp.planner.estimate import Cost
 from moe_exp.planner.fit.calibration import Calibration
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Prediction
-from moe_exp.planner.reports import describe_candidate, describe_cost
+from moe_exp.planner.reports import describe_candidate
 from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words, memory_line
 from moe_exp.planner.search.topology import Candidate, Search
 
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")
-
-
 _WIDE = 140
 # on a narrow terminal; --json has them
 _LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")
 _WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
 _COLUMNS = (
-    "",
-    "layout",
-    "MBSZ",
-    "recompute",
-    "layers per stage",
-    "GiB",
-    "left",
-    "s/iteration",
-    "vs best",
-    "TFLOP/s",
-    "bubble",
-    *_WORDS[-2:],
-)
+    "", "layout", "MBSZ", "recompute", "layers per stage", "GiB", "left", "s/iteration", "vs best", "TFLOP/s",
+    "bubble", *_WORDS[-2:],
+)  # fmt: skip
 
 
 class PlanPrinter:
@@ -59,56 +47,51 @@ class PlanPrinter:
     def run(self, report: Mapping[str, Any], prediction: Prediction, cost: Cost) -> None:
         """What a run costs: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
-        self._rows(
-            f"{report['num_gpus']} x {report['gpu']}, {report['layout']}, PRESET={report['preset']},"
-            f" {report['dtype']}",
-            {
-                "parameters": f"{count['total']:,}, {count['active_per_token']:,} active per token",
-                "parameters of a rank": (
-                    f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})"
-                ),
-                "layers of the stages": short_stages(report["stage_layers"]),
-                **report["counted_as"],
-                "memory": _verdict(prediction),
-                "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
-                "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
-                "tokens per second": f"{time['tokens_per_second']:,.0f}",
-                "whole run": _whole(cost),
-                "checkpoint": filesize.decimal(report["checkpoint_bytes"]),
-                "batch that fills the pipe": f"{report['filling_batch']:,} samples",
-                "notes": ", ".join(report["notes"]),
-            },
-        )
+        title = "{num_gpus} x {gpu}, {layout}, PRESET={preset}, {dtype}".format_map(report)
+        of_rank = f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})"
+        rows = {
+            "parameters": f"{count['total']:,}, {count['active_per_token']:,} active per token",
+            "parameters of a rank": of_rank,
+            "layers of the stages": short_stages(report["stage_layers"]),
+            **report["counted_as"],
+            "memory": _verdict(prediction),
+            "seconds per iteration": f"{_seconds(time['seconds'])} {error_words(prediction)}",
+            "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
+            "tokens per second": f"{time['tokens_per_second']:,.0f}",
+            "whole run": _whole(cost),
+            "checkpoint": filesize.decimal(report["checkpoint_bytes"]),
+            "batch that fills the pipe": f"{report['filling_batch']:,} samples",
+            "notes": ", ".join(report["notes"]),
+        }
+        self._rows(title, rows)
         self._memory(prediction)
         self._time(prediction.time)
 
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
         """The fastest layouts, how far runner-ups are, and what was refused."""
         if found.ranked:
-            self._console.print(model_words(found.ranked[0].config, hardware), soft_wrap=True)
+            self._print(model_words(found.ranked[0].config, hardware))
             for part, words in counted_as(found.ranked[0].config, hardware).items():
-                self._console.print(f"{part}: {words}", soft_wrap=True)
+                self._print(f"{part}: {words}")
             self._console.print(self._layouts(found, hardware, top))
         elif found.smallest:
-            self._console.print(
-                f"nothing fits; the one that needs least: {memory_line(found.smallest)}", soft_wrap=True
-            )
+            self._print(f"nothing fits; the one that needs least: {memory_line(found.smallest)}")
         else:
             self._console.print("nothing is left; --explain TP=...,PP=... says why for one layout")
-        self._console.print(
-            f"{found.num_tried:,} layouts tried, {len(found.ranked):,} fit, {len(found.runner_ups())} within"
-            " 2% of the best"
-        )
+        tried, fit, near = found.num_tried, len(found.ranked), len(found.runner_ups())
+        self._console.print(f"{tried:,} layouts tried, {fit:,} fit, {near} within 2% of the best")
         for reason, number in found.rejected.most_common():
             self._console.print(f"  {number:,} rejected: {reason}")
 
+    def _print(self, line: str) -> None:
+        self._console.print(line, soft_wrap=True)
+
     def _layouts(self, found: Search, hardware: Hardware, top: int) -> Table:
         is_narrow = self._console.width < _WIDE
-        title = "layouts by time per iteration; = is within 2% of the best" + (
-            "" if is_narrow else ", closer than predictions can tell apart"
-        )
+        title = "layouts by time per iteration; = is within 2% of the best"
+        title += "" if is_narrow else ", closer than predictions can tell apart"
         table = Table(title=title, title_justify="left", box=SIMPLE if is_narrow else HEAVY_HEAD)
-        shown = [name not in _LEFT_OUT if is_narrow else True for name in _COLUMNS]
+        shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
         for name in compress(_COLUMNS, shown):
             table.add_column(name, justify="left" if name in _WORDS else "right", overflow="fold")
         for place, one in enumerate(found.ranked[:top], start=1):
@@ -117,15 +100,11 @@ class PlanPrinter:
 
     def best(self, candidate: Candidate, cost: Cost) -> None:
         """What a run of the best layout costs."""
-        self._console.print(f"{layout_words(candidate.config)}: {_whole(cost)}")
-        self._console.print(
-            f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}"
-        )
-        self._console.print(
-            f"  a global batch of {candidate.filling_batch:,} fills the pipe, {candidate.config.gbsz:,} is"
-            " given"
-        )
-        self._console.print(f"  a checkpoint has {filesize.decimal(checkpoint_bytes(candidate.config))}")
+        config, write = candidate.config, self._console.print
+        write(f"{layout_words(config)}: {_whole(cost)}")
+        write(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
+        write(f"  a global batch of {candidate.filling_batch:,} fills the pipe, {config.gbsz:,} is given")
+        write(f"  a checkpoint has {filesize.decimal(checkpoint_bytes(config))}")
 
     def explanation(self, told: Explanation, found: Search) -> None:
         """Why a layout is refused, or where it stands."""
@@ -135,7 +114,7 @@ class PlanPrinter:
         elif not told.fits:
             self._console.print(f"{asked}: keeps every rule, but is out of memory")
         for line in told.problems:
-            self._console.print(f"  {line}", soft_wrap=True)
+            self._print(f"  {line}")
         if told.candidate is None:
             return
         if told.fits:
@@ -144,21 +123,10 @@ class PlanPrinter:
 
     def calibration(self, calibration: Calibration) -> None:
         """Fitted constants, and how near predictions come with them."""
-        table = Table(
-            "",
-            "rows",
-            "mean error",
-            "largest",
-            "mean left out",
-            "90% within",
-            title="errors of predictions",
-            title_justify="left",
-        )
+        columns = ("", "rows", "mean error", "largest", "mean left out", "90% within")
+        table = Table(*columns, title="errors of predictions", title_justify="left")
         for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
-            errors, left_out = (
-                [abs(error) for error in fit.errors.values()],
-                [abs(error) for error in fit.left_out.values()],
-            )
+            errors, left_out = (list(map(abs, of.values())) for of in (fit.errors, fit.left_out))
             shares = [fmean(errors), max(errors), fmean(left_out), fit.bound] if errors else []
             table.add_row(name, str(len(errors)), *(f"{share:.1%}" for share in shares))
         self._console.print(table)
@@ -175,10 +143,8 @@ class PlanPrinter:
         for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
             worst = sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]
             if worst:
-                self._console.print(
-                    f"furthest off in {name}, left out: "
-                    + ", ".join(f"{row} {error:+.1%}" for row, error in worst)
-                )
+                rows = ", ".join(f"{row} {error:+.1%}" for row, error in worst)
+                self._console.print(f"furthest off in {name}, left out: {rows}")
 
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
         """All profiles with the source of every number."""
@@ -192,22 +158,14 @@ class PlanPrinter:
             self._console.print(table)
 
     def _standing(self, asked: str, told: Explanation, candidate: Candidate, found: Search) -> None:
-        best = found.ranked[0] if found.ranked else candidate
-        words = (
-            f"{layout_words(candidate.config)}, MBSZ={candidate.config.mbsz},"
-            f" RECOMPUTE={candidate.config.recompute}"
-        )
-        self._console.print(f"{asked}: at best {words}", soft_wrap=True)
-        slower = candidate.seconds / best.seconds - 1
-        place = (
-            f"place {told.place:,} of {len(found.ranked):,}"
-            if told.place <= len(found.ranked)
-            else "slower than all that were ranked"
-        )
-        self._console.print(
-            f"  {_seconds(candidate.seconds)} s per iteration, {slower:+.1%} against the best"
-            f" ({layout_words(best.config)}): {place}"
-        )
+        best, config = found.ranked[0] if found.ranked else candidate, candidate.config
+        words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
+        self._print(f"{asked}: at best {words}")
+        place = "slower than all that were ranked"
+        if told.place <= len(found.ranked):
+            place = f"place {told.place:,} of {len(found.ranked):,}"
+        slower = f"{candidate.seconds / best.seconds - 1:+.1%} against the best ({layout_words(best.config)})"
+        self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
         for name, seconds in told.losses.items():
             if abs(seconds) >= 0.0005 * best.seconds:
                 self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
@@ -219,9 +177,8 @@ class PlanPrinter:
         for first, last, stage in _alike(prediction.stages):
             name = str(first) if first == last else f"{first}-{last}"
             peak = "peak" if first <= prediction.peak_stage <= last else ""
-            table.add_row(
-                name, *(f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total")), peak
-            )
+            bytes_of_parts = (getattr(stage, part) for part in (*_MEMORY_PARTS, "total"))
+            table.add_row(name, *(f"{part / _GIBIBYTE:.2f}" for part in bytes_of_parts), peak)
         self._console.print(table)
 
     def _time(self, time: IterationTime) -> None:
@@ -279,37 +236,32 @@ def _cells(row: Mapping[str, Any], one: Candidate) -> Iterator[str]:
 
 def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemory]]:
     """First and last index of stages in a row that show the same numbers, and one of them."""
+
+    def shown(stage: StageMemory) -> list[float]:
+        return [round(getattr(stage, part) / _GIBIBYTE, 2) for part in _MEMORY_PARTS]
+
     first = 0
-    for _, run in groupby(
-        stages, key=lambda stage: [round(getattr(stage, part) / _GIBIBYTE, 2) for part in _MEMORY_PARTS]
-    ):
+    for _, run in groupby(stages, key=shown):
         members = list(run)
         yield first, first + len(members) - 1, members[0]
         first += len(members)
 
 
 def _verdict(prediction: Prediction) -> str:
-    needed, device, margin = (
-        value / _GIBIBYTE
-        for value in (prediction.needed_bytes, prediction.memory_bytes, prediction.margin_bytes)
-    )
+    needed, device = prediction.needed_bytes / _GIBIBYTE, prediction.memory_bytes / _GIBIBYTE
+    margin = prediction.margin_bytes / _GIBIBYTE
     of = f"{needed:.1f} of {device:.1f} GiB on stage {prediction.peak_stage}"
+    words = f"fits, {of} without cache, {margin:.1f} left"
+    if prediction.oom:
+        words = f"OUT OF MEMORY, {of}, {-margin:.1f} too many"
     sure = f", closer than the error to expect ({prediction.memory_error:.0%})" if prediction.is_close else ""
-    return (
-        f"OUT OF MEMORY, {of}, {-margin:.1f} too many"
-        if prediction.oom
-        else f"fits, {of} without cache, {margin:.1f} left"
-    ) + sure
+    return words + sure
 
 
 def _whole(cost: Cost) -> str:
-    row = describe_cost(cost)
-    words = (
-        f"{row['num_iterations']:,} iterations, {_tokens(row['num_tokens'])} tokens: {_short(row['days'])}"
-        " days"
-    )
-    words += f", {_short(row['gpu_hours'])} GPU-hours"
-    return words if row["price"] is None else f"{words}, price {row['price']:,.2f}"
+    words = f"{cost.num_iterations:,} iterations, {_tokens(cost.num_tokens)} tokens: {_short(cost.days)} days"
+    words += f", {_short(cost.gpu_hours)} GPU-hours"
+    return words if cost.price is None else f"{words}, price {cost.price:,.2f}"
 
 
 def _seconds(seconds: float) -> str:
@@ -320,9 +272,8 @@ def _number(value: object) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_number(one)}" for name, one in value.items())
     if isinstance(value, (int, float)) and value >= 1e6:
-        power, letter = next(
-            (power, letter) for power, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")) if value >= power
-        )
+        scales = ((1e12, "T"), (1e9, "G"), (1e6, "M"))
+        power, letter = next((power, letter) for power, letter in scales if value >= power)
         return f"{value / power:.4g} {letter}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 

@@ -4,27 +4,21 @@ Bytes per token, with h hidden size, q and k channels of all query and of all ke
 f width of an MLP, a heads, s sequence, w bytes of the compute type (2 or 4), t tensor parallel size. Every
 tensor is counted once, where it is read last:
 
-    norm             w*h input, 4 of statistics  on processors 8*h: torch has RMSNorm in fp32, in and out
+    norm             w*h input, 4 of statistics; on processors 8*h: torch has RMSNorm in fp32, in and out
     QKV projection   w*h input
-    attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused instead of these w*a*s/t scores after
-                     softmax
+    attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused w*a*s/t scores after softmax instead
     projection       w*q/t input, a copy of the result in another order (not on processors, nor unfused)
-    norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t where it is
-                     not fused
+    norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
     MoE, per token   4*h the router's input in fp32, 4*E scores, K*(8+4) choice and weights
     MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of
-                     experts are not kept; EXPERT_BACKEND=triton 2*w*f alone, and w*h where rows come from
-                     other ranks
+                     experts are not kept; EXPERT_BACKEND=triton 2*w*f alone, and w*h of rows of other ranks
     loss             4*V/t probabilities in fp32, and while they are made w*V/t logits; CROSS_ENTROPY=triton:
                      w*V/t logits alone, and while their gradient is made w*V/t for that
 
 The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.1, where it is 34*s*b*h + 5*a*s^2*b with dropout. With sequence parallelism
-(section 4.2.2) what is not divided by t here has tokens/t. Ours differs in what the tables of that paper do
-not know: gates, grouped queries, experts, other kernels.
-
-How it is checked: on a processor against the tensors that autograd saves in the real model, on GPUs against
-the peaks of four runs.
+arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout); with sequence parallelism (section 4.2.2)
+what is not divided by t here has tokens/t. Ours adds gates, grouped queries, experts and other kernels.
+Checked on a processor against the tensors that autograd saves, on GPUs against the peaks of four runs.
 """
 
 from __future__ import annotations
@@ -34,46 +28,29 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_exp.config import Config
-from moe_exp.planner.costs.code_paths import planned_backend
+from moe_exp.planner.costs.code_paths import planned_backend, priced
 from moe_exp.planner.costs.job import Job
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on a rank.
+    """Bytes of one micro-batch on a rank."""
 
-    Attributes:
-        dense_layer: kept for backward by a layer with a dense MLP, after whatever recompute there is.
-        moe_layer: the same for an MoE layer.
-        embedding: kept by the embedding.
-        output: kept by the last norm, the output layer and the loss.
-        hidden: one hidden state, as stages hand it on.
-        recomputed: made again by the layer that is computed backward, with a recompute.
-        layer_work: held beside all that while a layer is computed backward: gradients, rows under way.
-        output_work: the same for output layer and loss.
-    """
-
-    dense_layer: float
+    dense_layer: float  # kept for backward by a layer with a dense MLP, after recompute; `moe_layer` the same
     moe_layer: float
-    embedding: float
-    output: float
-    hidden: float
-    recomputed: float
-    layer_work: float
-    output_work: float
+    embedding: float  # kept by the embedding
+    output: float  # kept by the last norm, the output layer and the loss
+    hidden: float  # one hidden state, as stages hand it on
+    recomputed: float  # computed again by the layer that is in its backward pass, with a recompute
+    layer_work: float  # held beside all that while a layer is computed backward: gradients, rows under way
+    output_work: float  # the same for output layer and loss
 
 
 def activations_of(
     job: Job, *, on_cpu: bool = False, runs_kernels: bool = True, imbalance: float = 1.0
 ) -> Activations:
-    """Activations of a micro-batch of a job.
-
-    Args:
-        job: what runs.
-        on_cpu: on processors, where kernels keep other things than on GPUs.
-        runs_kernels: a GPU is one that the Triton kernels run on, see `Hardware.runs_kernels`.
-        imbalance: rows that the experts of a rank get, relative to their fair share, in a layer that drops
-            none.
+    """Activations of a micro-batch: `on_cpu` kernels keep other things than on GPUs, `runs_kernels` see
+    `Hardware`, `imbalance` is a rank's experts' rows over their fair share in a dropless layer.
     """
     return _Account(job, on_cpu, runs_kernels, imbalance).activations()
 
@@ -87,7 +64,7 @@ def padded_slots(config: Config, tokens: float) -> float:
     """Rows that a rank's experts compute with PAD_TO_CAPACITY, when each rank has `tokens` of the
     micro-batch.
 
-    Every rank gives every expert the capacity of its tokens, see layers/moe_layer.py. With TP or CP it gives
+    Every rank gives every expert the capacity of its tokens (layers/moe_layer.py). With TP or CP it gives
     more where a rank keeps more than its share, which is not counted here.
     """
     share = tokens * config.topk / config.num_experts
@@ -96,9 +73,7 @@ def padded_slots(config: Config, tokens: float) -> float:
 
 
 class _Account:
-    """The sums. `_tokens` are those that a rank has between the products of a layer, `_all_tokens` those that
-    its heads work on.
-    """
+    """The sums. A rank has `_tokens` between the products of a layer, its heads work on `_all_tokens`."""
 
     def __init__(self, job: Job, on_cpu: bool, runs_kernels: bool, imbalance: float):
         config = job.config
@@ -113,10 +88,8 @@ class _Account:
 
     def activations(self) -> Activations:
         config, width = self._config, self._width
-        hidden, logits = (
-            width * self._hidden * self._tokens,
-            self._all_tokens * config.padded_vocab_size / self._tp,
-        )
+        hidden = width * self._hidden * self._tokens
+        logits = self._all_tokens * config.padded_vocab_size / self._tp
         norm, mask = self._tokens * self._norm(self._hidden), self._tokens * self._mask(self._hidden)
         attention = norm + self._attention() + norm + 2 * mask
         dense = attention + self._dense() if self._has_dense else 0.0
@@ -142,27 +115,21 @@ class _Account:
         )
 
     def _loss(self, logits: float) -> float:
-        """Kept by the cross entropy: the right words, with probabilities and a mask, or with logits and the
-        log of a sum.
-        """
-        if self._config.cross_entropy == "triton":
-            return self._width * logits + 12 * self._all_tokens
-        return 4 * logits + 9 * self._all_tokens
+        """Kept by the cross entropy: targets with probabilities and a mask, or with logits and log-sums."""
+        tokens = self._all_tokens
+        costs = {"megatron": 4 * logits + 9 * tokens, "triton": self._width * logits + 12 * tokens}
+        return priced(self._config, "cross_entropy", costs)
 
     def _loss_work(self, logits: float) -> float:
         """Held beside what is kept while the loss is computed, forward or backward."""
         if self._config.cross_entropy == "megatron":
-            # Probabilities are made of a copy in fp32, while the logits are still there; logits in fp32 are
-            # overwritten.
+            # Probabilities are made of a copy in fp32, beside the logits; logits in fp32 are overwritten.
             return self._width * logits if self._width < 4 else 0.0
-        # The gradient; in plain torch on a processor logits and probabilities in fp32, where the logits are
-        # not.
+        # The gradient; plain torch on a processor has logits and probabilities in fp32.
         return (8 if self._on_cpu and self._width < 4 else self._width) * logits
 
     def _norm(self, size: float, heads: int = 1) -> float:
-        """Kept by a norm over `size` channels, per token: its input, and what it divided by for each of
-        `heads` parts.
-        """
+        """Kept by a norm over `size` channels, per token: input, and a divisor for each of `heads`."""
         if self._config.normalization != "RMSNorm":
             return self._width * size + 2 * heads * (self._width if self._on_cpu else 4)
         return (8 if self._norms_in_fp32 else self._width) * size + 4 * heads
@@ -180,22 +147,16 @@ class _Account:
 
     def _attention(self) -> float:
         """Projections and core, without the norm before."""
-        config, width = self._config, self._width
-        latent = self._latent() if config.multi_latent_attention else 0.0
-        per_token = width * self._hidden + latent
-        per_head_token = self._core() + (
-            self._qk_norm() if config.qk_norm and not config.multi_latent_attention else 0.0
-        )
-        return (
-            self._tokens * per_token
-            + self._all_tokens * per_head_token / self._tp
-            + self._positions()
-            + self._block_masks()
-        )
+        config = self._config
+        is_latent = config.multi_latent_attention
+        per_token = self._width * self._hidden + (self._latent() if is_latent else 0.0)
+        per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not is_latent else 0.0)
+        kept = self._tokens * per_token + self._all_tokens * per_head_token / self._tp
+        return kept + self._positions() + self._block_masks()
 
     @cached_property
     def _channels(self) -> tuple[int, int, int, int]:
-        """Of all queries, keys and values, and of the result."""
+        """Channels of all queries, keys and values, and of the result."""
         config = self._config
         query = config.num_heads * config.kv_channels
         if config.multi_latent_attention:
@@ -216,31 +177,24 @@ class _Account:
             return width * (query + config.cp * (key + value) + 2 * result) + log_sums
         if self._is_fused or config.multi_latent_attention:
             return width * (query + key + value + 2 * result) + log_sums
-        # The values are a view of what the projection gave, which so is kept as a whole.
+        # The values are a view of the projection's result, which is kept whole.
         results = result if self._on_cpu else 2 * result
         return width * (query + key + (query + key + value) + results) + log_sums
 
     @cached_property
     def _writes_scores(self) -> bool:
         """torch's fused kernel for processors knows neither dropout nor value heads of another size."""
-        config = self._config
-        return not self._job.fused_attention or (
-            self._on_cpu and bool(config.multi_latent_attention or config.attention_dropout)
-        )
+        by_torch = bool(self._config.multi_latent_attention or self._config.attention_dropout)
+        return not self._job.fused_attention or (self._on_cpu and by_torch)
 
     def _unfused_core(self) -> float:
-        """Scores after softmax; with dropout a mask and what is left of them, too. Recomputed where RECOMPUTE
-        says so.
-        """
+        """Scores after softmax, with dropout also a mask and the rest of them; RECOMPUTE may repeat them."""
         config, width = self._config, self._width
         query, key, value, result = self._channels
         scores = config.num_heads * config.seq_len
         if self._on_cpu:  # in steps, in fp32, with keys and values repeated for every query head
-            return (
-                4 * (2 * query + result)
-                + 4 * scores * (3 if config.attention_dropout else 1)
-                + width * result
-            )
+            copies = 3 if config.attention_dropout else 1
+            return 4 * (2 * query + result) + 4 * scores * copies + width * result
         kept = (2 * width + 1 if config.attention_dropout else width) * scores
         core_is_recomputed = config.recompute in ("selective", "moe_act") and not self._has_moe
         return width * (query + key + value + result) + (0 if core_is_recomputed else kept)
@@ -253,31 +207,23 @@ class _Account:
         return self._norm(query, config.num_heads) + self._norm(key, config.num_query_groups)
 
     def _latent(self) -> float:
-        """What multi-latent attention projects down to, per token: input of a norm and of the projection up
-        (arXiv:2405.04434).
-        """
+        """Inputs of the norms and projections of latent attention, per token (arXiv:2405.04434)."""
         config, width = self._config, self._width
         ranks = [rank for rank in (config.q_lora_rank, config.kv_lora_rank) if rank]
         return sum((self._norm(rank) if config.qk_norm else 0.0) + width * rank for rank in ranks)
 
     def _positions(self) -> float:
-        """Cosines and sines for queries and for keys, of every position once; the fused kernel makes them
-        anew.
-        """
+        """Cosines and sines for queries and keys, of every position once, but for the fused kernel."""
         config = self._config
         if self._is_fused or self._job.learned_positions:
             return 0.0
-        turned = (
-            config.qk_pos_emb_head_dim
-            if config.multi_latent_attention
-            else config.kv_channels * config.rotary_fraction
-        )
+        turned = config.kv_channels * config.rotary_fraction
+        if config.multi_latent_attention:
+            turned = config.qk_pos_emb_head_dim
         return 4 * self._width * turned * config.seq_len / config.cp
 
     def _block_masks(self) -> float:
-        """On processors, of the two blocks of queries of a context parallel rank against all keys up to their
-        end.
-        """
+        """On processors, of a context parallel rank's two blocks of queries against all keys before them."""
         config = self._config
         if not self._on_cpu or config.cp == 1 or self._writes_scores:
             return 0.0
@@ -288,13 +234,10 @@ class _Account:
 
     def _mlp(self, ffn: float) -> float:
         """Kept by the activation and the second projection of an MLP, per token."""
-        config, width = self._config, self._width
-        if not config.gated:
-            return 2 * width * ffn
-        if config.activation == "swiglu" and not self._on_cpu:
-            return 3 * width * ffn
-        # both halves, the activated one, the other one after Megatron's offset is added, their product
-        return 5 * width * ffn
+        # both halves, the activated one, the other one with Megatron's offset, their product; fused, three
+        swiglu = 5 if self._on_cpu else 3
+        kept = {"swiglu": swiglu, "geglu": 5, "gelu": 2, "squared_relu": 2}
+        return priced(self._config, "activation", kept) * self._width * ffn
 
     def _dense(self) -> float:
         ffn = self._config.ffn_hidden_size
@@ -312,39 +255,30 @@ class _Account:
 
     @property
     def _reads_input(self) -> bool:
-        """Whether something in an MoE layer keeps its input as it is: not routed rows, which are copies, nor
-        a router of another type.
-        """
-        return (
-            self._gathers_itself or bool(self._config.shared_expert_size) or self._width == self._router_width
-        )
+        """Whether an MoE layer keeps its input: routed rows, and a router's of another type, are copies."""
+        keeps = bool(self._config.shared_expert_size) or self._width == self._router_width
+        return self._gathers_itself or keeps
 
     @property
     def _router_width(self) -> int:
-        return 8 if self._config.router_dtype == "fp64" else 4
+        return priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
 
     def _router(self) -> float:
         """Per token."""
         config, width = self._config, self._router_width
         kept = width * config.num_experts + (8 + width) * config.topk  # scores, choice, chosen scores
         kept += width * self._hidden if self._width != width else 0
-        kept += (
-            width * (config.num_experts + 1) if config.z_loss_coeff or config.router_score != "softmax" else 0
-        )
-        return kept
+        by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True}
+        return kept + (width * (config.num_experts + 1) if priced(config, "router_score", by_score) else 0)
 
     @property
     def _runs_as_one(self) -> bool:
-        """Whether one function computes all experts of a rank, which computes the activation again in
-        backward.
-        """
+        """Whether one function computes all experts of a rank, and in backward the activation again."""
         return self._backend == "triton" or (self._on_cpu and self._backend == "loop")
 
     @property
     def _gathers_itself(self) -> bool:
-        """Whether one function computes all of an MoE layer's experts and gathers their rows itself, where a
-        rank has all of them.
-        """
+        """Whether that function also gathers the rows, of all experts of the layer."""
         config = self._config
         return self._runs_as_one and config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
 
@@ -362,34 +296,27 @@ class _Account:
     @cached_property
     def _rows(self) -> float:
         """Rows that the experts of a rank compute: its share of the slots of the ranks that send to it."""
-        config = self._config
+        config, factor = self._config, self._config.expert_capacity_factor
+        if factor is not None and config.pad_to_capacity:
+            return padded_slots(config, self._tokens)
         slots = self._tokens * config.topk * config.etp
-        factor = config.expert_capacity_factor
-        if factor is None:
-            return slots * self._imbalance
-        if not config.pad_to_capacity:
-            return slots * min(self._imbalance, factor)
-        return padded_slots(config, self._tokens)
+        return slots * (self._imbalance if factor is None else min(self._imbalance, factor))
 
     def _work(self) -> float:
-        """Held while a layer is computed backward: gradients of its widest part and of its weights, rows
-        under way, unfused scores.
-        """
-        config, width = self._config, self._width
-        gated = 2 if config.gated else 1
-        mlp = (
-            self._tokens * self._hidden + self._all_tokens * (1 + gated) * config.ffn_hidden_size / self._tp
-            if self._has_dense
-            else 0.0
-        )
-        experts = 0.0
+        """Held while a layer is computed backward: gradients of its widest part and weights, scores."""
+        config, ways = self._config, 2 if self._config.gated else 1
+        mlp = experts = scores = 0.0
+        if self._has_dense:
+            mlp = (
+                self._tokens * self._hidden
+                + self._all_tokens * (1 + ways) * config.ffn_hidden_size / self._tp
+            )
         if self._has_moe:
             ffn = config.expert_ffn_size / config.etp
-            experts = self._rows * (2 * self._hidden + (1 + gated) * ffn)
-            experts += config.num_experts // config.ep * self._hidden * gated * ffn
+            experts = self._rows * (2 * self._hidden + (1 + ways) * ffn)
+            experts += config.num_experts // config.ep * self._hidden * ways * ffn
             if config.dispatcher == "allgather":  # takes the tokens of all ranks in
                 experts += self._tokens * config.ep * config.etp * self._hidden
-        scores = (
-            config.num_heads * config.seq_len * self._all_tokens / self._tp if self._writes_scores else 0.0
-        )
-        return width * max(mlp, experts, 2 * scores)
+        if self._writes_scores:
+            scores = config.num_heads * config.seq_len * self._all_tokens / self._tp
+        return self._width * max(mlp, experts, 2 * scores)

@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
-from moe_exp.config import Config
+from collections.abc import Mapping
+from typing import TypeVar
+
+from moe_exp.config import Config, problem
 from moe_exp.planner.hardware import Hardware
+
+T = TypeVar("T")
+_BACKENDS = ("auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablocks")
+
+
+def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
+    """What `costs` has for the value of the setting `name`; a ValueError where it has nothing."""
+    value = getattr(config, name)
+    if value not in costs:
+        raise ValueError(problem(name, value, "the planner has no price for it", f"use {', '.join(costs)}"))
+    return costs[value]
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
-    """The backend of the experts that is counted: EXPERT_BACKEND, or what
-    `layers.experts.grouped_gemm.choose_backend` makes of `auto`.
+    """The backend of the experts that is counted: EXPERT_BACKEND, or what `grouped_gemm.choose_backend` makes
+    of `auto`; `auto` for all others on GPUs, which depend on what is installed and count the same memory.
 
     Args:
         config: the settings.
         on_cpu: on processors.
-        runs_kernels: a GPU runs the Triton kernels, see `Hardware.runs_kernels`. That triton is installed
-            there is taken for granted.
-
-    Returns:
-        Of EXPERT_BACKEND's values; `auto` for any of the others on GPUs, which depend on what is installed
-        and count the same memory.
+        runs_kernels: a GPU runs the Triton kernels, see `Hardware.runs_kernels`; triton counts as installed.
     """
-    if config.expert_backend != "auto":
-        return config.expert_backend
+    backend = priced(config, "expert_backend", dict(zip(_BACKENDS, _BACKENDS, strict=True)))
+    if backend != "auto":
+        return backend
     if on_cpu:
         return "loop"
     return "auto" if _why_not_triton(config, runs_kernels) else "triton"
 
 
 def _why_not_triton(config: Config, runs_kernels: bool) -> str:
-    """Why `auto` takes other code on a GPU; empty: it does not."""
+    """Why `auto` takes other code on a GPU; empty: it takes triton."""
     if config.dtype == "fp32":
         return "DTYPE=fp32"
     if config.add_bias_linear:
@@ -37,12 +47,11 @@ def _why_not_triton(config: Config, runs_kernels: bool) -> str:
 
 
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
-    """What is to be known of how a plan counts: the part to words."""
+    """What to know of how a plan counts: the part to words."""
     words = {}
     if config.use_moe:
-        words["experts"] = (
-            f"{_words_on_experts(config, hardware)} (its memory; the time is counted the same for all)"
-        )
+        experts = _words_on_experts(config, hardware)
+        words["experts"] = f"{experts} (its memory; the time is counted the same for all)"
     if config.cross_entropy == "triton":
         words["cross entropy"] = "triton: the memory of its kernel, the time of Megatron's"
     if config.fp8 != "none":
@@ -56,6 +65,5 @@ def _words_on_experts(config: Config, hardware: Hardware) -> str:
         return f"{backend}, asked for by EXPERT_BACKEND"
     if backend != "auto":
         return f"{backend}, which EXPERT_BACKEND=auto takes on this device"
-    return (
-        f"grouped GEMMs apart from each other, not triton: {_why_not_triton(config, hardware.runs_kernels)}"
-    )
+    why = _why_not_triton(config, hardware.runs_kernels)
+    return f"grouped GEMMs apart from each other, not triton: {why}"

@@ -1,8 +1,7 @@
-"""The free constants of the planner: each with what it is expected to be before anything was measured. No
-torch.
+"""The free constants of the planner, each with its expected value before anything was measured. No torch.
 
-Memory and time each have a dataclass of them beside their formulas. `calibration.py` fits them; the values
-that come with the package are in `profiles/constants.json`, fitted to `profiles/measured_runs.csv`.
+Memory and time have a dataclass of them each. `calibration.py` fits them; the fitted values of the package
+are in `profiles/constants.json`, from `profiles/measured_runs.csv`.
 """
 
 from __future__ import annotations
@@ -30,29 +29,25 @@ class TimeConstants:
         0.85, 0.2, "share of the peak that a long product with full waves reaches"
     )
     half_depth: float = constant(400.0, 0.7, "inner dimension at which a product reaches half of that")
-    memory_efficiency: float = constant(
-        0.8, 0.3, "bandwidth of elementwise operations, bytes as in layer_time.py, by the memory's"
-    )
+    memory_efficiency: float = constant(0.8, 0.3, "bandwidth of elementwise operations, by the memory's")
     unaligned: float = constant(6.0, 0.5, "times that a product with rows of no multiple of 16 bytes takes")
     unaligned_v100: float = constant(2.0, 0.4, "the same on V100")
     v100_share: float = constant(0.75, 0.2, "matrix_efficiency of a V100, as a share of that of others")
     layer_seconds: float = constant(
-        5e-4, 0.7, "seconds that a layer's pass takes beside products and traffic: starts of kernels"
+        5e-4, 0.7, "seconds of a layer's pass beside products and traffic: kernel starts"
     )
     iteration_seconds: float = constant(
-        5e-3, 1.0, "seconds that an iteration takes on the host: data, logs, the optimizer's loop"
+        5e-3, 1.0, "seconds of an iteration on the host: data, logs, optimizer loop"
     )
-    tensor_bandwidth: float = constant(
-        0.4, 0.4, "share of the bandwidth between tensor parallel ranks that is reached"
-    )
+    tensor_bandwidth: float = constant(0.4, 0.4, "share of the bandwidth that tensor parallel ranks reach")
     stage_bandwidth: float = constant(
         1.5, 0.7, "the same between pipeline stages, which also overlap in part"
     )
     data_bandwidth: float = constant(0.5, 0.6, "the same between data parallel ranks")
     exchange_seconds_2024: float = constant(
-        1e-3, 0.7, "seconds per peer of a token exchange as the software of 2024-10 did it"
+        1e-3, 0.7, "seconds per peer of a token exchange by software of 2024-10"
     )
     software_a: float = constant(
-        1.02, 0.05, "time of the software of February 2022, up to the 24th, in that of a few days later"
+        1.02, 0.05, "time of the software up to 2022-02-24, in that of a few days later"
     )
     software_c: float = constant(1.05, 0.05, "the same of June 2022")

@@ -1,6 +1,4 @@
-"""Bytes that a run needs on disk until its end: its checkpoints, by what retention keeps, and its records. No
-torch, no disk.
-"""
+"""Bytes of disk that a run needs until its end: the checkpoints kept, and records. No torch, no disk."""
 
 from __future__ import annotations
 
@@ -11,29 +9,20 @@ from dataclasses import dataclass
 from moe_exp.config import Config
 from moe_exp.planner.costs.params import checkpoint_bytes
 
-# A checkpoint's files have at most so much more than the tensors, and this much besides
-# (tests/checkpoint/test_save.py).
+# A checkpoint's files over its tensors, at most: a factor and bytes (tests/checkpoint/test_save.py).
 _FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000
-# Bytes of a train record, measured and rounded up: metrics.jsonl, the log's line and TensorBoard; each with
-# those of an MoE layer.
+# Bytes of a train record (metrics.jsonl, log, TensorBoard), of an MoE layer in it, and of an expert; measured
 _RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 3100, 850, 8
 
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What a run still needs beside what lies there already.
+    """What a run still needs beside what lies there already."""
 
-    Args:
-        one_bytes: of one checkpoint.
-        num_checkpoints: at once at most, with those that are there and the one that is being written.
-        num_new: of them, those for which there has to be room.
-        records_bytes: of metrics.jsonl, train.log and TensorBoard.
-    """
-
-    one_bytes: int
-    num_checkpoints: int
-    num_new: int
-    records_bytes: int
+    one_bytes: int  # of one checkpoint
+    num_checkpoints: int  # at once at most, with those that are there and the one that is being written
+    num_new: int  # of them, those that need room
+    records_bytes: int  # of metrics.jsonl, train.log and TensorBoard
 
     @property
     def needed_bytes(self) -> int:
@@ -47,12 +36,12 @@ def disk_use(
     """What the run needs from an iteration to TRAIN_ITERS; an upper bound where checkpoints are kept for two
     reasons.
 
-    A checkpoint is removed when the next one is complete (`checkpoint.retention`), so that while one is
-    written all those that are kept are there. The one that this start goes on from stays as well.
+    A checkpoint is removed when the next one is complete (`checkpoint.retention`), so all that are kept are
+    there while one is written. The one that this start resumes from stays as well.
 
     Args:
         config: SAVE_INTERVAL, SAVE_AT_END, KEEP_LAST, KEEP_EVERY, KEEP_BEST, sizes.
-        iteration: that the run goes on from, 0 for none.
+        iteration: that the run resumes from, 0 for none.
         there: iterations of the checkpoints in its folder.
         one_bytes: of one checkpoint, where that was measured.
     """
@@ -60,10 +49,8 @@ def disk_use(
     num_saves = _num_saves(config, iteration)
     largest = len(there) + num_saves
     if config.keep_last and num_saves:
-        kept = (
-            config.keep_last + config.keep_best + bool(iteration) + _num_kept_always(config, iteration, there)
-        )
-        largest = min(largest, kept + 1)
+        always = _num_kept_always(config, iteration, there)
+        largest = min(largest, config.keep_last + config.keep_best + bool(iteration) + always + 1)
     num_new = max(largest - len(there), min(1, num_saves))
     return DiskUse(one_bytes, max(largest, len(there)), num_new, _records_bytes(config, iteration))
 
@@ -72,9 +59,8 @@ def _num_saves(config: Config, iteration: int) -> int:
     """Checkpoints that are written after `iteration`."""
     interval, end = config.save_interval, config.train_iters
     at_interval = max(0, end // interval - iteration // interval) if interval else 0
-    return at_interval + int(
-        config.save_at_end and end > iteration and not (interval and end % interval == 0)
-    )
+    at_end = config.save_at_end and end > iteration and not (interval and end % interval == 0)
+    return at_interval + int(at_end)
 
 
 def _num_kept_always(config: Config, iteration: int, there: Sequence[int]) -> int:

@@ -1,15 +1,14 @@
-"""Floating-point operations of an iteration: of the model, of the hardware that computes parts twice, and by
-published formulas.
-"""
+"""Floating-point operations of an iteration: of the model, of the hardware, and by published formulas."""
 
 from __future__ import annotations
 
 from moe_exp.config import Config
+from moe_exp.planner.costs.code_paths import priced
 
 
 def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
-    """Floating-point operations of the model in one iteration, forward and backward, over all ranks: what
-    TFLOP/s and MFU count.
+    """Operations of the model in one iteration, forward and backward, over all ranks: what TFLOP/s and MFU
+    count.
 
     Megatron-LM's `num_floating_point_operations` of late 2024, term by term, with B samples of S tokens, L
     layers, width h, n heads of size d in g groups, and V rows of vocabulary:
@@ -18,8 +17,7 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
 
     Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a
     token meets. Attention counts all S^2 scores though half of them are masked; norms, softmax, router and
-    recompute count nothing. Ours differs where Megatron's one formula takes every layer alike: first dense
-    layers count as dense ones.
+    recompute count nothing. Ours differs in that first dense layers count as dense ones.
 
     Args:
         config: the settings.
@@ -29,31 +27,24 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
 
 
 def hardware_flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
-    """What the ranks compute in one iteration: the model's operations, and those of the forward pass that
-    RECOMPUTE repeats.
+    """Operations of all ranks in one iteration: the model's, and those of the forward pass that RECOMPUTE
+    repeats.
 
     `full` repeats all layers, so that they count 8 for every weight that a token meets, and the output layer
     6 (Narayanan et al. 2021, see `narayanan_flops`). `selective` repeats the MoE layers, `moe_act` no
     product; both repeat scores and weighted values in a dense model (Korthikanti et al. 2022,
     arXiv:2205.05198, section 5). What a fused attention kernel computes again in its backward pass is not
-    counted.
-
-    Args:
-        config: the settings.
-        batch_size: samples in the iteration; GBSZ by default.
+    counted. Arguments as above.
     """
     return flops_per_iteration(config, batch_size) + 2 * _tokens(config, batch_size) * _repeated(config)
 
 
 def _repeated(config: Config) -> int:
     """Multiply-adds per token that the backward pass computes again."""
-    if config.recompute == "none":
-        return 0
-    if config.recompute == "full":
-        return _layers(config)
-    if not config.use_moe:
-        return config.num_layers * _scores_and_values(config)
-    return sum(config.moe_layers) * _moe(config) if config.recompute == "selective" else 0
+    core = 0 if config.use_moe else config.num_layers * _scores_and_values(config)
+    experts = sum(config.moe_layers) * _moe(config)
+    costs = {"none": 0, "moe_act": core, "selective": core + experts, "full": _layers(config)}
+    return priced(config, "recompute", costs)
 
 
 def narayanan_flops(
@@ -65,8 +56,8 @@ def narayanan_flops(
     vocab_size: int,
     recompute: bool = True,
 ) -> int:
-    """Operations of an iteration of a GPT of 2020: as many key heads as query heads, MLP of four times the
-    width, no gate, no MoE.
+    """Operations of an iteration of a GPT of 2020: one key head per query head, MLP of four times the width,
+    no gate.
 
     Narayanan et al. 2021, arXiv:2104.04473, equation 3, with B samples of s tokens, l layers, width h and V
     rows of vocabulary:
@@ -74,10 +65,9 @@ def narayanan_flops(
         96*B*s*l*h^2 * (1 + s/(6*h) + V/(16*l*h))
 
     with full activation recomputation, which is part of the count: 4 passes of 2 operations a multiply-add,
-    of which the output layer has 3. Without it 72*B*s*l*h^2 * (1 + s/(6*h) + V/(12*l*h)). The first one,
-    divided by 10^12, the seconds of an iteration and the number of GPUs, is what the logs of
-    Megatron-DeepSpeed mean by TFLOPs: 70 layers of width 14336, 250880 rows, 2048 samples of 2048 tokens in
-    141.94 s on 288 GPUs are 147.29.
+    of which the output layer has 3. Without it 72*B*s*l*h^2 * (1 + s/(6*h) + V/(12*l*h)). The first one over
+    10^12, seconds and GPUs is what logs of Megatron-DeepSpeed call TFLOPs: 70 layers of width 14336, 250880
+    rows, 2048 samples of 2048 tokens in 141.94 s on 288 GPUs are 147.29.
     """
     passes = 4 if recompute else 3
     tokens = batch_size * seq_len
@@ -114,10 +104,8 @@ def _latent_projections(config: Config) -> int:
     hidden, latent, value = config.hidden_size, config.kv_lora_rank, config.num_heads * config.v_head_dim
     query = config.num_heads * config.kv_channels
     projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
-    projected += hidden * (latent + config.qk_pos_emb_head_dim) + latent * (
-        config.num_heads * config.qk_head_dim + value
-    )
-    return projected + value * hidden
+    projected += hidden * (latent + config.qk_pos_emb_head_dim)
+    return projected + latent * (config.num_heads * config.qk_head_dim + value) + value * hidden
 
 
 def _moe(config: Config) -> int:

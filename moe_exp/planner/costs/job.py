@@ -1,8 +1,7 @@
 """What is planned: the settings of a run, and what costs depend on beside them. No torch.
 
-A job is made from settings of this package (`Job.of`), or from a row of measured runs (`measured.py`), which
-other programs made: there weights were tied, layers had biases, and Megatron-DeepSpeed's ZeRO-1 kept the
-optimizer.
+A job is made from settings of this package (`Job.of`), or from a row of measured runs of other programs
+(`measured.py`): with tied weights, biases, and the ZeRO-1 optimizer of Megatron-DeepSpeed.
 """
 
 from __future__ import annotations
@@ -21,33 +20,22 @@ Precision = Literal["fp32", "fp16", "bf16", "bf16_fp32grad"]
 
 @dataclass(frozen=True)
 class Job:
-    """A run whose costs are asked for.
+    """A run whose costs are asked for."""
 
-    Attributes:
-        config: the settings.
-        stage_layers: layers of every pipeline stage; a stage may have none.
-        precision: compute type; bf16_fp32grad is bf16 with gradients kept and reduced in fp32, as this
-            package does.
-        sharding: where the optimizer's state is: on every rank, by DeepSpeed's ZeRO-1, or by Megatron's
-            distributed optimizer.
-        sequence_parallel: whether tensor parallel ranks share what lies between the products of a layer.
-        fused_attention: whether scores are never written to memory (flash attention).
-        learned_positions: whether the embedding has a row for every position.
-        software: what a measured run ran on, where its rows tell: constants may depend on it. Empty: this
-            package.
-        measured_by: what a memory figure means: `nvidia-smi` has context, NCCL buffers and fragmentation in
-            it, `allocated` is the largest that torch's allocator gave out, `rss` the largest resident size of
-            a process on a CPU.
-    """
-
-    config: Config
-    stage_layers: tuple[int, ...]
+    config: Config  # the settings
+    stage_layers: tuple[int, ...]  # layers of every pipeline stage; a stage may have none
+    # compute type; bf16_fp32grad is bf16 with gradients in fp32, as this package has them
     precision: Precision
+    # where the optimizer's state is: on every rank, by DeepSpeed's ZeRO-1, or by Megatron's distributed
+    # optimizer
     sharding: Sharding
-    sequence_parallel: bool
-    fused_attention: bool
-    learned_positions: bool = False
+    sequence_parallel: bool  # whether tensor parallel ranks share what lies between the products of a layer
+    fused_attention: bool  # whether scores are never written to memory (flash attention)
+    learned_positions: bool = False  # whether the embedding has a row for every position
+    # what a measured run ran on, if its row says so: constants may depend on it. Empty: this package.
     software: str = ""
+    # what a memory figure means: `nvidia-smi` includes context, NCCL buffers and fragmentation, `allocated`
+    # is the peak of torch's allocator, `rss` that of the resident size of a CPU process
     measured_by: MeasuredBy = "nvidia-smi"
 
     @classmethod

@@ -19,11 +19,9 @@ _LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, max
 # Bytes per weight and micro-batch for adding a gradient to those before it.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
 _FUSED_ACCUMULATION_BYTES = 8  # fp32 sums, added to by the product itself
-# Flash attention leaves out the masked half, computes the scores anew for gradients, and reaches less than a
-# plain product does.
+# Flash attention leaves out the masked half, computes scores again for gradients, and is slower a FLOP.
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.5 * 1.3, 0.5 * 1.3 * 2.5
-# share of layer_seconds for each expert of a loop: 0.1 ms, from the reference runs with and without grouped
-# GEMM
+# share of layer_seconds for each expert of a loop: 0.1 ms, from reference runs with and without grouped GEMM
 _LOOPED_EXPERT = 0.125
 
 
@@ -32,8 +30,7 @@ class LayerTimes:
     """Seconds of a micro-batch, without collectives.
 
     Attributes:
-        dense: a layer without experts.
-        moe: a layer with experts.
+        dense, moe: a layer without experts, and one with them.
         moe_part: the MoE part of it alone, for recomputation.
         activation: the experts' activation alone.
         output: output layer and loss.
@@ -54,18 +51,13 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     common += device.moved(_shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES)
     moe_part = activation = Pass(0, 0)
     if config.use_moe:
-        activation = device.moved(
-            _slots(job, tokens) * config.expert_ffn_size / config.etp, _ACTIVATION_BYTES
-        )
+        activated = _slots(job, tokens) * config.expert_ffn_size / config.etp
+        activation = device.moved(activated, _ACTIVATION_BYTES)
         moe_part = activation + _moe(job, device, tokens, constants)
-    return LayerTimes(
-        dense=common + _mlp(job, device, tokens, config.ffn_hidden_size / config.tp),
-        moe=common + moe_part,
-        moe_part=moe_part,
-        activation=activation,
-        output=_linear(job, device, tokens, config.padded_vocab_size / config.tp, config.hidden_size)
-        + device.moved(tokens * config.padded_vocab_size / config.tp, _LOGIT_BYTES),
-    )
+    dense = common + _mlp(job, device, tokens, config.ffn_hidden_size / config.tp)
+    output = _linear(job, device, tokens, config.padded_vocab_size / config.tp, config.hidden_size)
+    output += device.moved(tokens * config.padded_vocab_size / config.tp, _LOGIT_BYTES)
+    return LayerTimes(dense, common + moe_part, moe_part, activation, output)
 
 
 def num_tokens(config: Config) -> float:
@@ -78,9 +70,7 @@ def _shared_rows(job: Job, tokens: float) -> float:
 
 
 def _slots(job: Job, tokens: float) -> float:
-    """Slots (a token's use of an expert) that a rank's experts get when all are used alike, or what their
-    capacity is padded to.
-    """
+    """Slots (a token's use of an expert) of a rank's experts, all used alike or padded to capacity."""
     config = job.config
     factor, rows = config.expert_capacity_factor, _shared_rows(job, tokens)
     if factor is not None and config.pad_to_capacity:
@@ -89,14 +79,11 @@ def _slots(job: Job, tokens: float) -> float:
 
 
 def _linear(job: Job, device: Device, rows: float, columns: float, depth: float, count: float = 1) -> Pass:
-    """A layer's product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added to
-    the sum.
-    """
+    """A product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added up."""
     fused = job.sharding == "distributed" and not device.is_cpu
     num_bytes = _FUSED_ACCUMULATION_BYTES if fused else _ACCUMULATION_BYTES[job.precision]
-    return device.linear(rows, columns, depth, count) + Pass(
-        0, columns * depth * count * num_bytes / device.bandwidth
-    )
+    added = Pass(0, columns * depth * count * num_bytes / device.bandwidth)
+    return device.linear(rows, columns, depth, count) + added
 
 
 def _attention(job: Job, device: Device, tokens: float) -> Pass:
@@ -104,7 +91,7 @@ def _attention(job: Job, device: Device, tokens: float) -> Pass:
     heads, width = config.num_heads / config.tp, config.num_heads * config.kv_channels / config.tp
     values = heads * config.v_head_dim if config.multi_latent_attention else width
     total = _linear(job, device, tokens, config.hidden_size, values)
-    for columns, depth in _projections(config, width, heads):
+    for columns, depth in projections(config, width, heads, tp=config.tp):
         total += _linear(job, device, tokens, columns, depth)
     # Every query of the rank with every key of its sequence.
     batch, queries, keys = config.mbsz * heads, config.seq_len / config.cp, config.seq_len
@@ -116,18 +103,14 @@ def _attention(job: Job, device: Device, tokens: float) -> Pass:
     return total + Pass(once * _FLASH_FORWARD, once * _FLASH_BACKWARD)
 
 
-def _projections(config: Config, width: float, heads: float) -> list[tuple[float, float]]:
-    """(columns, depth) of the products before the scores."""
+def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
+    """(columns, depth) of the products before the scores, of a rank's query channels and heads."""
+    hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
     if not config.multi_latent_attention:
-        return [(width + 2 * config.num_query_groups * config.kv_channels / config.tp, config.hidden_size)]
-    latent = config.kv_lora_rank
-    down_up = [
-        (latent + config.qk_pos_emb_head_dim, config.hidden_size),
-        (heads * (config.qk_head_dim + config.v_head_dim), latent),
-    ]
-    if config.q_lora_rank:
-        return [*down_up, (config.q_lora_rank, config.hidden_size), (width, config.q_lora_rank)]
-    return [*down_up, (width, config.hidden_size)]
+        return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]
+    up = heads * (config.qk_head_dim + config.v_head_dim)
+    queries = [(rank, hidden), (query, rank)] if rank else [(query, hidden)]
+    return [(latent + config.qk_pos_emb_head_dim, hidden), (up, latent), *queries]
 
 
 def _mlp(job: Job, device: Device, tokens: float, ffn: float) -> Pass:
@@ -142,12 +125,10 @@ def _moe(job: Job, device: Device, tokens: float, constants: TimeConstants) -> P
     rows, slots, local = _shared_rows(job, tokens), _slots(job, tokens), config.num_experts / config.ep
     ffn, hidden = config.expert_ffn_size / config.etp, config.hidden_size
     total = device.linear(rows, config.num_experts, hidden) + device.moved(slots * hidden, _SLOT_BYTES)
-    total += _linear(job, device, slots / local, ways * ffn, hidden, local) + _linear(
-        job, device, slots / local, hidden, ffn, local
-    )
+    first = _linear(job, device, slots / local, ways * ffn, hidden, local)
+    total += first + _linear(job, device, slots / local, hidden, ffn, local)
     if config.shared_expert_size:
         total += _mlp(job, device, tokens, config.shared_expert_size / config.tp)
-    starts = constants.layer_seconds * (
-        1 + (_LOOPED_EXPERT * local if config.expert_backend == "loop" else 0)
-    )
+    looped = _LOOPED_EXPERT * local if config.expert_backend == "loop" else 0
+    starts = constants.layer_seconds * (1 + looped)
     return total + Pass(starts, 2 * starts)

@@ -1,6 +1,4 @@
-"""Bytes of a job on every rank: weights, gradients, optimizer state, activations, buffers, overhead. No
-torch.
-"""
+"""Bytes on every rank: weights, gradients, optimizer, activations, buffers, overhead. No torch."""
 
 from __future__ import annotations
 
@@ -15,18 +13,12 @@ from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, optimi
 from moe_exp.planner.costs.params import RankParameters, tables_of_stages
 from moe_exp.planner.hardware import Hardware
 
-# Of torch's allocator before the first micro-batch, beside weights, gradients and optimizer: cuBLAS
-# workspaces of the forward and of the backward thread (8.1 MiB each), that of Transformer Engine (4 MiB), a
-# batch and its mask. 26 to 29 MiB in three of four runs.
+# Of torch's allocator before the first micro-batch: cuBLAS workspaces of two threads (8.1 MiB each), that of
+# Transformer Engine (4 MiB), a batch and its mask; 26 to 29 MiB in three of four runs.
 _WORKSPACE_BYTES = 27 * 2**20
-# Python, torch, megatron-core and the embedded corpus as Linux counts them for one process: 0.35e9 at its
-# start, and what a step loads.
-_PROCESS_BYTES = 0.57e9
-# What an allocator can have of a GPU: the driver and the context's own pages keep about one percent.
-_USABLE_SHARE = 0.99
-# DeepSpeed reduces 16-bit gradients, and with ZeRO gathers 16-bit parameters, through a bucket of so many
-# elements each.
-_BUCKET_ELEMENTS = 5e8
+_PROCESS_BYTES = 0.57e9  # Python, torch, megatron-core and the embedded corpus: 0.35e9, and what a step loads
+_USABLE_SHARE = 0.99  # of a GPU for an allocator: the driver and the context's own pages keep the rest
+_BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets: for 16-bit gradients, and with ZeRO for parameters
 
 
 @dataclass(frozen=True)
@@ -37,44 +29,31 @@ class MemoryConstants:
         3e9, 0.4, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures"
     )
     cached_share: float = constant(
-        0.3,
-        0.4,
-        "of the activations' bytes: what the allocator keeps beside, in pieces that nothing fits into",
+        0.3, 0.4, "bytes that the allocator keeps beside, by those of the activations"
     )
     flat_bytes: float = constant(
-        0.4, 0.4, "DeepSpeed's flat copies and their padding, bytes per parameter of a rank"
+        0.4, 0.4, "DeepSpeed's flat copies and padding, bytes per parameter of a rank"
     )
     bf16_copy_bytes: float = constant(2.0, 0.2, "the same of its bf16 optimizer, beside flat_bytes")
     load_spread: float = constant(
-        0.5,
-        0.2,
-        "dropless layers: how much experts' loads differ, over their mean, that there has to be room for",
+        0.5, 0.2, "dropless: how much experts' loads differ, by their mean, to have room for"
     )
 
 
 @dataclass(frozen=True)
 class StageMemory:
-    """Bytes of a rank of one pipeline stage at the peak of an iteration.
+    """Bytes of a rank of one pipeline stage at the peak of an iteration."""
 
-    Attributes:
-        weights: parameters in the compute type.
-        gradients: of all parameters.
-        optimizer: its state, with the fp32 copy of the weights.
-        activations: kept for backward by all micro-batches in flight, and what the widest moment needs
-            beside.
-        buffers: of communication.
-        overhead: of libraries: workspaces, and what nvidia-smi counts beside the allocator.
-        cached: what the allocator holds and nothing uses; it gives it back before the device is full.
-        workspace: the part of `overhead` that is there between iterations and counted by the allocator.
-    """
-
-    weights: float
-    gradients: float
-    optimizer: float
+    weights: float  # parameters in the compute type
+    gradients: float  # of all parameters
+    optimizer: float  # its state, with the fp32 copy of the weights
+    # kept for backward by all micro-batches in flight, and what the widest moment needs beside
     activations: float
-    buffers: float
-    overhead: float
+    buffers: float  # of communication
+    overhead: float  # of libraries: workspaces, and what nvidia-smi counts beside the allocator
+    # what the allocator holds and nothing uses; it gives it back before the device is full
     cached: float = 0.0
+    # the part of `overhead` that is there between iterations and counted by the allocator
     workspace: float = 0.0
 
     @property
@@ -85,9 +64,8 @@ class StageMemory:
     @property
     def needed(self) -> float:
         """What has to fit: all but what the allocator can give back."""
-        return (
-            self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.overhead
-        )
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.activations + self.buffers + self.overhead
 
     @property
     def total(self) -> float:
@@ -98,14 +76,8 @@ class StageMemory:
 def memory_of(
     job: Job, hardware: Hardware, constants: MemoryConstants, *, imbalance: float | None = None
 ) -> list[StageMemory]:
-    """Memory of a rank of every pipeline stage, from the first to the last.
-
-    Args:
-        job: what runs.
-        hardware: on what.
-        constants: see there.
-        imbalance: rows that the experts of a rank get, relative to their fair share, where none is dropped;
-            by default `expected_imbalance`. At worst all tokens choose experts of one rank: EP.
+    """Memory of a rank of every pipeline stage, from the first to the last. `imbalance`: rows of a rank's
+    experts over their fair share, if none is dropped; by default `expected_imbalance`, at worst EP.
     """
     config, on_cpu = job.config, hardware.is_cpu
     keeps_outputs = on_cpu or job.of_deepspeed  # Megatron frees on GPUs what a stage has sent
@@ -115,45 +87,36 @@ def memory_of(
     layer_work, output_work = kept.layer_work + kept.recomputed, kept.output + kept.output_work
     per_parameter = _bytes_per_parameter(job, constants)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
-    num_moe, in_flight = (
-        _moe_layers_of_stages(config, parameters),
-        micro_batches_in_flight(config, job.num_microbatches),
-    )
+    num_moe = _moe_layers_of_stages(config, parameters)
+    in_flight = micro_batches_in_flight(config, job.num_microbatches)
     handed_on, bucket_bytes = _communication_bytes(job, kept)
     workspace, overhead = _overhead(job, on_cpu, constants)
     usable = 0.0 if job.measured_by == "allocated" else _USABLE_SHARE * hardware.memory_bytes
     stages, last = [], len(parameters) - 1
     for stage, part in enumerate(parameters):
-        count = part.dense + part.expert
-        layers = (job.stage_layers[stage] - num_moe[stage]) * kept.dense_layer + num_moe[
-            stage
-        ] * kept.moe_layer
+        count, num_dense = part.dense + part.expert, job.stage_layers[stage] - num_moe[stage]
+        layers = num_dense * kept.dense_layer + num_moe[stage] * kept.moe_layer
         layers += kept.embedding if stage == 0 else 0.0
         layers += kept.hidden if keeps_outputs and stage < last else 0.0
         # The widest moment beside what layers keep: one layer's backward, or on the last stage the loss.
-        activations = in_flight[stage] * layers + (
-            layer_work if stage < last else max(layer_work, output_work)
-        )
+        work = layer_work if stage < last else max(layer_work, output_work)
+        activations = in_flight[stage] * layers + work
         weights, gradients = per_parameter.weights * count, per_parameter.gradients * count
         optimizer = per_parameter.dense_state * part.dense + per_parameter.expert_state * part.expert
         optimizer += per_parameter.table_state * tables[stage]
         buffers = handed_on + min(bucket_bytes, 2.0 * count)
         needed = weights + gradients + optimizer + activations + buffers + overhead
         cached = _cached(constants.cached_share * activations, usable - needed)
-        stages.append(
-            StageMemory(weights, gradients, optimizer, activations, buffers, overhead, cached, workspace)
-        )
+        held = (weights, gradients, optimizer, activations, buffers, overhead)
+        stages.append(StageMemory(*held, cached, workspace))
     return stages
 
 
 def expected_imbalance(config: Config, spread: float) -> float:
-    """Rows of a rank over its fair share that a dropless layer has to have room for: 1 + spread * sqrt((EP -
-    1) / E).
-
-    A rank has n = E/EP of E experts. With loads that differ by `spread` times their mean and add up to all
-    slots, the sum over n of them differs by spread * sqrt((1 - n/E) / n) times its own mean. In the first
-    iterations of the reference runs, where the balancing loss is 1.44, 0.5 is what rank 0 needed at the peak;
-    later it is near 0.
+    """Rows over a rank's fair share that a dropless layer needs room for: 1 + spread * sqrt((EP - 1) / E). Of
+    n = E/EP loads that differ by `spread` times their mean and have a fixed sum over all, the sum differs by
+    spread * sqrt((1 - n/E) / n) times its mean. 0.5 is what rank 0 needed in the first iterations of the
+    reference runs, with a balancing loss of 1.44; later it is near 0.
     """
     return 1 + spread * math.sqrt((config.ep - 1) / config.num_experts) if config.use_moe else 1.0
 
@@ -181,9 +144,7 @@ def _moe_layers_of_stages(config: Config, parameters: list[RankParameters]) -> l
 
 @dataclass(frozen=True)
 class _BytesPerParameter:
-    """Of a rank; optimizer state of what all data parallel ranks hold, of experts, of which there are fewer
-    copies, and what embedding and output layer have of it beside.
-    """
+    """Of a rank; `table_state` is what embedding and output layer have beside `dense_state`."""
 
     weights: float
     gradients: float
@@ -193,9 +154,7 @@ class _BytesPerParameter:
 
 
 def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
-    """Megatron's: weights, fp32 gradients, and the optimizer's fp32 weights and state, sharded by the
-    distributed optimizer.
-    """
+    """Megatron's weights, fp32 gradients, and optimizer state by its sharding."""
     if job.of_deepspeed:
         return _deepspeed_bytes(job, constants)
     config, width = job.config, width_of(job)
@@ -204,19 +163,17 @@ def _bytes_per_parameter(job: Job, constants: MemoryConstants) -> _BytesPerParam
         dense_shards = max(1, config.world_size // (config.tp * config.pp))
         expert_shards = max(1, config.world_size // (config.etp * config.ep * config.pp))
     state = optimizer_state_bytes(config)
-    return _BytesPerParameter(
-        width, 4, state / dense_shards, state / expert_shards, embedding_moment_bytes(config) / dense_shards
-    )
+    tables = embedding_moment_bytes(config) / dense_shards
+    return _BytesPerParameter(width, 4, state / dense_shards, state / expert_shards, tables)
 
 
 def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter:
-    """DeepSpeed of 2022: its 16-bit optimizers, sharded by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054)
-    or not, and BF16_Optimizer.
+    """DeepSpeed of 2022: 16-bit optimizers, by ZeRO-1 (Rajbhandari et al. 2020, arXiv:1910.02054) or not, and
+    BF16_Optimizer.
 
-    A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients that those were made
-    from: 4 + 8 + 4 + 2. Without ZeRO the step has fp32 gradients twice, one by one and then in one tensor: 4
-    + 8 + 4 + 4. BF16_Optimizer keeps fp32 gradients of all parameters beside bf16 ones, and reduces them
-    through a flat copy.
+    A shard has fp32 weights, moments and gradients, and the averaged 16-bit gradients they were made from: 4
+    + 8 + 4 + 2. Without ZeRO the step has fp32 gradients twice: 4 + 8 + 4 + 4. BF16_Optimizer keeps fp32
+    gradients of all parameters beside bf16 ones, and reduces them through a flat copy.
     """
     shards = max(1, job.config.data_parallel_size) if job.sharding == "zero1" else 1
     weights = 2 + constants.flat_bytes
@@ -227,30 +184,23 @@ def _deepspeed_bytes(job: Job, constants: MemoryConstants) -> _BytesPerParameter
 
 
 def _communication_bytes(job: Job, kept: Activations) -> tuple[float, float]:
-    """Of hidden states: between stages an input and a gradient under way, and with sequence parallelism the
-    whole sequence, which is gathered before a product. And of DeepSpeed's buckets, at most.
-    """
+    """Hidden states between stages and gathered sequences; and DeepSpeed's buckets at most."""
     between = 2 * kept.hidden if job.config.pp > 1 else 0.0
     num_buckets = job.of_deepspeed * (2 if job.sharding == "zero1" else 1)
-    return between + (
-        kept.hidden * job.config.tp if job.sequence_parallel else 0.0
-    ), 2 * num_buckets * _BUCKET_ELEMENTS
+    gathered = kept.hidden * job.config.tp if job.sequence_parallel else 0.0
+    return between + gathered, 2 * num_buckets * _BUCKET_ELEMENTS
 
 
 def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float, float]:
     """Workspaces alone, and all that is not the model's."""
     if on_cpu:
         return 0.0, _PROCESS_BYTES
-    return _WORKSPACE_BYTES, _WORKSPACE_BYTES + (
-        constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0
-    )
+    context = constants.context_bytes if job.measured_by == "nvidia-smi" else 0.0
+    return _WORKSPACE_BYTES, _WORKSPACE_BYTES + context
 
 
 def _cached(wanted: float, free: float) -> float:
-    """What the allocator (of torch, or on processors malloc) holds beside: the fuller the device is, the less
-    it can.
-
-    It is half of what is free where it would have as much, and nearly all of `wanted` where much more is
-    free.
+    """What the allocator (torch's, or malloc) holds beside: half of what is free if it wants as much, nearly
+    all of `wanted` if much more is free.
     """
     return wanted * free / (wanted + free) if wanted > 0 and free > 0 else 0.0

@@ -17,6 +17,7 @@ keeps one moment of matrices; embedding and output layer, which it leaves to Ada
 from __future__ import annotations
 
 from moe_exp.config import Config
+from moe_exp.planner.costs.code_paths import priced
 
 QUANTIZED_BLOCK = 256  # values that share a scale
 
@@ -36,23 +37,17 @@ def main_weight_bytes(config: Config) -> int:
 
 def num_moments(config: Config) -> int:
     """Running means per parameter that the optimizer keeps."""
-    if config.optimizer == "sgd":
-        return int(config.sgd_momentum > 0)
-    return 1 if config.optimizer == "muon" else 2
+    by_sgd = int(config.sgd_momentum > 0)
+    return priced(config, "optimizer", {"adam": 2, "adam8bit": 2, "muon": 1, "sgd": by_sgd})
 
 
 def moment_bytes(config: Config) -> float:
     """Bytes per parameter of those running means."""
-    each = 4.0
-    if config.optimizer == "adam8bit":
-        each = 1 + 4 / QUANTIZED_BLOCK
-    elif config.optimizer == "adam" and config.optimizer_state_dtype == "bf16":
-        each = 2
-    return num_moments(config) * each
+    of_adam = priced(config, "optimizer_state_dtype", {"fp32": 4.0, "bf16": 2.0})
+    each = {"adam": of_adam, "adam8bit": 1 + 4 / QUANTIZED_BLOCK, "muon": 4.0, "sgd": 4.0}
+    return num_moments(config) * priced(config, "optimizer", each)
 
 
 def embedding_moment_bytes(config: Config) -> int:
-    """Bytes per parameter of embedding and output layer on top of `moment_bytes`: their second moment, where
-    Muon leaves them to Adam.
-    """
+    """Bytes that embedding and output layer add, which Muon leaves to Adam."""
     return 4 if config.optimizer == "muon" else 0

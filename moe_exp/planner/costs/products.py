@@ -56,12 +56,10 @@ class Device:
     def product(
         self, m: float, n: float, k: float, count: float = 1, *, sums_over_rows: bool = False
     ) -> float:
-        """Seconds of `count` products [m, k] x [k, n].
-
-        On a GPU with U multiprocessors the output is cut into tiles, which run in waves of U: a wave that is
-        not full takes as long as one that is. Short inner dimensions do not fill the pipelines: k / (k +
-        half_depth). Where k counts rows, as in the gradient of a weight (`sums_over_rows`), both inputs lie
-        in memory along m and n: any number of tokens will do.
+        """Seconds of `count` products [m, k] x [k, n]. On a GPU with U multiprocessors the output is cut into
+        tiles, which run in waves of U, and one that is not full takes as long. Short inner dimensions do not
+        fill the pipelines: k / (k + half_depth). With `sums_over_rows`, as in a weight's gradient, k counts
+        rows and may be any number: both inputs lie in memory along m and n.
         """
         work = m * n * count if self.is_cpu else _in_waves(m, n, count, self.num_units)
         seconds = 2 * work * k / self.flops * (k + self.half_depth) / k

@@ -11,9 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from moe_exp.config import Config
+from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.layer_time import LayerTimes, layer_times, num_tokens
+from moe_exp.planner.costs.layer_time import LayerTimes, layer_times, num_tokens, projections
 from moe_exp.planner.costs.params import RankParameters
 from moe_exp.planner.costs.products import Device
 from moe_exp.planner.costs.traffic import Group
@@ -30,28 +31,16 @@ _FIRST_BUCKET = 0.1
 
 @dataclass(frozen=True)
 class IterationTime:
-    """Seconds of one iteration by where they go; they add up to `total`. Those of stages are means over the
-    pipeline.
+    """Seconds of an iteration by part, which add up to `total`; of stages, means over the pipeline."""
 
-    Attributes:
-        compute: products and what is bound by memory, forward, recompute and backward.
-        tensor_parallel: collectives of tensor parallel ranks.
-        context_parallel: keys and values that attention does not hide.
-        expert_parallel: token dispatch and combine.
-        pipeline: messages between stages.
-        bubble: waiting for the first and last micro-batches, and for slower stages.
-        data_parallel: gradient reduce and parameter gather that nothing hides.
-        optimizer: the step itself, and what the host does once an iteration: data, logs.
-    """
-
-    compute: float
-    tensor_parallel: float
-    context_parallel: float
-    expert_parallel: float
-    pipeline: float
-    bubble: float
-    data_parallel: float
-    optimizer: float
+    compute: float  # products and what is bound by memory, forward, recompute and backward
+    tensor_parallel: float  # collectives of tensor parallel ranks
+    context_parallel: float  # keys and values that attention does not hide
+    expert_parallel: float  # token dispatch and combine
+    pipeline: float  # messages between stages
+    bubble: float  # waiting for the first and last micro-batches, and for slower stages
+    data_parallel: float  # gradient reduce and parameter gather that nothing hides
+    optimizer: float  # the step itself, and what the host does once an iteration: data, logs
 
     @property
     def total(self) -> float:
@@ -65,56 +54,23 @@ class IterationTime:
     @property
     def bound(self) -> str:
         """The largest part beside compute where it takes more than a tenth of the time, else compute."""
-        name, seconds = max(
-            ((name, value) for name, value in self.parts().items() if name != "compute"),
-            key=lambda part: part[1],
-        )
-        return name if seconds > self.total / 10 else "compute"
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Seconds of one layer for one micro-batch, forward, recompute and backward, by part."""
-
-    compute: float
-    tensor: float
-    context: float
-    expert: float
+        others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
+        name = max(others, key=others.__getitem__)
+        return name if others[name] > self.total / 10 else "compute"
 
 
 def time_of(
     job: Job, hardware: Hardware, constants: TimeConstants, *, batch_size: int | None = None
 ) -> IterationTime:
-    """Time of an iteration.
-
-    Args:
-        job: what runs.
-        hardware: on what.
-        constants: what was fitted.
-        batch_size: samples of the iteration (batch ramp-up); GBSZ by default.
-    """
-    config = job.config
-    samples = batch_size or config.gbsz
-    num_microbatches = max(1, samples // (config.mbsz * config.data_parallel_size))
+    """Time of an iteration of `batch_size` samples (batch ramp-up); GBSZ by default."""
+    config, counts = job.config, _counts(job)
+    num_microbatches = max(1, (batch_size or config.gbsz) // (config.mbsz * config.data_parallel_size))
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
     times = layer_times(job, device, constants)
     dense, moe = (_layer(job, times, hardware, constants, is_moe) for is_moe in (False, True))
-    counts = _counts(job)
-    output = times.output.forward + times.output.backward
-    message = _message(job, hardware, constants)
-
-    def stage(name: str) -> list[float]:
-        return [n_dense * getattr(dense, name) + n_moe * getattr(moe, name) for n_dense, n_moe in counts]
-
-    compute = stage("compute")
-    compute[-1] += output
-    parts = {
-        "compute": compute,
-        "tensor_parallel": stage("tensor"),
-        "context_parallel": stage("context"),
-        "expert_parallel": stage("expert"),
-    }
-    parts["pipeline"] = [message] * config.pp
+    parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
+    parts["compute"][-1] += times.output.forward + times.output.backward
+    parts["pipeline"] = [_message(job, hardware, constants)] * config.pp
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     bubble = bubble_seconds(totals, num_microbatches, config.vpp or 1)
     factor = {"a": constants.software_a, "c": constants.software_c}.get(job.software, 1.0)
@@ -131,12 +87,8 @@ def time_of(
 
 
 def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:
-    """What an iteration of a pipeline takes longer than its stages are busy on average.
-
-    Args:
-        stages: seconds of a micro-batch on every stage, forward and backward.
-        num_microbatches: of an iteration.
-        num_chunks: model chunks per rank (VPP), over which filling and emptying are spread.
+    """What an iteration takes longer than its stages, with seconds per micro-batch, are busy on average.
+    Filling and emptying are spread over `num_chunks` model chunks per rank (VPP).
     """
     slowest = max(stages)
     return num_microbatches * (slowest - sum(stages) / len(stages)) + (sum(stages) - slowest) / num_chunks
@@ -156,27 +108,27 @@ def _counts(job: Job) -> list[tuple[int, int]]:
     return counts
 
 
-def _layer(job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConstants, is_moe: bool) -> _Layer:
+def _layer(
+    job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConstants, is_moe: bool
+) -> dict[str, float]:
+    """Seconds of one layer for one micro-batch, forward, recompute and backward, by part."""
     config = job.config
     one = times.moe if is_moe else times.dense
-    again = {"full": one.forward}
-    if is_moe:  # selective recompute leaves the dense layers of an MoE model alone
-        again |= {"selective": times.moe_part.forward, "moe_act": times.activation.forward}
-    compute = one.forward + one.backward + again.get(config.recompute, 0.0)
+    # selective recompute leaves the dense layers of an MoE model alone
+    part, activation = (times.moe_part.forward, times.activation.forward) if is_moe else (0.0, 0.0)
+    again = {"none": 0.0, "moe_act": activation, "selective": part, "full": one.forward}
     forwards = 2 if config.recompute == "full" else 1
     of_experts = 2 if config.recompute in ("full", "selective") else 1
     # Routed experts take the tokens of a tensor parallel rank as they are; attention, an MLP and a shared
     # expert gather them.
-    gathers = (1 + forwards) + (
-        (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
-    )
+    mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
     exchanges = 2 * (1 + of_experts) if is_moe else 0
-    return _Layer(
-        compute=compute,
-        tensor=_gathered(job, hardware, constants) * gathers,
-        context=_context(job, hardware, constants) * (1 + forwards),
-        expert=exchanges * _exchange(job, hardware, constants),
-    )
+    return {
+        "compute": one.forward + one.backward + priced(config, "recompute", again),
+        "tensor_parallel": _gathered(job, hardware, constants) * ((1 + forwards) + mlp_gathers),
+        "context_parallel": _context(job, hardware, constants) * (1 + forwards),
+        "expert_parallel": exchanges * _exchange(job, hardware, constants),
+    }
 
 
 def _rows_bytes(config: Config) -> float:
@@ -184,9 +136,7 @@ def _rows_bytes(config: Config) -> float:
 
 
 def _gathered(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """An all-reduce of a micro-batch's activations, or the all-gather and reduce-scatter that stand for it
-    with sequence parallelism.
-    """
+    """An all-reduce of a micro-batch's activations, or sequence parallelism's gather and scatter."""
     group = Group(job.config.tp, 1, hardware, job.config.gpus_per_node)
     return group.all_reduce(_rows_bytes(job.config), constants.tensor_bandwidth)
 
@@ -201,8 +151,7 @@ def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
 
 
 def _exchange(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """A micro-batch's tokens on their way to the experts, or back, with the gather over expert tensor
-    parallel ranks.
+    """Exchange of a micro-batch's tokens with the experts, one way, and the gather over expert TP ranks.
 
     An all-to-all sends a token once for each of its experts, DeepEP once to each node (and there over NVLink
     to each rank), the all-gather to every rank.
@@ -213,26 +162,24 @@ def _exchange(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     tokens = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
     slots = tokens * config.topk
     experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
+    slices = Group(config.etp, 1, hardware, config.gpus_per_node)
     share = constants.tensor_bandwidth if experts.in_node else constants.data_bandwidth
-    if config.dispatcher == "allgather":
-        among_slices = Group(config.etp, 1, hardware, config.gpus_per_node).reduce_scatter
-        gathered = tokens * config.ep
-        return experts.reduce_scatter(gathered, share) + among_slices(
-            gathered * config.etp, constants.tensor_bandwidth
-        )
-    to_nodes = tokens * _nodes_of_token(config, experts.num_nodes) if config.dispatcher == "deepep" else None
-    seconds = experts.all_to_all(slots, share, to_nodes=to_nodes)
-    if job.software == "2024-10":
+    all_to_all = (slots, experts.all_to_all(slots, share))
+    to_nodes = tokens * _nodes_of_token(config, experts.num_nodes)
+    costs = {
+        "auto": all_to_all,
+        "alltoall": all_to_all,
+        "deepep": (slots, experts.all_to_all(slots, share, to_nodes=to_nodes)),
+        "allgather": (tokens * config.ep, experts.reduce_scatter(tokens * config.ep, share)),
+    }
+    rows, seconds = priced(config, "dispatcher", costs)
+    if job.software == "2024-10" and config.dispatcher != "allgather":
         seconds += constants.exchange_seconds_2024 * (config.ep - 1)
-    return seconds + Group(config.etp, 1, hardware, config.gpus_per_node).reduce_scatter(
-        slots * config.etp, constants.tensor_bandwidth
-    )
+    return seconds + slices.reduce_scatter(rows * config.etp, constants.tensor_bandwidth)
 
 
 def _nodes_of_token(config: Config, num_nodes: float) -> float:
-    """Nodes that hold a token's experts: N * (1 - (1 - 1/N)^TOPK) when all are chosen alike, fewer where the
-    router limits groups.
-    """
+    """Nodes of a token's experts: N * (1 - (1 - 1/N)^TOPK), fewer with limited groups."""
     nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** config.topk)
     if config.num_router_groups:
         nodes = min(nodes, config.router_group_topk * max(1.0, num_nodes / config.num_router_groups))
@@ -252,123 +199,83 @@ def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
 
 def _overlaps(job: Job, hardware: Hardware) -> bool:
     """Whether gradients are reduced, and weights gathered, while the device computes."""
-    overlap = job.config.overlap
-    return job.sharding == "distributed" and (
-        overlap == "true" or (overlap == "auto" and not hardware.is_cpu)
-    )
+    by_setting = {"true": True, "false": False, "auto": not hardware.is_cpu}
+    return job.sharding == "distributed" and priced(job.config, "overlap", by_setting)
 
 
 def _data_parallel(
     job: Job, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
-    """Reduce and gather of dense and expert parameters, less `hidden` seconds that the passes of a
-    micro-batch hide.
-    """
+    """Reduce and gather of dense and expert parameters, less the `hidden` seconds."""
     config = job.config
-    ranks_of_stage = config.world_size // config.pp
     gradient = 4 if job.precision in ("bf16_fp32grad", "fp32") else 2
     weight = 4 if job.precision == "fp32" else 2
-    # The distributed optimizer reduces to the rank that owns a part; ZeRO-1 of 2022 and a plain optimizer
-    # reduce to all.
-    num_bytes = (
-        gradient + weight
-        if job.sharding == "distributed"
-        else 2 * gradient + (weight if job.sharding == "zero1" else 0)
-    )
+    # The distributed optimizer reduces to the rank that owns a part; ZeRO-1 of 2022 and a plain one to all.
+    num_bytes = {"distributed": gradient + weight, "zero1": 2 * gradient + weight, "none": 2 * gradient}
     total = 0.0
     for parameters, model_ranks in ((rank.dense, config.tp), (rank.expert, config.etp * config.ep)):
-        size = ranks_of_stage // model_ranks
-        if parameters and size > 1:
-            total += Group(size, model_ranks, hardware, config.gpus_per_node).reduce_scatter(
-                parameters * num_bytes, constants.data_bandwidth
-            )
+        size = config.world_size // config.pp // model_ranks
+        group = Group(size, model_ranks, hardware, config.gpus_per_node)
+        if parameters and group.size > 1:
+            total += group.reduce_scatter(parameters * num_bytes[job.sharding], constants.data_bandwidth)
     return max(total - hidden, _FIRST_BUCKET * total) if hidden else total
 
 
 def _optimizer(job: Job, device: Device, rank: RankParameters) -> float:
     """Norm of the gradients, the step on what this rank owns, and the new weights."""
-    config = job.config
-    ranks_of_stage = config.world_size // config.pp
-    owned: float = rank.total
+    config, owned = job.config, float(rank.total)
     if job.sharding != "none":
-        owned = rank.dense / max(1, ranks_of_stage // config.tp) + rank.expert / max(
-            1, ranks_of_stage // (config.etp * config.ep)
-        )
+        ranks = config.world_size // config.pp
+        owned = rank.dense / max(1, ranks // config.tp)
+        owned += rank.expert / max(1, ranks // (config.etp * config.ep))
     return (rank.total * _STEP_BYTES + owned * _STATE_BYTES) / device.bandwidth
 
 
-# Seconds of Muon's step: the products that orthogonalize every matrix (`moe_exp.engine.muon`).
-#
-# Five steps of Newton and Schulz on an [r, c] matrix, r <= c: x x^T, its square, their sum times x; or 5 *
-# (4*r^2*c + 2*r^3) operations in fp32. A rank does them for whole matrices, though tensor parallel ranks have
-# a part each, and data parallel ranks all do the same.
-
-
+# Muon orthogonalizes every matrix (`moe_exp.engine.muon`) by five steps of Newton and Schulz on an [r, c]
+# matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in fp32, on every
+# rank for whole matrices, though TP ranks have a part each.
 _NUM_STEPS = 5
 
 
 def muon_seconds(
     config: Config, hardware: Hardware, constants: TimeConstants, layers: list[tuple[int, int]]
 ) -> float:
-    """Seconds of the slowest stage's products; 0 with another optimizer.
-
-    Args:
-        config: the settings.
-        hardware: the devices.
-        constants: what was fitted.
-        layers: (without experts, with experts) of every stage.
-    """
+    """Seconds of the slowest stage's products, of layers (without, with experts); 0 for other optimizers."""
     if config.optimizer != "muon":
         return 0.0
     device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
-    dense, moe = (
-        _seconds(device, _attention(config) + mlp)
-        for mlp in (_mlp(config, config.ffn_hidden_size), _experts(config))
-    )
+    mlps = (_mlp(config, config.ffn_hidden_size), _experts(config))
+    dense, moe = (_seconds(device, _attention(config) + mlp) for mlp in mlps)
     return max(num_dense * dense + num_moe * moe for num_dense, num_moe in layers)
 
 
-def _seconds(device: Device, shapes: list[tuple[int, int, int]]) -> float:
-    """Of matrices [rows, columns], so many of each shape."""
+def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:
+    """Of (rows, columns, number) of matrices."""
     total = 0.0
     for rows, columns, count in shapes:
         short, long = min(rows, columns), max(rows, columns)
-        gram = device.product(short, short, long, count)
-        total += _NUM_STEPS * (
-            gram + device.product(short, short, short, count) + device.product(short, long, short, count)
-        )
+        gram, square = device.product(short, short, long, count), device.product(short, short, short, count)
+        total += _NUM_STEPS * (gram + square + device.product(short, long, short, count))
     return total
 
 
-def _mlp(config: Config, ffn: int, count: int = 1) -> list[tuple[int, int, int]]:
+def _mlp(config: Config, ffn: int, count: int = 1) -> list[tuple[float, float, int]]:
     """Gate and up projection are one matrix."""
     hidden = config.hidden_size
     return [((2 if config.gated else 1) * ffn, hidden, count), (hidden, ffn, count)] if ffn else []
 
 
-def _experts(config: Config) -> list[tuple[int, int, int]]:
+def _experts(config: Config) -> list[tuple[float, float, int]]:
     if not config.use_moe:
         return []
-    return _mlp(config, config.expert_ffn_size, config.num_experts // config.ep) + _mlp(
-        config, config.shared_expert_size
-    )
+    routed = _mlp(config, config.expert_ffn_size, config.num_experts // config.ep)
+    return routed + _mlp(config, config.shared_expert_size)
 
 
-def _attention(config: Config) -> list[tuple[int, int, int]]:
-    """Queries, keys and values are one matrix, those of multi-latent attention one for each projection
-    (arXiv:2405.04434).
-    """
-    hidden, query = config.hidden_size, config.num_heads * config.kv_channels
-    if not config.multi_latent_attention:
-        return [(query + 2 * config.num_query_groups * config.kv_channels, hidden, 1), (hidden, query, 1)]
-    latent, value = config.kv_lora_rank, config.num_heads * config.v_head_dim
-    down_up = [
-        (latent + config.qk_pos_emb_head_dim, hidden, 1),
-        (config.num_heads * config.qk_head_dim + value, latent, 1),
-    ]
-    queries = (
-        [(config.q_lora_rank, hidden, 1), (query, config.q_lora_rank, 1)]
-        if config.q_lora_rank
-        else [(query, hidden, 1)]
-    )
-    return [*down_up, *queries, (hidden, value, 1)]
+def _attention(config: Config) -> list[tuple[float, float, int]]:
+    """Queries, keys and values are one matrix; in latent attention one each (arXiv:2405.04434)."""
+    query = value = config.num_heads * config.kv_channels
+    if config.multi_latent_attention:
+        value = config.num_heads * config.v_head_dim
+    shapes = [*projections(config, query, config.num_heads, tp=1), (config.hidden_size, value)]
+    return [(rows, columns, 1) for rows, columns in shapes]

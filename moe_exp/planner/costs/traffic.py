@@ -14,19 +14,12 @@ from moe_exp.planner.hardware import Hardware
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that exchange something.
+    """Ranks that exchange something."""
 
-    Attributes:
-        size: ranks.
-        stride: distance of one from the next in the numbering of all ranks.
-        hardware: what they are.
-        gpus_per_node: ranks of a node.
-    """
-
-    size: int
-    stride: int
-    hardware: Hardware
-    gpus_per_node: int
+    size: int  # ranks
+    stride: int  # distance of one from the next in the numbering of all ranks
+    hardware: Hardware  # what they are
+    gpus_per_node: int  # ranks of a node
 
     @property
     def in_node(self) -> bool:
@@ -43,9 +36,7 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """What a rank sends in a ring. All groups of a node share its network, a ring that has several ranks
-        there passes it once.
-        """
+        """What a rank sends in a ring, which passes the network of a node once."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         return min(self.hardware.node_bytes_per_second, self._network_bytes_per_second * self._in_one_node)
@@ -56,14 +47,11 @@ class Group:
         return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
 
     def reduce_scatter(self, num_bytes: float, share: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather of `num_bytes` in all, where `share` of the bandwidth
-        is reached.
-        """
+        """Seconds of a reduce-scatter or all-gather of `num_bytes` at `share` of the bandwidth."""
         if self.size == 1:
             return 0.0
-        return (self.size - 1) / self.size * num_bytes / (
-            self.bytes_per_second * share
-        ) + self.latency_seconds
+        sent = (self.size - 1) / self.size * num_bytes
+        return sent / (self.bytes_per_second * share) + self.latency_seconds
 
     def all_reduce(self, num_bytes: float, share: float) -> float:
         """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
@@ -75,13 +63,8 @@ class Group:
         return self.size / self._in_one_node
 
     def all_to_all(self, num_bytes: float, share: float, *, to_nodes: float | None = None) -> float:
-        """Seconds of an all-to-all in which every rank sends `num_bytes`, an equal part to each rank.
-
-        Args:
-            num_bytes: with what a rank keeps for itself.
-            share: of the bandwidth that is reached.
-            to_nodes: bytes to all nodes, its own included, where what several ranks of one need goes there
-                once; None: num_bytes.
+        """Seconds of an all-to-all in which every rank sends `num_bytes`, with what it keeps, in equal parts.
+        `to_nodes`: bytes to all nodes, if what several ranks of a node need goes there once.
         """
         if self.size == 1:
             return 0.0

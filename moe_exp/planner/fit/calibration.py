@@ -1,9 +1,7 @@
-"""Fits the free constants to measured runs: robust loss, priors, leave-one-out errors. No torch; scipy only
-inside functions.
+"""Fits the planner's constants to measured runs. No torch; scipy only inside functions.
 
-The constants x are logarithms in units of their spread, 0 at their prior. What is minimized is the sum over
-runs of soft-L1(ln(predicted / measured) / 2%), which does not let a few odd rows bend the rest, and of x^2
-for what was expected before.
+The constants x are logarithms in units of their spread, 0 at their prior. Minimizes the sum over runs of
+soft-L1(ln(predicted / measured) / 2%), which is robust to outliers, plus sum x^2 for the priors.
 """
 
 from __future__ import annotations
@@ -25,79 +23,65 @@ from moe_exp.planner.prediction import Constants, predict
 
 T = TypeVar("T")
 LogRatio = Callable[[MeasuredRun, T], float]
-_NOISE = 0.02  # relative error of a good row, which priors are weighed against
+_NOISE = 0.02  # relative error of a good row; sets the weight of priors
 
 
 def log_memory_ratio(run: MeasuredRun, constants: MemoryConstants) -> float:
-    """ln(predicted / measured) of the memory of the fullest GPU."""
+    """ln(predicted / measured) memory of the fullest GPU."""
     assert run.memory_gib
     stages = memory_of(run.job, run.hardware, constants)
     return math.log(max(stage.total for stage in stages) / GIBIBYTE / run.memory_gib)
 
 
 def log_time_ratio(run: MeasuredRun, constants: TimeConstants) -> float:
-    """ln(predicted / measured) of the seconds per iteration."""
+    """ln(predicted / measured) seconds per iteration."""
     assert run.seconds
     return math.log(time_of(run.job, run.hardware, constants).total / run.seconds)
 
 
 @dataclass(frozen=True)
 class Fit(Generic[T]):
-    """Fitted constants of one kind and how near they come.
-
-    Attributes:
-        constants: the values.
-        errors: row_id to predicted / measured - 1.
-        left_out: the same with constants that were fitted without that row.
-    """
+    """Fitted constants of one kind and their errors."""
 
     constants: T
-    errors: dict[str, float]
-    left_out: dict[str, float]
+    errors: dict[str, float]  # row_id to predicted / measured - 1
+    left_out: dict[str, float]  # the same with constants fitted without that row
 
     @property
     def bound(self) -> float:
-        """The relative error that nine of ten left-out rows stay within; 0 without rows."""
+        """90th percentile of the relative errors of left-out rows; 0 without rows."""
         sizes = sorted(abs(error) for error in self.left_out.values())
         return sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else 0.0
 
 
 def fit(kind: type[T], runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], prior: T | None = None) -> Fit[T]:
-    """The constants under which predictions are nearest to what was measured.
+    """Fits the constants of a dataclass (see `constants.constant`) to measured runs.
 
-    Left-out errors take one Gauss-Newton step from the fit to all rows to that without the row: for a fit so
-    near to linear that is the fit itself (`tests/planner/fit/test_calibration.py` compares), and costs no
-    further evaluation.
-
-    Args:
-        kind: dataclass of constants, see `constants.constant`.
-        runs: rows that have the measurement.
-        log_ratio: ln(predicted / measured) of a row under given constants.
-        prior: values to take for the priors, with the spreads of `kind`.
+    Left-out errors take one Gauss-Newton step from the fit to all rows to the one without that row, without
+    further evaluations; for a fit this close to linear that is the refit (`test_calibration.py` compares).
+    `prior` replaces the priors of `kind`, but not their spreads.
     """
     space = _Space(kind, prior)
     if not runs:
         return Fit(space.constants([0.0] * space.size), {}, {})
     from scipy.optimize import least_squares
 
-    # Robust by hand: least_squares would make the priors robust, too.
-    solution = least_squares(
-        lambda x: [_robust(log_ratio(run, space.constants(x))) for run in runs] + list(x), [0.0] * space.size
-    )
+    def residuals(x: Any) -> list[float]:  # its own robust loss would count for the priors, too
+        return [_robust(log_ratio(run, space.constants(x))) for run in runs] + list(x)
+
+    solution = least_squares(residuals, [0.0] * space.size)
     values = space.constants(solution.x)
     without = _steps_without_each(solution.jac, solution.fun, len(runs))
-    return Fit(
-        values,
-        {run.row_id: math.expm1(log_ratio(run, values)) for run in runs},
-        {
-            run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step)))
-            for run, step in zip(runs, without, strict=True)
-        },
-    )
+    errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
+    left_out = {
+        run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step)))
+        for run, step in zip(runs, without, strict=True)
+    }
+    return Fit(values, errors, left_out)
 
 
 class _Space(Generic[T]):
-    """Constants as points: logarithms, in units of their spread from their prior."""
+    """Constants as points: logarithms relative to the prior, in units of the spread."""
 
     def __init__(self, kind: type[T], prior: T | None):
         self._kind = kind
@@ -112,19 +96,18 @@ class _Space(Generic[T]):
 
     def constants(self, x: Iterable[float]) -> T:
         pairs = zip(self._scales.items(), x, strict=True)
-        return self._kind(
-            **{name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs}
-        )
+        values = {name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs}
+        return self._kind(**values)
 
 
 def _robust(log_ratio: float) -> float:
-    """A residual whose square is the soft-L1 loss, 2 * (sqrt(1 + e^2) - 1)."""
+    """Residual whose square is the soft-L1 loss, 2 * (sqrt(1 + e^2) - 1)."""
     error = log_ratio / _NOISE
     return math.copysign(math.sqrt(2 * (math.sqrt(1 + error * error) - 1)), error)
 
 
 def _steps_without_each(jacobian: Any, residuals: Any, num_runs: int) -> list[Any]:
-    """For each run the Gauss-Newton step from the fit to all runs towards that without it."""
+    """Per run the Gauss-Newton step from the fit to all runs to the one without it."""
     from numpy import outer
     from numpy.linalg import solve
 
@@ -135,7 +118,7 @@ def _steps_without_each(jacobian: Any, residuals: Any, num_runs: int) -> list[An
 
 @dataclass(frozen=True)
 class Calibration:
-    """Both fits, and the devices that their rows ran on."""
+    """Both fits, and the devices of their rows."""
 
     memory: Fit[MemoryConstants]
     time: Fit[TimeConstants]
@@ -143,29 +126,18 @@ class Calibration:
 
     @property
     def constants(self) -> Constants:
-        """What predictions are made with."""
+        """The constants that predictions use."""
         return Constants(
             self.memory.constants, self.time.constants, self.memory.bound, self.time.bound, self.hardware
         )
 
 
 def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Calibration:
-    """Fits all constants to the rows that have measurements which can be trusted.
-
-    Args:
-        runs: see `measured.read_runs`.
-        prior: constants to start from, for instance those of the package where there are few rows of a new
-            device.
-
-    Raises:
-        ValueError: there is nothing to fit to.
-    """
+    """Fits all constants to trusted measurements; ValueError without any. Few rows need a `prior`."""
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:
-        raise ValueError(
-            "RUNS: no row has a measured mem_gb or sec_per_it that can be trusted. Fix: fill one of these"
-            " columns in."
-        )
+        rule = "no row has a measured mem_gb or sec_per_it that can be trusted"
+        raise ValueError(f"RUNS: {rule}. Fix: fill one of these columns in.")
     return Calibration(
         memory=fit(MemoryConstants, with_memory, log_memory_ratio, prior.memory if prior else None),
         time=fit(TimeConstants, with_time, log_time_ratio, prior.time if prior else None),
@@ -177,42 +149,29 @@ _FAR, _POOR = 3.0, 0.15
 
 
 def doubts(calibration: Calibration) -> Iterator[str]:
-    """What speaks against a fit: errors that are large, and constants further from what was expected than
-    three times their spread.
-    """
+    """Lines on problems of a fit: large errors, and constants over three spreads from their prior."""
     for name, part in (("memory", calibration.memory), ("time", calibration.time)):
         errors = [abs(error) for error in part.errors.values()]
         if errors and (mean := sum(errors) / len(errors)) > _POOR:
-            yield (
-                f"{name}: predictions are {mean:.0%} off on average; look at the columns of the rows that are"
-                " furthest off"
-            )
+            fix = "look at the columns of the rows that are furthest off"
+            yield f"{name}: predictions are {mean:.0%} off on average; {fix}"
         for field in fields(part.constants):
             value, prior = getattr(part.constants, field.name), field.metadata["prior"]
             if abs(math.log(value / prior)) > _FAR * field.metadata["spread"]:
-                yield (
-                    f"{field.name}={value:.3g} is far from the {prior:.3g} expected:"
-                    f" {field.metadata['meaning']}"
-                )
+                far = f"{field.name}={value:.3g} is far from the {prior:.3g} expected"
+                yield f"{far}: {field.metadata['meaning']}"
 
 
 def profile_text(calibration: Calibration, source: Path) -> str:
-    """What `prediction.load_constants` reads."""
-    constants = calibration.constants
-    summary = {
-        name: _summary(part) for name, part in (("memory", calibration.memory), ("time", calibration.time))
+    """JSON for `prediction.load_constants`."""
+    parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
+    constants = {
+        name: {field: float(f"{value:.5g}") for field, value in asdict(part.constants).items()}
+        for name, part in parts.items()
     }
-    content = {
-        "source": source.name,
-        "hardware": list(constants.hardware),
-        "constants": {name: _rounded(asdict(getattr(constants, name))) for name in ("memory", "time")},
-        "fit": summary,
-    }
-    return json.dumps(content, indent=2) + "\n"
-
-
-def _rounded(values: dict[str, float]) -> dict[str, float]:
-    return {name: float(f"{value:.5g}") for name, value in values.items()}
+    summary = {name: _summary(part) for name, part in parts.items()}
+    head = {"source": source.name, "hardware": list(calibration.hardware)}
+    return json.dumps(head | {"constants": constants, "fit": summary}, indent=2) + "\n"
 
 
 def _summary(part: Fit[Any]) -> dict[str, float]:
@@ -228,20 +187,11 @@ def _summary(part: Fit[Any]) -> dict[str, float]:
     }
 
 
-# Predictions for the rows of a CSV of runs, as a CSV of `row_id,mem_gb,sec_per_it,oom`.
-
-
 COLUMNS = ("row_id", "mem_gb", "sec_per_it", "oom")
 
 
 def predicted_csv(rows: Sequence[Mapping[str, str]], constants: Constants) -> str:
-    """A line for every row, in their order. Without a batch size there is no time; without a number of GPUs
-    they are TP*PP.
-
-    Args:
-        rows: of `measured.read_rows`; columns of results may be absent or empty.
-        constants: of the predictions.
-    """
+    """CSV with a line per row of `measured.read_rows`; no time without a batch size; default TP*PP GPUs."""
     text = io.StringIO()
     writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
     writer.writeheader()

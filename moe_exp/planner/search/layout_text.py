@@ -1,4 +1,4 @@
-"""What people type about layouts and budgets, as values: `1,2,4`, `TP=4,PP=12`, `300B`. No torch."""
+"""Parses layouts and budgets as users type them: `1,2,4`, `TP=4,PP=12`, `300B`. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
 T = TypeVar("T")
 _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
-# numbers of four digits, as the setting has them: a slip must not become a list of millions
+# at most four digits, so that a typo does not become a list of millions
 _STAGE = r"\d{1,4}(\*[1-9]\d{0,3})?"
 _STAGES = rf"{_STAGE}(,{_STAGE})*"
 _SYNONYMS = {"mbs": "mbsz", "micro_batch_size": "mbsz"}
@@ -21,20 +21,12 @@ _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 def parse_fixed(texts: Mapping[str, str]) -> dict[str, tuple[Any, ...]]:
-    """Layout setting to the values that it may have, from text such as `2,4`.
-
-    Raises:
-        ConfigError: with a line for every value that is none.
-    """
+    """Allowed values of layout settings, from text such as `2,4`; ConfigError for other text."""
     return _all({name: partial(_values, name, text) for name, text in texts.items()})
 
 
 def parse_wanted(text: str, config: Config) -> dict[str, Any]:
-    """Layout settings with a value each, from text such as `TP=4,PP=12,DP=8`; DP is only compared.
-
-    Raises:
-        ConfigError: with a line for every part that is no such setting or value.
-    """
+    """Layout settings from `TP=4,PP=12,DP=8`, where DP is only checked; ConfigError for other text."""
     pairs = dict(_pairs(text))
     replicas = pairs.pop("dp", None)
     wanted = _all({name: partial(_value, name, value) for name, value in pairs.items()})
@@ -48,28 +40,22 @@ def parse_wanted(text: str, config: Config) -> dict[str, Any]:
 
 def _pairs(text: str) -> Iterator[tuple[str, str]]:
     problems = []
-    # The stages of PIPELINE_LAYERS have commas, too.
+    # PIPELINE_LAYERS contains commas, too
     for part in re.split(r",(?=\s*[a-zA-Z])", text):
         name, equals, value = part.partition("=")
         name = name.strip().lower().replace("-", "_")
         name = _SYNONYMS.get(name, name)
         if not equals or name not in (*LAYOUT_SETTINGS, "dp"):
-            known = ", ".join(setting.upper() for setting in LAYOUT_SETTINGS)
-            problems.append(
-                problem(
-                    "explain",
-                    part,
-                    "is not one of the settings of a layout with its value",
-                    f"write TP=4,PP=12; there are {known}",
-                )
-            )
+            fix = f"write TP=4,PP=12; there are {', '.join(LAYOUT_SETTINGS).upper()}"
+            rule = "is not one of the settings of a layout with its value"
+            problems.append(problem("explain", part, rule, fix))
         yield name, value.strip()
     if problems:
         raise ConfigError(problems)
 
 
 def _all(parsers: Mapping[str, Callable[[], T]]) -> dict[str, T]:
-    """The results of all, or one error with the lines of all that failed."""
+    """All results, or one ConfigError with the lines of all failures."""
     values, problems = {}, []
     for name, parse in parsers.items():
         try:
@@ -95,32 +81,21 @@ def _value(name: str, text: str) -> Any:
         return text
     if name == "pipeline_layers":
         if not re.fullmatch(_STAGES, text):
-            raise ValueError(
-                problem(name, text, "must be the layers of every stage", "give for instance 8,9*10,8")
-            )
+            rule, fix = "must be the layers of every stage", "give for instance 8,9*10,8"
+            raise ValueError(problem(name, text, rule, fix))
         return text
     if name == "vpp" and text.lower() == "none":
         return None
     smallest = 0 if name.endswith("_stage_layers") else 1
     if not text.isdecimal() or int(text) < smallest:
         words = "a whole number of at least" if name != "vpp" else "none, or a whole number of at least"
-        raise ValueError(
-            problem(
-                name,
-                text,
-                f"must be {words} {smallest}",
-                f"give for instance {name.upper()}={max(2, smallest)}",
-            )
-        )
+        fix = f"give for instance {name.upper()}={max(2, smallest)}"
+        raise ValueError(problem(name, text, f"must be {words} {smallest}", fix))
     return int(text)
 
 
 def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
-    """The arguments `num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`; None where there is none.
-
-    Raises:
-        ConfigError: with a line for each that is no such number.
-    """
+    """`num_tokens` and `price_per_gpu_hour` of `estimate.cost_of`, or None; ConfigError for other text."""
     parsers: dict[str, Callable[[], Any]] = {
         "num_tokens": lambda: parse_count("tokens", tokens) if tokens is not None else None,
         "price_per_gpu_hour": lambda: _price(price) if price is not None else None,
@@ -129,11 +104,7 @@ def parse_budget(tokens: str | None, price: str | None) -> dict[str, Any]:
 
 
 def parse_count(name: str, text: str) -> int:
-    """A number of tokens: 300000000000, 3e11, 300B or 0.3T.
-
-    Raises:
-        ValueError: it is none, or not more than 0.
-    """
+    """A number of tokens from 300000000000, 3e11, 300B or 0.3T; ValueError for other text."""
     number, suffix = (text[:-1], text[-1].upper()) if text[-1:].upper() in _SUFFIXES else (text, "")
     try:
         count = int(float(number) * _SUFFIXES.get(suffix, 1))
@@ -151,33 +122,24 @@ def _price(text: str) -> float:
     except ValueError:
         price = -1.0
     if not 0 <= price < float("inf"):
-        raise ValueError(
-            problem("price", text, "must be a number of at least 0", "give the price of a GPU-hour")
-        )
+        rule = "must be a number of at least 0"
+        raise ValueError(problem("price", text, rule, "give the price of a GPU-hour"))
     return price
 
 
 def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
-    """NNODES and GPUS_PER_NODE of so many GPUs; fewer than a node has are one node.
-
-    Raises:
-        ValueError: they are not whole nodes.
-    """
+    """NNODES and GPUS_PER_NODE for a number of GPUs; ValueError if they are not whole nodes."""
     if num_gpus < 1 or gpus_per_node < 1:
         name, value = ("gpus", num_gpus) if num_gpus < 1 else ("gpus_per_node", gpus_per_node)
-        raise ValueError(
-            problem(name, value, "must be a whole number of at least 1", "give the number of GPUs")
-        )
+        rule = "must be a whole number of at least 1"
+        raise ValueError(problem(name, value, rule, "give the number of GPUs"))
     if num_gpus < gpus_per_node:
         return {"nnodes": 1, "gpus_per_node": num_gpus}
     if num_gpus % gpus_per_node:
         below = num_gpus // gpus_per_node * gpus_per_node
         rule = f"are not whole nodes of GPUS_PER_NODE={gpus_per_node}"
-        raise ValueError(
-            problem(
-                "gpus", num_gpus, rule, f"give {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"
-            )
-        )
+        fix = f"give {below} or {below + gpus_per_node}, or another GPUS_PER_NODE"
+        raise ValueError(problem("gpus", num_gpus, rule, fix))
     return {"nnodes": num_gpus // gpus_per_node, "gpus_per_node": gpus_per_node}
 
 
@@ -189,39 +151,25 @@ _ALWAYS = (*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz")
 
 
 def exported_settings(config: Config, defaults: Config) -> Iterator[tuple[str, str]]:
-    """Environment variables with which `moe-exp train` runs a layout: all of the layout, and whatever else
-    differs from the preset.
-
-    The one place that knows how a layout is told to training. What belongs to one node or host is left out. A
-    layout setting that is empty is among them: it takes the place of what an earlier layout left in the
-    environment.
-
-    Args:
-        config: the settings with the layout.
-        defaults: those of the preset alone.
-
-    Raises:
-        ValueError: a setting is empty that the preset sets: an empty variable counts as none.
+    """Environment variables with which `moe-exp train` runs a layout: all layout settings, even empty ones,
+    to override an earlier layout's; and what else differs from `defaults`, the preset's, except settings of a
+    node or host. ValueError if a setting of the preset would be empty: an empty variable counts as unset.
     """
     yield "PRESET", config.preset
     for name in type(config).model_fields:
         value = getattr(config, name)
-        if (
-            name in _OF_THE_HOST
-            or name == "preset"
-            or (name not in _ALWAYS and value == getattr(defaults, name))
-        ):
+        is_usual = name not in _ALWAYS and value == getattr(defaults, name)
+        if is_usual or name in ("preset", *_OF_THE_HOST):
             continue
         if value == "" and getattr(defaults, name):
             rule = f"an empty variable would leave what PRESET={config.preset} has"
-            raise ValueError(
-                problem(name, "", rule, f"leave the preset's, and train with --{name.replace('_', '-')}=")
-            )
+            fix = f"leave the preset's, and train with --{name.replace('_', '-')}="
+            raise ValueError(problem(name, "", rule, fix))
         yield name.upper(), setting_text(value)
 
 
 def setting_text(value: object) -> str:
-    """A value as an environment variable has it."""
+    """A value as text for an environment variable."""
     if value is None:
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,8 +1,7 @@
-"""The layout that trains a model fastest on given GPUs. No torch.
+"""Finds the layout that trains a model fastest on given GPUs. No torch.
 
-Memory decides what may be timed, and it only grows with the micro-batch and with model chunks, and only
-shrinks with recompute. So for each way of splitting the model micro-batches are gone through from the
-smallest, each with the least recompute that fits: more would be slower.
+Memory only grows with the micro-batch and model chunks, and only shrinks with recompute. So each split of the
+model tries micro-batches from the smallest, each with the least recompute that fits, as more would be slower.
 """
 
 from __future__ import annotations
@@ -27,27 +26,20 @@ from moe_exp.planner.search.layout_rules import (
     notes,
 )
 
-RUNNER_UP = 0.02  # relative to the best: closer than predictions can tell apart
-# Layouts are left out whose layers and bubble, without gradients and optimizer, take so many times another
-# layout's iteration.
-_HOPELESS = 1.5
+RUNNER_UP = 0.02  # relative to the best: below the precision of predictions
+_HOPELESS = 1.5  # skip layouts whose layers and bubble alone take this multiple of the best iteration so far
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout that keeps every rule.
-
-    Attributes:
-        config: the settings with the layout.
-        prediction: what it costs.
-    """
+    """A layout that breaks no rule."""
 
     config: Config
-    prediction: Prediction
+    prediction: Prediction  # its memory and time
 
     @property
     def seconds(self) -> float:
-        """Per iteration."""
+        """Seconds per iteration."""
         return self.prediction.time.total
 
     @property
@@ -57,7 +49,7 @@ class Candidate:
 
     @property
     def notes(self) -> list[str]:
-        """What is allowed but to be known."""
+        """Short notes on what is allowed but worth knowing."""
         unfilled = self.config.gbsz < self.filling_batch
         return [
             *notes(self.config),
@@ -68,29 +60,23 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Search:
-    """What a search found.
+    """Result of a search."""
 
-    Attributes:
-        ranked: layouts that fit, the fastest first.
-        rejected: reason to the number of layouts that it refused; a layout counts once.
-        smallest: of those out of memory the one that needs least.
-    """
-
-    ranked: list[Candidate]
-    rejected: Counter[str]
-    smallest: Candidate | None
+    ranked: list[Candidate]  # layouts that fit, fastest first
+    rejected: Counter[str]  # layouts refused per reason; each counts once
+    smallest: Candidate | None  # the one out of memory that needs least
 
     @property
     def num_tried(self) -> int:
-        """All layouts of the space."""
+        """Number of layouts in the space."""
         return len(self.ranked) + self.rejected.total()
 
     def runner_ups(self) -> list[Candidate]:
-        """Those within 2% of the best."""
+        """Layouts within 2% of the best."""
         return [one for one in self.ranked[1:] if one.seconds <= (1 + RUNNER_UP) * self.ranked[0].seconds]
 
     def place_of(self, seconds: float) -> int:
-        """The place that an iteration time would have, from 1."""
+        """Rank of an iteration time among all layouts, from 1."""
         return 1 + sum(one.seconds < seconds for one in self.ranked)
 
 
@@ -101,16 +87,8 @@ def search(
     fixed: Mapping[str, Sequence[Any]] | None = None,
     constants: Constants | None = None,
 ) -> Search:
-    """Ranks the layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration.
-
-    Args:
-        config: model, batch and number of devices; its layout does not matter.
-        hardware: the devices.
-        fixed: layout setting to the values that it may have; the others are searched.
-        constants: of the predictions; those of the package by default.
-
-    Raises:
-        ConfigError: no layout would help, with all lines.
+    """Ranks layouts of a model on NNODES * GPUS_PER_NODE devices by time per iteration. `fixed` maps settings
+    to their allowed values; the layout of `config` is ignored. ConfigError with all `model_problems`.
     """
     if problems := model_problems(config):
         raise ConfigError(problems)
@@ -118,25 +96,22 @@ def search(
     work = _Evaluation(hardware, constants, space.recompute, rejected)
     for family in families(config, space, rejected):
         work.add(family)
-    ranked = sorted(
-        work.fitting,
-        key=lambda one: (one.seconds, len(notes(one.config)), one.config.tp * one.config.pp * one.config.cp),
-    )
+
+    def order(one: Candidate) -> tuple[float, int, int]:
+        return one.seconds, len(notes(one.config)), one.config.tp * one.config.pp * one.config.cp
+
+    ranked = sorted(work.fitting, key=order)
     return Search(ranked, +rejected, work.smallest)  # without reasons that refused none
 
 
 class _Evaluation:
-    """Memory and time of families of layouts, no more of them than it takes."""
+    """Predicts as few layouts of each family as needed."""
 
     def __init__(
         self, hardware: Hardware, constants: Constants, recompute: Sequence[str], rejected: Counter[str]
     ):
-        self._hardware, self._constants, self._recompute, self._rejected = (
-            hardware,
-            constants,
-            recompute,
-            rejected,
-        )
+        self._hardware, self._constants = hardware, constants
+        self._recompute, self._rejected = recompute, rejected
         self._least_seconds = float("inf")
         self._last_fitted = True
         self._layer_seconds: dict[tuple[int, ...], float] = {}
@@ -144,7 +119,7 @@ class _Evaluation:
         self.smallest: Candidate | None = None
 
     def add(self, family: Family) -> None:
-        """Goes through experts and model chunks; no chunks, which take least memory, come first."""
+        """Tries experts' parallelism and model chunks; no chunks, which take least memory, come first."""
         for ep, etp in family.experts:
             levels: dict[int, int] = {}
             for vpp, sizes in family.batches.items():
@@ -155,18 +130,9 @@ class _Evaluation:
                 levels = levels or ({} if vpp else needed)
 
     def _add_batches(self, config: Config, sizes: Sequence[int], least: Mapping[int, int]) -> dict[int, int]:
-        """Goes through micro-batch sizes, from the smallest.
-
-        Args:
-            config: the settings but for micro-batch and recompute.
-            sizes: of micro-batches.
-            least: of sizes without model chunks what is returned here: with chunks it takes no less.
-
-        Returns:
-            Size to the index of the first kind of recompute that fits; their number where none does.
-        """
+        """First index of recompute that fits, by micro-batch size; `least` is this without model chunks."""
         level, num_levels, needed = 0, len(self._recompute), dict[int, int]()
-        # then neither will this one, most likely: what needs least says so at once
+        # the last one did not fit, so this one likely will not: try what needs the least memory first
         if sizes and not self._last_fitted and not least:
             smallest = config.model_copy(update={"mbsz": sizes[0], "recompute": self._recompute[-1]})
             level = 0 if self._fitting(smallest) else num_levels
@@ -174,9 +140,8 @@ class _Evaluation:
             candidate = None
             level = max(level, least.get(mbsz, 0))
             while level < num_levels and not candidate:
-                candidate = self._fitting(
-                    config.model_copy(update={"mbsz": mbsz, "recompute": self._recompute[level]})
-                )
+                tried = {"mbsz": mbsz, "recompute": self._recompute[level]}
+                candidate = self._fitting(config.model_copy(update=tried))
                 level += candidate is None
             needed[mbsz] = level
             self._last_fitted = candidate is not None
@@ -200,14 +165,12 @@ class _Evaluation:
         return None
 
     def _is_hopeful(self, config: Config, mbsz: int) -> bool:
-        """Whether an iteration may be short enough, by what its layers take under any other split and the
-        bubble of even stages.
-        """
+        """Whether an iteration may be fast enough, by the time of its layers and even stages' bubble."""
         layers = self._layer_seconds.get(_layers_key(config, mbsz), 0.0)
         num_chunks = config.gbsz // (mbsz * config.data_parallel_size) * (config.vpp or 1)
         return layers * (1 + (config.pp - 1) / num_chunks) <= _HOPELESS * self._least_seconds
 
 
 def _layers_key(config: Config, mbsz: int) -> tuple[int, ...]:
-    """What the time of all layers depends on beside recompute, which only adds to it: not on PP and VPP."""
+    """All that the layers' total time depends on, except recompute, which only adds: no PP and VPP."""
     return config.tp, config.cp, config.ep, config.etp, mbsz

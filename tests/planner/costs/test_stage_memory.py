@@ -172,7 +172,7 @@ def allocated_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict
 def _allocated(settings: dict[str, Any], port: int) -> dict[str, int]:
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optim import build_optimizer
+    from moe_exp.engine.optimizer_setup import build_optimizer
 
     config = load_config(settings | {"gpus_per_node": int(os.environ["WORLD_SIZE"])}, {})
     os.environ["MASTER_PORT"] = str(port)
@@ -429,7 +429,7 @@ def train_alone(settings: dict[str, Any]) -> int:
     from moe_exp import train
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optim import build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 
     config = load_config(settings, {})
     rank = runtime.start_alone(config)

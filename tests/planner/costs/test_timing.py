@@ -9,7 +9,7 @@ from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import IterationTime, bubble_seconds, time_of
 from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.prediction import load_constants
+from moe_exp.planner.prediction import load_constants, predict
 
 A100 = load_hardware("A100-80GB")
 CONSTANTS = load_constants().time
@@ -203,6 +203,25 @@ def test_dispatchers_send_different_amounts():
     }
     assert sent["deepep"] == pytest.approx(2.73 / 4 * sent["alltoall"], rel=0.02)
     assert sent["allgather"] > 1.2 * sent["alltoall"]
+
+
+CHOICES = (
+    "dispatcher", "recompute", "overlap", "optimizer", "optimizer_state_dtype", "cross_entropy",
+    "router_score", "router_dtype", "expert_backend", "normalization", "activation", "qk_norm_scope",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_a_choice_without_a_price_is_refused_by_name(name):
+    chosen = config(**MOE, ep=8, qk_norm=True, shared_expert_size=64).model_copy(update={name: "new"})
+    with pytest.raises(ValueError, match=f"^{name.upper()}=new: the planner has no price for it. Fix: use "):
+        predict(Job.of(chosen), A100)
+
+
+def test_the_local_dispatcher_has_no_price_between_ranks():
+    assert seconds(**MOE, dispatcher="local").expert_parallel == 0
+    with pytest.raises(ValueError, match=r"DISPATCHER=local: .* use auto, alltoall, deepep, allgather\."):
+        seconds(**MOE, ep=8, dispatcher="local")
 
 
 def test_padding_to_capacity_is_of_the_whole_microbatch():
