@@ -1,22 +1,18 @@
-"""torchrun for runs of weeks: the same command line and the same agent, which starts ranks again and leaves
-signals to them.
+"""torchrun for long-running jobs: the same command line and agent, plus restarts and signal handling.
 
     python -m moe_exp.launch.agent --nproc-per-node 2 --master-port 29500 --max-restarts 3 \\
         -m moe_exp.train --num-experts 16
 
-What is other than in torchrun:
+Differences from torchrun:
 
-- SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed on to the ranks, and nothing else: torchrun would end them
-  within 30 seconds, which is too short for a checkpoint. So a signal may reach every process of a job. Ranks
-  are born with these signals blocked, so that one that comes while they still import waits until they answer
-  it (`faults.stop_signal`).
-- After a failure the ranks start again on every node, up to --max-restarts times in the whole job, by
-  `rendezvous.Rounds`.
-- Ranks that ask for it (exit code START_AGAIN, see host/devices.py) start again too, which is no failure.
-- What has failed is in the run's metrics.jsonl, as the events `rank_failed` and `restart`, written by node 0.
+- SIGTERM, SIGINT, SIGHUP and SIGUSR1 are only passed on to the ranks; torchrun would end them within 30 s,
+  too short for a checkpoint. So a signal may reach every process of a job. Ranks start with these signals
+  blocked, so that one that arrives during imports waits for their handler (`faults.stop_signal`).
+- After a failure the ranks restart on every node, up to --max-restarts times per job, by `rendezvous.Rounds`.
+- Ranks that request it (exit code START_AGAIN, see host/devices.py) restart too, which is no failure.
+- Node 0 writes failures to the run's metrics.jsonl, as the events `rank_failed` and `restart`.
 
-It rests on the methods of torchrun's agent that are made to be overridden, and on `_pcontext`, which has its
-processes.
+Uses the overridable methods of torchrun's agent, and `_pcontext`, which has its processes.
 """
 
 from __future__ import annotations
@@ -42,15 +38,18 @@ from torch.distributed.run import config_from_args, parse_args
 
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import (
+    BAD_INPUT,
     CAUSED_BY_ANOTHER,
     EXIT_CODE_FILE,
     FAILED,
     FINISHED,
     HEARTBEATS,
     METRICS_FILE,
+    RENDEZVOUS_KEY,
     START_AGAIN,
     TO_BE_CONTINUED,
     complain,
+    show_alive,
     tell_launcher,
     told_exit_code,
 )
@@ -59,12 +58,11 @@ from moe_exp.launch.rendezvous import Rounds
 from moe_exp.runs.records import Record, append, event_record, last_records
 from moe_exp.watch.hangs.heartbeat import failures_file, hung_file
 
-# What ranks of a job that has failed get to end by themselves: they have nothing to save, and their peers are
-# gone.
+# Time for ranks of a failed job to exit: they have nothing to save, and their peers are gone.
 _END_SECONDS = 5
-# What they get where their launcher has died: they save, if they can.
+# If their launcher died, they save if they can.
 _SAVE_SECONDS = 600.0
-# Before ranks that have failed without a single record start again, doubled each time, at most.
+# Delay before a restart if no rank wrote a record; doubled each time, up to the longest.
 _FIRST_DELAY_SECONDS, _LONGEST_DELAY_SECONDS = 5.0, 300.0
 _HUNG = "ended by its launcher, as the run hung"
 
@@ -73,103 +71,110 @@ class Agent(LocalElasticAgent):
     """Runs the ranks of one node, round after round.
 
     Args:
-        spec: what torchrun's agent runs.
         rounds: the spec's rendezvous.
-        received: signals that this process got, in order; they are added while it runs.
-        options: of torchrun's agent.
+        received: signals that this process got, in order; grows while it runs.
     """
 
     def __init__(self, spec: WorkerSpec, rounds: Rounds, received: Sequence[int], **options: Any):
         super().__init__(spec, shutdown_timeout=_END_SECONDS, **options)
         self._spec, self._rounds, self._received = spec, rounds, received
-        self._told: set[tuple[int, int]] = set()  # process id and signal
+        self._told: set[tuple[int, int]] = set()  # pid and signal
         self._num_idle = 0  # rounds in a row without a train record
+        self._is_parted = False  # whether node 0 is lost
         self._parent = os.getppid()
         self._orphaned_at: float | None = None
         self._metrics = Path(os.environ[METRICS_FILE]) if os.environ.get(METRICS_FILE) else None
         self._unwritten: list[Record] = []  # events, while the disk is full
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        """Starts the ranks, and looks after them until the job ends."""
         failed = RunResult(WorkerState.FAILED)
         try:
             self._initialize_workers(self._worker_group)
             while True:
                 time.sleep(self._spec.monitor_interval)
+                show_alive()
                 self._pass_signals_on()
                 result = self._look()
                 if result is not None and (
                     result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)
                 ):
                     return result
-                if self._rounds.has_moved and not self._start_again():
+                if self._has_moved() and not self._start_again():
                     return result or failed
         except RendezvousError as error:
             if not self._received:
                 complain(f"the ranks do not start: {error or 'the job has ended on another node'}")
         except DistError as error:
             complain(f"node 0 is gone: {str(error).splitlines()[0]}")
+        except ConnectionError as error:
+            complain(f"node 0 is gone: {error.strerror}")
         self._stop_workers(self._worker_group)
         return failed
 
+    def _has_moved(self) -> bool:
+        """Whether the round ended elsewhere; False while node 0 is away: ranks may have another network."""
+        try:
+            return self._rounds.has_moved
+        except DistError as error:
+            is_back = self._rounds.reconnect()
+            if not is_back and not self._is_parted:
+                complain(f"warning: node 0 does not answer ({str(error).splitlines()[0]}); the ranks go on")
+            elif is_back:
+                complain("node 0 answers again")
+            self._is_parted = not is_back
+            return False
+
     def _look(self) -> RunResult | None:
-        """How the ranks of this node have ended; None: they have not, or they want to start again."""
+        """Result of this node's ranks; None while they run, or if they request a restart."""
         assert self._pcontext is not None
         codes = self._exit_codes()
         dead = [rank for rank, code in codes.items() if code not in (None, 0)]
         if dead:
-            # Before its neighbours are ended, which may take as long as ranks of other nodes need to end
-            # because of it.
+            # First, as ending its neighbors may take so long that ranks of other nodes fail because of it.
             self._rounds.say([self._described(self._failure(rank)) for rank in dead])
             self._pcontext.close(signal.SIGTERM, _END_SECONDS)
         elif None in codes.values():
-            # without a look by torch's agent, in whose result one that dies just now could not be told from
-            # those it ends
+            # torch's agent is not asked: its result would mix a rank that dies now with those it ends
             return None
-        with _quiet_if_hung():
+        with _quiet_if_explained():
             result = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.SUCCEEDED:
             if told_exit_code() == START_AGAIN:
                 self._rounds.move_on()
                 return None
             self._rounds.mark_done()
-            self._exit_barrier()
+            self._rounds.wait_until_all_are_done()
             return result
-        # Without those that this agent has ended because of them.
-        return RunResult(
-            WorkerState.FAILED,
-            failures={rank: result.failures[rank] for rank in dead if rank in result.failures},
-        )
+        # Without ranks that this agent ended because of them.
+        own = {rank: result.failures[rank] for rank in dead if rank in result.failures}
+        return RunResult(WorkerState.FAILED, failures=own)
 
     def _exit_codes(self) -> dict[int, int | None]:
-        """Of the ranks of this node; None: it runs."""
+        """Exit code of each local rank, or None while it is running."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        return {
-            self._worker_group.workers[number].global_rank: handler.proc.poll()
-            for number, handler in handlers.items()
-        }
+        workers = self._worker_group.workers
+        return {workers[number].global_rank: handler.proc.poll() for number, handler in handlers.items()}
 
     def _may_start_again(self, result: RunResult) -> bool:
-        """Tells the other nodes that ranks have failed. False: the job had come to its end, and its last
-        steps are all that failed.
-        """
+        """Reports failed ranks to the other nodes; False if the job had finished, or on bad input."""
         told = told_exit_code()
         if told == START_AGAIN:
             self._rounds.move_on()
+        elif told == BAD_INPUT:  # a restart would fail the same way
+            self._rounds.set_closed()
+            return False
         elif told is not None or self._rounds.is_done:
             self._rounds.mark_done()
-            self._exit_barrier()
+            self._rounds.wait_until_all_are_done()
             return False
         else:
             self._rounds.fail()
         return True
 
     def _failure(self, rank: int) -> ProcessFailure:
-        """Of a rank that has died."""
         pcontext: Any = self._pcontext
-        number = next(
-            number for number, worker in enumerate(self._worker_group.workers) if worker.global_rank == rank
-        )
+        workers = enumerate(self._worker_group.workers)
+        number = next(number for number, worker in workers if worker.global_rank == rank)
         process = pcontext.subprocess_handlers[number].proc
         return ProcessFailure(number, process.pid, process.poll(), pcontext.error_files[number])
 
@@ -179,12 +184,12 @@ class Agent(LocalElasticAgent):
         return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
 
     def _start_again(self) -> bool:
-        """Ends the round, and begins the next one; False: the job is over."""
+        """Ends the round and starts the next one; False if the job is over."""
         ended = self._rounds.round
-        if self._received:  # they would only start to be stopped
+        if self._received:  # they would be stopped right away
             self._rounds.set_closed()
         if told_exit_code() == START_AGAIN or (self._received and not self._rounds.has_failed(ended)):
-            tell_launcher(TO_BE_CONTINUED)  # counts where no other round comes
+            tell_launcher(TO_BE_CONTINUED)  # in case no other round follows
         self._stop_workers(self._worker_group)
         delay = self._tell(ended) if self._worker_group.group_rank == 0 else 0.0
         if self._rounds.is_over:
@@ -194,66 +199,59 @@ class Agent(LocalElasticAgent):
         return True
 
     def _tell(self, ended: int) -> float:
-        """Writes the events of a round that has ended; returns the seconds to wait before the next one."""
+        """Writes the events of a finished round; returns the seconds to wait before the next one."""
         records = self._last_records()
-        iteration = max(
-            (record.get("iteration", 0) for record in records if record.get("kind") == "train"), default=0
-        )
+        trained = (record.get("iteration", 0) for record in records if record.get("kind") == "train")
+        iteration = max(trained, default=0)
         for failure in _blamed(self._rounds.said(ended)):
             self._event("rank_failed", iteration, **failure)
             where = f"rank {failure['rank']} on {failure['host']} ({failure['device']})"
             complain(f"{where} has failed after iteration {iteration}: {failure['cause']}")
         num_failures, most = self._rounds.num_failures, self._spec.max_restarts
         if self._rounds.is_over:
-            if most and not self._received:
-                complain(
-                    f"the ranks do not start again: that was failure {num_failures}, and MAX_RESTARTS={most}"
-                )
+            if num_failures > most > 0 and not self._received:
+                text = f"that was failure {num_failures}, and MAX_RESTARTS={most}"
+                complain(f"the ranks do not start again: {text}")
             return 0.0
         self._num_idle = 0 if _has_trained(records) else self._num_idle + 1
-        delay = (
-            min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
-            if self._num_idle
-            else 0.0
-        )
+        delay = 0.0
+        if self._num_idle:
+            delay = min(_FIRST_DELAY_SECONDS * 2 ** (self._num_idle - 1), _LONGEST_DELAY_SECONDS)
         reason = "failure" if self._rounds.has_failed(ended) else "asked"
-        self._event(
-            "restart", iteration, number=ended + 1, reason=reason, failures=num_failures, delay_seconds=delay
-        )
+        details = {"number": ended + 1, "reason": reason, "failures": num_failures, "delay_seconds": delay}
+        self._event("restart", iteration, **details)
         why = f"failure {num_failures} of at most {most}" if reason == "failure" else "as they have asked to"
-        complain(
-            f"the ranks start again ({why})" + (f", in {delay:.0f} s as none has trained" if delay else "")
-        )
+        when = f", in {delay:.0f} s as none has trained" if delay else ""
+        complain(f"the ranks start again ({why}){when}")
         return delay
 
     def _event(self, name: str, iteration: int, /, **details: Any) -> None:
-        """On a full disk it waits for the next one, and the ranks start again all the same."""
+        """Writes an event; on a full disk it waits for the next one, and the ranks restart anyway."""
         if self._metrics is None or not self._metrics.parent.is_dir():
             return
         self._unwritten.append(event_record(name, iteration, **details))
         try:
             append(self._metrics, *self._unwritten)
         except OSError as error:
-            complain(
-                f"warning: {self._metrics} has no event {name} ({error.strerror or error}): it is kept until"
-                " the next one"
-            )
+            what = f"{self._metrics} has no event {name} ({error.strerror or error})"
+            complain(f"warning: {what}: it is kept until the next one")
         else:
             self._unwritten = []
 
     def _last_records(self) -> list[Record]:
         try:
             return last_records(self._metrics) if self._metrics else []
-        except OSError:  # none is there yet, or the file system is gone
+        except OSError:  # no file yet, or the file system is gone
             return []
 
     def _sleep(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._received:
+            show_alive()
             time.sleep(0.1)
 
     def _pass_signals_on(self) -> None:
-        """Every signal once to every rank, those that start after it too."""
+        """Sends every signal once to every rank, also to those that start later."""
         if self._pcontext is None:
             return
         for number in dict.fromkeys(self._received):
@@ -265,17 +263,15 @@ class Agent(LocalElasticAgent):
             self._end_orphaned()
 
     def _end_orphaned(self) -> None:
-        """The launcher was killed, of which the system tells by SIGTERM: nobody else would end ranks that
-        hang.
-        """
+        """The launcher was killed (reported by SIGTERM): nobody else would end ranks that hang."""
         self._orphaned_at = self._orphaned_at or time.monotonic()
         if time.monotonic() - self._orphaned_at > _SAVE_SECONDS:
             self._rounds.set_closed()
 
-    # Overridden: torchrun's own
+    # Overrides of torchrun's agent
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        # so that TORCHELASTIC_RESTART_COUNT is the round
+        # makes TORCHELASTIC_RESTART_COUNT the round
         self._remaining_restarts = self._spec.max_restarts - self._rounds.round
         if os.environ.get(EXIT_CODE_FILE):
             Path(os.environ[EXIT_CODE_FILE]).unlink(missing_ok=True)
@@ -291,9 +287,7 @@ class Agent(LocalElasticAgent):
 
 
 def cause(failure: ProcessFailure) -> str:
-    """The error of a rank in a line as `faults` has left it, or the signal that ended it, or its exit
-    code.
-    """
+    """The error of a rank in a line as `faults` left it, else its signal or exit code."""
     if failure.exitcode == -signal.SIGKILL and _has_hung():
         return _HUNG
     if failure.exitcode < 0:
@@ -305,18 +299,16 @@ def cause(failure: ProcessFailure) -> str:
 
 
 def _has_hung() -> bool:
-    """Whether the launcher of this node has ended its ranks, as the run hung."""
+    """Whether this node's launcher ended its ranks because of a hang."""
     return hung_file(Path(os.environ.get(HEARTBEATS, "none"))).exists()
 
 
 @contextmanager
-def _quiet_if_hung() -> Iterator[None]:
-    """torchrun would name the first rank that the launcher has ended as the one that failed; the hang's lines
-    name the cause.
-    """
+def _quiet_if_explained() -> Iterator[None]:
+    """Silences torchrun's report of the first ended rank if a hang or an exit code explains it."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
-    logger.disabled = before or _has_hung()
+    logger.disabled = before or _has_hung() or told_exit_code() is not None
     try:
         yield
     finally:
@@ -324,9 +316,7 @@ def _quiet_if_hung() -> Iterator[None]:
 
 
 def _blamed(failures: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that have failed by themselves: not those that lost a peer, and of a run that hung none, which
-    has an event of its own.
-    """
+    """Failures that were not caused by a lost peer or a hang, which has its own event."""
     own = [failure for failure in failures if not any(text in failure["cause"] for text in CAUSED_BY_ANOTHER)]
     return [failure for failure in own or failures if failure["cause"] != _HUNG]
 
@@ -342,48 +332,39 @@ def _has_trained(records: Sequence[dict[str, Any]]) -> bool:
 
 
 def _send(pid: int, number: int) -> None:
-    # It may have ended meanwhile.
     with suppress(ProcessLookupError):
         os.kill(pid, number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the ranks of this node by a command line of torchrun's with a static rendezvous; returns an exit
-    code.
-    """
+    """Runs this node's ranks by torchrun's command line with a static rendezvous; returns an exit code."""
     received: list[int] = []
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
+    def is_stopping() -> bool:  # polled while the agent waits for other nodes
+        show_alive()
+        return bool(received)
+
     for number in (*STOP_SIGNALS, signal.SIGHUP):
         signal.signal(number, receive)
-    # now comes what was sent while this process imported
+    # delivers what was sent during imports
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     args = parse_args(argv)
     config, command, arguments = config_from_args(args)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours
     rounds = Rounds(
-        args.master_addr,
-        int(args.master_port),
-        node_rank=args.node_rank,
-        num_nodes=config.max_nodes,
-        max_restarts=config.max_restarts,
-        is_stopping=lambda: bool(received),
-    )
+        args.master_addr, int(args.master_port), node_rank=args.node_rank, num_nodes=config.max_nodes,
+        max_restarts=config.max_restarts, is_stopping=is_stopping, key=os.environ.get(RENDEZVOUS_KEY, ""),
+    )  # fmt: skip
     spec = WorkerSpec(
-        role=config.role,
-        local_world_size=config.nproc_per_node,
-        entrypoint=command,
-        args=tuple(arguments),
-        rdzv_handler=rounds,
-        max_restarts=config.max_restarts,
-        monitor_interval=config.monitor_interval,
-    )
+        role=config.role, local_world_size=config.nproc_per_node, entrypoint=command, args=tuple(arguments),
+        rdzv_handler=rounds, max_restarts=config.max_restarts, monitor_interval=config.monitor_interval,
+    )  # fmt: skip
     assert config.logs_specs is not None
-    result = Agent(
-        spec, rounds, received, logs_specs=config.logs_specs, start_method=config.start_method
-    ).run()
+    options = {"logs_specs": config.logs_specs, "start_method": config.start_method}
+    result = Agent(spec, rounds, received, **options).run()
     if not result.is_failed():
         return FINISHED
     if result.failures and told_exit_code() is None and not _has_hung():

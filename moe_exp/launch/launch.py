@@ -1,6 +1,4 @@
-"""From settings to a running job on this node: checks, embedded corpus, torchrun (launch/torchrun_job.py),
-summary, exit code.
-"""
+"""Runs a job on this node: checks, embedded corpus, torchrun (launch/torchrun_job.py), summary, exit code."""
 
 from __future__ import annotations
 
@@ -15,16 +13,25 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, module_arguments
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.misspelt import unknown_variables
+from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, METRICS_FILE, complain
+from moe_exp.host.exit_codes import (
+    BAD_INPUT,
+    FAILED,
+    FINISHED,
+    LAUNCH_TIME,
+    METRICS_FILE,
+    RENDEZVOUS_KEY,
+    complain,
+)
 from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
     child_environment,
     run_job,
+    shared_key,
     signals_ignored,
     torchrun_command,
 )
@@ -35,20 +42,16 @@ from moe_exp.watch.hangs.monitor import HangWatch
 
 
 def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
-    """Checks the settings and runs the job of this node, or with `dry_run` prints what would run.
+    """Checks the settings and runs this node's job, or with `dry_run` prints what would run.
 
     Args:
         flags: settings from the command line by field name; None counts as not given.
-        dry_run: nothing is started or created; devices and packages that this machine lacks are only warned
-            about.
+        dry_run: starts and creates nothing; devices and packages missing on this machine are only warnings.
 
     Returns:
-        Exit code: 0 for a run that has come to TRAIN_ITERS, 75 for one that was stopped and goes on with the
-            same command, 2 for settings
-        that cannot run, others for one that failed.
+        Exit code: 0 finished, 75 stopped (the same command resumes), 2 settings cannot run, others failed.
     """
-    for name, near in unknown_variables(os.environ):
-        complain(f"warning: {name} is not a setting; did you mean {near}?")
+    warn_of_misspelt()
     try:
         config = load_config(flags)
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
@@ -63,15 +66,14 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
 
 
 def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE) -> int:
-    """Runs the ranks of this node until they end; after failures again, MAX_RESTARTS times.
+    """Runs this node's ranks until they end, with up to MAX_RESTARTS restarts after failures.
 
     Args:
-        config: settings that passed the checks.
-        flags: the settings of the command line, which the ranks resolve again together with the environment.
+        flags: command line settings, which the ranks resolve again together with the environment.
         module: what each rank runs.
 
     Raises:
-        ConfigError: the embedded corpus cannot be made.
+        ConfigError: the embedded corpus, or the key that several nodes share, cannot be made.
     """
     if not config.train_data:
         try:
@@ -79,39 +81,39 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
     if config.preflight and module == TRAIN_MODULE:
-        # here, as it starts ranks by the functions of this module
-        from moe_exp.launch.preflight.before_training import passes
+        # imported here, as it uses functions of this module
+        from moe_exp.launch.preflight.report import passes
 
         if not passes(config, flags):
             return FAILED
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
-    environ = child_environment(config) | {
-        METRICS_FILE: str(folder.metrics.absolute()),
-        LAUNCH_TIME: str(start),
-    }
+    environ = child_environment(config)
+    environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
+    if config.nnodes > 1:
+        try:
+            environ[RENDEZVOUS_KEY] = shared_key(folder.rendezvous_key)
+        except (OSError, ValueError) as error:
+            raise ConfigError([str(error)]) from None
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
-    command = torchrun_command(
-        config, rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags), module
-    )
+    arguments = rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags)
+    command = torchrun_command(config, arguments, module)
     with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
         environ |= watch.environment if watch else {}
         code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
     if config.node_rank:
         return code
-    with signals_ignored():  # a scheduler sends more than one
+    with signals_ignored():  # schedulers send several
         ended = finish_run(config, folder, since=started, wall_seconds=time.monotonic() - start, code=code)
     if ended is None:
         return code
     status, text = ended
     print(f"\n{text}", flush=True)
-    # Ranks that have finished may still be torn down with an error, for instance by a peer that left earlier.
+    # Teardown of finished ranks may fail, for instance if a peer left earlier.
     return FINISHED if status == "finished" else code or FAILED
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
-    """`module_arguments`, and the rendezvous as given: ranks have in their environment that of a store of
-    their own (launch/rendezvous.py).
-    """
+    """`module_arguments` plus the rendezvous, which the ranks' environment replaces by their own store's."""
     return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
 
 
@@ -121,18 +123,11 @@ _STOPPING_UNSAVED = (
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
-    """Prints the text also where files are missing, and only warns of a full disk: a run can be planned on
-    another machine.
-    """
+    """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags), flush=True)
     problems = check_files(config, with_space=False)
-    _warn(
-        [
-            *check_machine(config),
-            *(line for line in check_files(config) if line not in problems),
-            *space_warnings(config),
-        ]
-    )
+    new = (line for line in check_files(config) if line not in problems)
+    _warn([*check_machine(config), *new, *space_warnings(config)])
     if problems:
         raise ConfigError(problems)
     return 0
@@ -146,9 +141,7 @@ def _warn(lines: Iterable[str]) -> None:
 def dry_run_text(
     config: Config, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
 ) -> str:
-    """Merged settings with where each comes from (nothing: its default), the torchrun command and the
-    start-up report.
-    """
+    """Merged settings with their sources (none: default), the torchrun command and the start-up report."""
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     lines = []
     for name, value in config.model_dump().items():
@@ -156,9 +149,8 @@ def dry_run_text(
         setting = f"{name.upper()}={_shown(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
-    return "\n".join(
-        [*lines, "", f"run folder: {RunFolder.of(config).path}", command, "", startup_report(config)]
-    )
+    folder = f"run folder: {RunFolder.of(config).path}"
+    return "\n".join([*lines, "", folder, command, "", startup_report(config)])
 
 
 def _shown(value: object) -> str:

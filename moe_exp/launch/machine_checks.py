@@ -1,6 +1,6 @@
-"""What has to hold on this machine before a run starts: devices, packages, port, files and folders.
+"""Requirements on this machine before a run starts: devices, packages, port, files and folders.
 
-Every function returns the lines of all problems it finds (name, value, rule, fix) and creates nothing.
+Every function returns a line for each problem (name, value, rule, fix) and creates nothing.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import importlib.util
 import os
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import yaml
 from packaging.version import Version
 
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
+from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.determinism import environment_problems
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, read_yaml
 from moe_exp.host.processes import free_port
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
@@ -31,14 +31,12 @@ from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, run_folde
 
 
 def check_environment(config: Config) -> list[str]:
-    """Problems of this machine: devices, packages, port, files and folders."""
+    """All problems of this machine."""
     return check_machine(config) + check_files(config)
 
 
 def check_machine(config: Config) -> list[str]:
-    """Devices, variables, packages and port that another machine may have; a dry run only warns about
-    these.
-    """
+    """Devices, variables, packages and port; only warnings in a dry run, as another machine may have them."""
     return [
         *_devices(config),
         *(environment_problems(config, os.environ) if count_gpus() else ()),
@@ -51,9 +49,7 @@ def check_machine(config: Config) -> list[str]:
 
 
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
-    """Data, tokenizer and folders, on node 0 and on every other node; `with_space`: and room for what the run
-    will write.
-    """
+    """Data, tokenizer and folders, on every node; `with_space`: and disk space for the run."""
     return [
         *_data(config),
         *_tokenizer(config),
@@ -66,25 +62,19 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
 
 
 def space_warnings(config: Config) -> list[str]:
-    """Where a run that has a checkpoint has room for its next one, but not until its end: no reason to refuse
-    a job of a chain at night.
-    """
+    """Warns if a resumed run has space for its next checkpoint, but not until its end."""
     there, refused, rest = _room(config)
     return rest if there and not refused else []
 
 
 def _space(c: Config) -> list[str]:
-    """Room for all checkpoints of the run beside those that are there, or for one (DISK_CHECK); of a run that
-    goes on for its next.
-    """
+    """Space for all new checkpoints, or for one (DISK_CHECK); for a resumed run only for its next one."""
     there, refused, rest = _room(c)
     return refused if there else refused or rest
 
 
 def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Iterations of the checkpoints in the folder, the problem where the next one does not fit, and the one
-    where not all do.
-    """
+    """Existing checkpoints, and problems if the next one, or all of them, do not fit."""
     if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
         return [], [], []
     folder = RunFolder.of(c)
@@ -94,139 +84,98 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
     except OSError:
         return [], [], []
     iteration = max(there, default=0)
-    next_save = (
-        min(c.train_iters, (iteration // c.save_interval + 1) * c.save_interval)
-        if c.save_interval
-        else c.train_iters
-    )
+    next_save = c.train_iters
+    if c.save_interval:
+        next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)
     until_end = disk_use(c, iteration=iteration, there=there)
-    next_bytes = disk_use(
-        c.model_copy(update={"train_iters": next_save}), iteration=iteration, there=there
-    ).needed_bytes
+    short = c.model_copy(update={"train_iters": next_save})
+    next_bytes = disk_use(short, iteration=iteration, there=there).needed_bytes
     if c.disk_check == "one":
         next_bytes = min(until_end.needed_bytes, checkpoint_bytes(c))
     refused, rest = [], []
     has = f"{place} has {bytes_text(free_bytes)} free and the run needs"
     if free_bytes < next_bytes and (there or c.disk_check == "one"):
         what = " for its next checkpoint, and its records until then" if there else ""
-        fix = (
-            "make room, or move the run to a larger disk and set RUN_DIR"
-            if there
-            else "choose a RUN_DIR on a larger disk, or make room"
-        )
+        fix = "make room, or move the run to a larger disk and set RUN_DIR" if there else _LARGER_DISK
         refused.append(problem("run_dir", c.run_dir, f"{has} {bytes_text(next_bytes)}{what}", fix))
     if free_bytes < until_end.needed_bytes and c.disk_check == "run":
         rest.append(_until_end(c, until_end, has, free_bytes, there))
     return there, refused, rest
 
 
+_LARGER_DISK = "choose a RUN_DIR on a larger disk, or make room"
+_BY_HAND = "; DISK_CHECK=one if you remove checkpoints by hand"
+
+
 def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[int]) -> str:
-    rule, fix = f"{has} {bytes_text(use.needed_bytes)}", "choose a RUN_DIR on a larger disk, or make room"
+    rule, fix = f"{has} {bytes_text(use.needed_bytes)}", _LARGER_DISK
     if use.num_new > 1:
         those = f" beside the {len(there)} that are there" if there else ""
-        rule += (
-            f" until iteration {c.train_iters}: {use.num_new} checkpoints of"
-            f" {bytes_text(use.one_bytes)}{those}, and its records"
-        )
-        fitting = keep_last_that_fits(c, free_bytes, iteration=max(there, default=0), there=there)
-        if fitting:
-            fix = (
-                f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}; DISK_CHECK=one if you remove"
-                " checkpoints by hand"
-            )
+        rule += f" until iteration {c.train_iters}: {use.num_new} checkpoints of {bytes_text(use.one_bytes)}"
+        rule += f"{those}, and its records"
+        if fitting := keep_last_that_fits(c, free_bytes, iteration=max(there, default=0), there=there):
+            fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}{_BY_HAND}"
         elif free_bytes >= checkpoint_bytes(c):
-            fix += "; DISK_CHECK=one if you remove checkpoints by hand"
+            fix += _BY_HAND
     return problem("run_dir", c.run_dir, rule, fix)
 
 
 def _devices(c: Config) -> Iterator[str]:
     if 0 < (gpus := count_gpus()) < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
-        yield problem(
-            "gpus_per_node", c.gpus_per_node, f"this host has {gpus} GPU{'s' if gpus > 1 else ''}", fix
-        )
+        rule = f"this host has {gpus} GPU{'s' if gpus > 1 else ''}"
+        yield problem("gpus_per_node", c.gpus_per_node, rule, fix)
 
 
 def _snapshot(c: Config) -> Iterator[str]:
     if c.memory_snapshot and not count_gpus():
         rule = "records the allocations on a CUDA device, this host has none"
-        yield problem(
-            "memory_snapshot",
-            c.memory_snapshot,
-            rule,
-            "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU",
-        )
+        fix = "leave it empty; the trace of PROFILE_ITERS has the memory of a CPU"
+        yield problem("memory_snapshot", c.memory_snapshot, rule, fix)
 
 
 def _traced_modules(c: Config) -> Iterator[str]:
-    """Packages alone are looked for: to find a module in one would import it."""
+    """Checks only packages, since finding a module in one would import it."""
     for name in c.trace_calls_in.split(",") if c.trace_calls_from else ():
         package = name.strip().partition(".")[0]
         if not package.isidentifier() or importlib.util.find_spec(package) is None:
-            yield problem(
-                "trace_calls_in",
-                name,
-                "no package of that name is installed",
-                "name packages or modules, with commas",
-            )
+            rule, fix = "no package of that name is installed", "name packages or modules, with commas"
+            yield problem("trace_calls_in", name, rule, fix)
 
 
 def _packages(c: Config) -> Iterator[str]:
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
-        yield problem(
-            "impl",
-            "te",
-            "transformer_engine is not installed",
-            "pip install transformer-engine[pytorch], or set IMPL=local",
-        )
+        fix = "pip install transformer-engine[pytorch], or set IMPL=local"
+        yield problem("impl", "te", "transformer_engine is not installed", fix)
     yield from _expert_backend(c)
     yield from _kernels(c)
     yield from _fp8(c)
     yield from _optimizer(c)
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
-        yield problem(
-            "wandb_project",
-            c.wandb_project,
-            "wandb is not installed",
-            "pip install wandb, or set WANDB_MODE=disabled",
-        )
-
-
-# EXPERT_BACKEND to the modules it imports and how to install them. Without torch here, so apart from
-# layers/experts/gemm_packages.py.
-EXPERT_PACKAGES = {
-    "grouped_gemm": (("grouped_gemm",), "pip install --no-build-isolation nv-grouped-gemm"),
-    "te": (("transformer_engine",), "pip install --no-build-isolation transformer-engine[pytorch]"),
-    "megablocks": (("megablocks", "grouped_gemm"), "pip install --no-build-isolation megablocks[gg]"),
-}
+        fix = "pip install wandb, or set WANDB_MODE=disabled"
+        yield problem("wandb_project", c.wandb_project, "wandb is not installed", fix)
 
 
 def _expert_backend(c: Config) -> Iterator[str]:
-    modules, install = EXPERT_PACKAGES.get(c.expert_backend, ((), ""))
-    if missing := [module for module in modules if importlib.util.find_spec(module) is None]:
+    if c.expert_backend == "auto":
+        return
+    backend = EXPERT_BACKENDS[c.expert_backend]
+    if missing := backend.missing():
         rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
-        yield problem("expert_backend", c.expert_backend, rule, f"{install}, or set EXPERT_BACKEND=auto")
-    elif modules and count_gpus() == 0:
-        yield problem(
-            "expert_backend",
-            c.expert_backend,
-            "needs a CUDA device, this host has none",
-            "set EXPERT_BACKEND=auto",
-        )
+        fix = f"{backend.install}, or set EXPERT_BACKEND=auto"
+        yield problem("expert_backend", c.expert_backend, rule, fix)
+    elif backend.modules and count_gpus() == 0:
+        yield problem("expert_backend", c.expert_backend, _NO_CUDA, "set EXPERT_BACKEND=auto")
 
 
-OLDEST_GPU = (8, 0)  # as layers/kernels/launch.py has it
+_NO_CUDA = "needs a CUDA device, this host has none"
+OLDEST_GPU = (8, 0)  # as in layers/kernels/launch.py
 
 
 def _kernels(c: Config) -> Iterator[str]:
-    """What `auto` would do without, and the ranks would end with where it was asked for by name. A CPU has
-    the twins in plain torch.
-    """
-    asked = [
-        (name, other)
-        for name, other in (("expert_backend", "auto"), ("cross_entropy", "megatron"))
-        if getattr(c, name) == "triton"
-    ]
+    """Triton kernels requested by name; `auto` does without them, and a CPU has plain torch versions."""
+    others = {"expert_backend": "auto", "cross_entropy": "megatron"}
+    asked = [(name, other) for name, other in others.items() if getattr(c, name) == "triton"]
     if not asked or not count_gpus():
         return
     rule, fix = "", ""
@@ -241,24 +190,22 @@ def _kernels(c: Config) -> Iterator[str]:
 
 
 def _fp8(c: Config) -> Iterator[str]:
-    """Without its package or a GPU Megatron would go on in bf16 and say nothing. How new the GPU is, is seen
-    when the layer is built.
-    """
+    """Without its package or a GPU Megatron silently uses bf16; the layer checks the GPU's generation."""
     if c.fp8 == "none":
         return
     if importlib.util.find_spec("transformer_engine") is None:
-        fix = f"{EXPERT_PACKAGES['te'][1]}, or set FP8=none"
+        fix = f"{EXPERT_BACKENDS['te'].install}, or set FP8=none"
         yield problem("fp8", c.fp8, "is computed by Transformer Engine, which is not installed", fix)
     elif count_gpus() == 0:
-        yield problem("fp8", c.fp8, "needs a CUDA device, this host has none", "set FP8=none")
+        yield problem("fp8", c.fp8, _NO_CUDA, "set FP8=none")
 
 
-# The oldest bitsandbytes whose 8-bit kernels take what optimizers.Adam8bit gives them, on a GPU and on a CPU.
+# The oldest bitsandbytes whose 8-bit kernels support our Adam8bit.
 BITSANDBYTES = {"GPU": "0.45", "CPU": "0.50"}
 
 
 def bitsandbytes_problem(device: str) -> str:
-    """Why OPTIMIZER=adam8bit cannot run on this kind of device, one of BITSANDBYTES, or ''."""
+    """Why OPTIMIZER=adam8bit cannot run on a GPU or CPU, or ''."""
     if importlib.util.find_spec("bitsandbytes") is None:
         return "bitsandbytes is not installed"
     if Version(found := importlib.metadata.version("bitsandbytes")) < Version(BITSANDBYTES[device]):
@@ -269,28 +216,20 @@ def bitsandbytes_problem(device: str) -> str:
 def _optimizer(c: Config) -> Iterator[str]:
     device = "GPU" if count_gpus() else "CPU"
     if c.optimizer == "adam8bit" and (reason := bitsandbytes_problem(device)):
-        yield problem(
-            "optimizer",
-            "adam8bit",
-            reason,
-            f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam",
-        )
+        fix = f"pip install 'bitsandbytes>={BITSANDBYTES[device]}', or set OPTIMIZER=adam"
+        yield problem("optimizer", "adam8bit", reason, fix)
 
 
 def _port(c: Config) -> Iterator[str]:
     if c.node_rank == 0 and (reason := _port_problem(c.master_port)):
-        yield problem(
-            "master_port",
-            c.master_port,
-            reason,
-            f"set MASTER_PORT to a free port, for instance {free_port()}",
-        )
+        fix = f"set MASTER_PORT to a free port, for instance {free_port()}"
+        yield problem("master_port", c.master_port, reason, fix)
 
 
 def _port_problem(port: int) -> str:
     """Why rank 0 cannot listen on a TCP port, or ''."""
     with socket.socket() as probe:
-        # A port on which connections of the last run linger (TIME_WAIT) is free for a listener.
+        # A port with lingering connections of the last run (TIME_WAIT) is free for a listener.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("", port))
@@ -305,45 +244,33 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 def _shared_memory(c: Config) -> Iterator[str]:
-    """Workers hand their batches over in shared memory, of which a container has 64 MB unless it is told
-    otherwise.
-    """
+    """Data loader workers pass batches in shared memory, of which containers have 64 MB by default."""
     if not c.num_workers or not _SHARED_MEMORY.is_dir():
         return
-    microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # and the one that is being used
+    microbatches = c.num_workers * PREFETCHED_MICROBATCHES + 1  # plus the current one
     needed_bytes = c.gpus_per_node * microbatches * c.mbsz * (c.seq_len + 1) * 8
     place = os.statvfs(_SHARED_MEMORY)
     free_bytes = place.f_bavail * place.f_frsize
     if needed_bytes > free_bytes:
-        rule = (
-            f"its batches need {needed_bytes / 1e6:.1f} MB of shared memory on this node, {_SHARED_MEMORY}"
-            f" has {free_bytes / 1e6:.1f} MB"
-        )
-        size = f"{-(-2 * needed_bytes // 2**20)}m"
-        yield problem(
-            "num_workers",
-            c.num_workers,
-            rule,
-            f"set NUM_WORKERS=0, or start the container with --shm-size={size}",
-        )
+        needed, free = bytes_text(needed_bytes), bytes_text(free_bytes)
+        rule = f"its batches need {needed} of shared memory on this node, {_SHARED_MEMORY} has {free}"
+        fix = f"set NUM_WORKERS=0, or start the container with --shm-size={-(-2 * needed_bytes // 2**20)}m"
+        yield problem("num_workers", c.num_workers, rule, fix)
 
 
 def _data(c: Config) -> Iterator[str]:
-    """TRAIN_DATA and VALID_DATA, or the parts of TRAIN_DATA by SPLIT: whole, long enough for a sample, within
-    the vocabulary.
-    """
+    """TRAIN_DATA (or its parts by SPLIT) and VALID_DATA: complete, long enough, within the vocabulary."""
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
             shares = parse_split(c.split)[:2]
         except ValueError:
-            return  # check_config says so
+            return  # reported by check_config
     for name, blend in (("train_data", c.train_data), ("valid_data", c.valid_data)):
         try:
             prefixes = [prefix for _, prefix in parse_blend(blend)] if blend else []
         except ValueError as error:
-            # Its text begins with the value and ends with the fix.
-            yield f"{name.upper()}={error}"
+            yield f"{name.upper()}={error}"  # begins with the value and ends with the fix
             continue
         for prefix in dict.fromkeys(prefixes):
             yield from _prefix(c, name, prefix, shares if name == "train_data" else [None, (0.0, 1.0)])
@@ -351,12 +278,8 @@ def _data(c: Config) -> Iterator[str]:
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
     if reason := bin_idx_problem(prefix):
-        yield problem(
-            name,
-            prefix,
-            reason,
-            f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix",
-        )
+        fix = f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix"
+        yield problem(name, prefix, reason, fix)
         return
     files = TokenFiles(prefix)
     for part, share in zip(("training", "validation"), shares, strict=True):
@@ -366,12 +289,8 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
         if num_tokens <= c.seq_len:
             of = f" by SPLIT={c.split}" if c.split else ""
             rule = f"has {num_tokens} tokens for {part}{of}, one sample needs SEQ_LEN + 1 = {c.seq_len + 1}"
-            yield problem(
-                name,
-                prefix,
-                rule,
-                "use more data or a smaller SEQ_LEN" + (", or give another SPLIT" if c.split else ""),
-            )
+            fix = "use more data or a smaller SEQ_LEN" + (", or give another SPLIT" if c.split else "")
+            yield problem(name, prefix, rule, fix)
     vocab_size = files.tokenizer_fact("vocab_size")
     if vocab_size and vocab_size > c.vocab_size:
         rule = f"was tokenized with {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
@@ -382,12 +301,8 @@ def _tokenizer(c: Config) -> Iterator[str]:
     if not c.tokenizer:
         return
     if not Path(c.tokenizer).exists():
-        yield problem(
-            "tokenizer",
-            c.tokenizer,
-            "does not exist",
-            "set TOKENIZER to a folder with tokenizer.json, or to that file",
-        )
+        fix = "set TOKENIZER to a folder with tokenizer.json, or to that file"
+        yield problem("tokenizer", c.tokenizer, "does not exist", fix)
         return
     try:
         size = tokenizer_vocab_size(c.tokenizer)
@@ -401,14 +316,11 @@ def _tokenizer(c: Config) -> Iterator[str]:
 
 def _load_dir(c: Config) -> Iterator[str]:
     folder = Path(c.load_dir).expanduser()
-    if c.load_dir and not any(
-        (folder / name).is_file() for name in (LATEST, f"checkpoints/{LATEST}", "metadata.json")
-    ):
-        fix = (
-            "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration, or leave it"
-            " empty"
-        )
-        yield problem("load_dir", c.load_dir, f"is not a folder with checkpoints, it has no {LATEST}", fix)
+    names = (LATEST, f"checkpoints/{LATEST}", "metadata.json")
+    if c.load_dir and not any((folder / name).is_file() for name in names):
+        fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration"
+        rule = f"is not a folder with checkpoints, it has no {LATEST}"
+        yield problem("load_dir", c.load_dir, rule, f"{fix}, or leave it empty")
 
 
 def _upcycle_from(c: Config) -> Iterator[str]:
@@ -420,12 +332,24 @@ def _upcycle_from(c: Config) -> Iterator[str]:
         yield problem("upcycle_from", c.upcycle_from, "has no checkpoint", fix)
         return
     settings = folder.absolute().parent.parent / "config.yaml"
-    if settings.is_file():  # else the checkpoint was moved; it holds the settings as well, for `upcycle`
-        yield from dense_problems(c, yaml.safe_load(settings.read_text(encoding="utf-8")))
+    if settings.is_file():  # else the checkpoint was moved; `upcycle` reads the settings in it
+        yield from _dense_problems(c, settings)
+
+
+def _dense_problems(c: Config, settings: Path) -> list[str]:
+    try:
+        dense = read_yaml(settings)
+        if not isinstance(dense, Mapping):
+            raise ValueError("it holds no settings")
+        return dense_problems(c, dense)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        rule = f"{settings} cannot be read ({' '.join(str(error).split())})"
+        fix = "restore the file, or remove it: the checkpoint holds the settings as well"
+        return [problem("upcycle_from", c.upcycle_from, rule, fix)]
 
 
 def _data_dir(c: Config) -> Iterator[str]:
-    """Where the embedded corpus is to be made, or Megatron's indices; what is there is only read."""
+    """Checks the folder for the embedded corpus or Megatron's indices, if they do not exist yet."""
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty) goes"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron go"
@@ -433,8 +357,6 @@ def _data_dir(c: Config) -> Iterator[str]:
         return
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        state = "not writable" if place.is_dir() else "a file"
-        rule = f"{what} there, but {place} is {state}"
-        yield problem(
-            "data_dir", c.data_dir, rule, "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
-        )
+        rule = f"{what} there, but {place} is {'not writable' if place.is_dir() else 'a file'}"
+        fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
+        yield problem("data_dir", c.data_dir, rule, fix)

@@ -1,35 +1,42 @@
-"""How the agents of several nodes agree on one start of the ranks after another.
+"""How the agents of several nodes agree on each start of the ranks.
 
-torchrun's static rendezvous does not tell the other nodes of a failure. Its c10d rendezvous does, but numbers
-the nodes itself, and NODE_RANK has to mean something. Both of torch 2.13 give the ranks of the next start the
-store in which those that died have left their addresses (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is
-set). So this is a rendezvous of our own, by torchrun's interface. A round is one start of all ranks. Agents
-meet in a store that the agent of node 0 keeps on MASTER_PORT for as long as it lives; the ranks of a round
-have a store of their own, on a free port, which ends with it. The stores of a job on one node listen on the
-loopback interface alone; those of several nodes on all, and whoever reaches them can end the job.
+torchrun's static rendezvous does not report failures to other nodes. Its c10d rendezvous does, but assigns
+node numbers itself, while NODE_RANK has to be kept. In torch 2.13 both give restarted ranks the store with
+the addresses of the dead ones (c10d unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set). So this is our own
+rendezvous with torchrun's interface. A round is one start of all ranks. Agents meet in a store on
+MASTER_PORT, which the agent of node 0 keeps for as long as it lives; the ranks of a round have their own
+store on a free port, which ends with the round. Stores of single-node jobs listen only on the loopback
+interface; those of multi-node jobs on all, and anybody who reaches them can end the job. All names below are
+prefixed with the job's key (`torchrun_job.shared_key`), so that jobs which share a port by mistake do not
+meet. A store that has not answered for SILENCE_SECONDS counts as lost.
 
+    key             fingerprint of the job's key; the only name without the prefix
     round           number of the current round; whoever wants the next one raises it, and every agent that
-                    sees that starts its ranks again
-    here/R/NODE     agents of a node that have come to round R
-    joined/R        nodes that have come to round R; with the last of them it begins
+                    sees it restarts its ranks
+    here/R/NODE     agents of a node that joined round R
+    joined/R        nodes that joined round R; it starts with the last of them
     port/R          of the store of the ranks of round R
-    failed/R        nodes whose ranks have failed in round R
-    failures        rounds that have ended so; over MAX_RESTARTS of them `over` is set, and all agents end
-    said/R/NODE     what a node has to say of its failures in round R, JSON
-    done/R          nodes whose ranks have come to their end in round R: what fails afterwards is no reason
-                    for another one
+    failed/R        nodes whose ranks failed in round R
+    failures        failed rounds; beyond MAX_RESTARTS `over` is set, and all agents exit
+    said/R/NODE     a node's report on its failures in round R, JSON
+    done/R          nodes whose ranks finished in round R: later failures cause no restart
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
@@ -37,25 +44,29 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-_CONNECT_SECONDS = 5.0  # of one attempt: a signal that comes meanwhile is answered after it
+# Timeout for unacknowledged data: longer than a flapping link or a failover, and short enough for a SIGTERM.
+SILENCE_SECONDS = 30
+# How long node 0 waits in later rounds: the other nodes only have to end their ranks first.
+_REJOIN_SECONDS = 45.0
+_EXIT_SECONDS = 300.0  # how long finished nodes wait for the others
+_CONNECT_SECONDS = 5.0  # per attempt: signals are handled after it
 _POLL_SECONDS = 0.1
 _LOOPBACK = "127.0.0.1"
-# Of what a node says of a failed rank, each with its type; anybody who reaches the port may say something.
+# Fields of a failure report with types; anybody who reaches the port may send one.
 _FAILURE = {"rank": int, "host": str, "device": str, "cause": str}
 _MOST_CHARACTERS = 2000
 
 
 class Rounds(RendezvousHandler):
-    """The agent of one node among all of them.
+    """The rendezvous of one node's agent.
 
     Args:
-        host: of node 0.
-        port: that its agent listens on.
-        node_rank: of this node.
-        num_nodes: all that take part, in every round.
+        host, port: of node 0's agent.
+        num_nodes: nodes in every round.
         max_restarts: rounds that may fail before the last one.
-        is_stopping: asked while waiting for other nodes: whether this one was told to end.
-        join_seconds: so long a node waits for the others.
+        is_stopping: whether this node was asked to stop; polled while waiting for others.
+        join_seconds: timeout for the other nodes in the first round.
+        key: of the job; the same on all nodes.
     """
 
     def __init__(
@@ -68,53 +79,51 @@ class Rounds(RendezvousHandler):
         max_restarts: int,
         is_stopping: Callable[[], bool] = lambda: False,
         join_seconds: float = 600.0,
+        key: str = "",
     ):
         self._host, self._port = _LOOPBACK if num_nodes == 1 else host, port
         self._node_rank, self._num_nodes, self._max_restarts = node_rank, num_nodes, max_restarts
-        self._is_stopping, self._join_seconds = is_stopping, join_seconds
+        self._is_stopping, self._join_seconds, self._key = is_stopping, join_seconds, key
         self._agents: Store | None = None
-        self._ranks: Store | None = None  # of the current round
+        self._ranks: Store | None = None
         self.round = 0
 
-    # What torchrun's agent asks for
+    # torchrun's interface
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks find their store served."""
         return True
 
     def get_backend(self) -> str:
-        """Name of this rendezvous."""
         return "rounds"
 
     def get_run_id(self) -> str:
-        """Of the job; the port is what tells jobs apart."""
+        """Constant: the port distinguishes jobs."""
         return "moe_exp"
 
     def is_closed(self) -> bool:
-        """Whether no further round may begin."""
         return self.is_over
 
     def set_closed(self) -> None:
-        """No further round may begin."""
         self._store.set("over", "1")
 
     def num_nodes_waiting(self) -> int:
-        """Whether some node wants another round."""
+        """1 if some node wants another round."""
         return int(self.has_moved)
 
     def shutdown(self) -> bool:
-        """Nothing is left to do."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Waits until every node has come to the current round.
+        """Waits until every node has joined the current round.
 
         Raises:
             RendezvousTimeoutError: not all nodes came in time.
-            RendezvousClosedError: the job is over, or this node was told to end.
-            RendezvousConnectionError: on node 0, the port is taken.
+            RendezvousClosedError: the job is over, or this node was asked to stop.
+            RendezvousConnectionError: on node 0, the port is taken; on others, node 0 has another key.
         """
+        if self._ranks is not None and self._node_rank == 0:
+            self._join_seconds = min(_REJOIN_SECONDS, self._join_seconds)
         deadline = time.monotonic() + self._join_seconds
         self._connect(deadline)
         while not self._joined(deadline):
@@ -123,34 +132,33 @@ class Rounds(RendezvousHandler):
         info = RendezvousStoreInfo(self._host, self._ranks.port)
         return RendezvousInfo(PrefixStore("agents", self._ranks), self._node_rank, self._num_nodes, info)
 
-    # What our agent asks for besides
+    # Additional methods for our agent
 
     @property
     def is_over(self) -> bool:
-        """Whether the job has failed once more than it may."""
+        """Whether the job has failed once more than it may, or was closed."""
         return self._store.check(["over"])
 
     @property
     def has_moved(self) -> bool:
-        """Whether the round that this node is in has ended elsewhere."""
+        """Whether this node's round ended elsewhere."""
         return self._current != self.round or self.is_over
 
     @property
     def num_failures(self) -> int:
-        """Rounds that have failed."""
+        """Number of failed rounds."""
         return int(self._store.add("failures", 0))
 
     def has_failed(self, number: int) -> bool:
-        """Whether round `number` has ended by a failure."""
         return int(self._store.add(f"failed/{number}", 0)) > 0
 
     def say(self, failures: list[dict[str, Any]]) -> None:
-        """Leaves for node 0 what there is to say of ranks of this node that have failed."""
+        """Reports failed ranks of this node to node 0."""
         bounded = [failure | {"cause": str(failure["cause"])[:_MOST_CHARACTERS]} for failure in failures]
         self._store.set(f"said/{self.round}/{self._node_rank}", json.dumps(bounded))
 
     def fail(self) -> None:
-        """Ends the round, as ranks of this node have failed. The job is over after the last one that may."""
+        """Ends the round because of failed ranks; beyond MAX_RESTARTS the job is over."""
         if (
             int(self._store.add(f"failed/{self.round}", 1)) == 1
             and int(self._store.add("failures", 1)) > self._max_restarts
@@ -159,26 +167,46 @@ class Rounds(RendezvousHandler):
         self.move_on()
 
     def said(self, number: int) -> list[dict[str, Any]]:
-        """What the nodes have said so far of the failures of round `number`; what no agent says is left
-        out.
-        """
+        """The valid reports on failures in round `number` so far."""
         keys = [f"said/{number}/{node}" for node in range(self._num_nodes)]
         return [
             failure for key in keys if self._store.check([key]) for failure in _failures(self._store.get(key))
         ]
 
     def move_on(self) -> None:
-        """Ends the round for all nodes; the next one begins when all have come to it."""
+        """Ends the round for all nodes; the next one starts when all have joined."""
         self._store.compare_set("round", str(self.round), str(self.round + 1))
 
     def mark_done(self) -> None:
-        """The ranks of this node have come to their end."""
+        """Records that this node's ranks have finished."""
         self._store.add(f"done/{self.round}", 1)
 
     @property
     def is_done(self) -> bool:
-        """Whether the ranks of some node have come to their end in this round."""
+        """Whether some node's ranks have finished in this round."""
         return int(self._store.add(f"done/{self.round}", 0)) > 0
+
+    def wait_until_all_are_done(self) -> None:
+        """Keeps node 0's store for nodes whose ranks finish a little later."""
+        deadline = time.monotonic() + _EXIT_SECONDS
+        with suppress(DistError):  # node 0 has left
+            while (
+                int(self._store.add(f"done/{self.round}", 0)) < self._num_nodes
+                and time.monotonic() < deadline
+            ):
+                self._is_stopping()
+                time.sleep(_POLL_SECONDS)
+
+    def reconnect(self) -> bool:
+        """Reconnects to node 0; False if its host is away. Raises ConnectionError if it refuses."""
+        try:
+            socket.create_connection((self._host, self._port), _CONNECT_SECONDS).close()
+            self._agents = PrefixStore(self._key, self._store_at(self._port, serve=False))
+        except (ConnectionRefusedError, ConnectionResetError):
+            raise
+        except (DistError, OSError):
+            return False
+        return True
 
     @property
     def _store(self) -> Store:
@@ -190,14 +218,25 @@ class Rounds(RendezvousHandler):
         return int(self._store.add("round", 0))
 
     def _connect(self, deadline: float) -> None:
-        if self._agents is None:
-            self._agents = self._open(self._port, serve=self._node_rank == 0, deadline=deadline)
+        if self._agents is not None:
+            return
+        store = self._open(self._port, serve=self._node_rank == 0, deadline=deadline)
+        fingerprint = hashlib.sha256(self._key.encode()).hexdigest()[:16]
+        if self._node_rank == 0:
+            store.set("key", fingerprint)
+        elif store.get("key") != fingerprint.encode():
+            raise RendezvousConnectionError(
+                f"node 0 at {self._host}:{self._port} has another key than this node: another job has the"
+                " port, or the nodes do not share RUN_DIR. Fix: give this job a MASTER_PORT of its own, and a"
+                " RUN_DIR on a file system of all nodes"
+            )
+        self._agents = PrefixStore(self._key, store)
 
     def _joined(self, deadline: float) -> bool:
-        """Waits for all nodes in the current round; False where it has ended before they came."""
+        """Waits for all nodes in the current round; False if it ended before."""
         self.round = self._current
         if int(self._store.add(f"here/{self.round}/{self._node_rank}", 1)) > 1:
-            # in place of an agent of this node that has died: the others' ranks have to start again with ours
+            # replaces a dead agent of this node: the other nodes' ranks have to restart with ours
             self.move_on()
             return False
         self._store.add(f"joined/{self.round}", 1)
@@ -205,12 +244,12 @@ class Rounds(RendezvousHandler):
             self._wait(deadline)
             if self._current != self.round:
                 return False
-        if self.is_over:  # a node has come and was told to end while it waited
+        if self.is_over:  # a node joined and was asked to stop while waiting
             raise RendezvousClosedError
         return True
 
     def _store_of_ranks(self, deadline: float) -> TCPStore:
-        self._ranks = None  # that of the last round ends
+        self._ranks = None  # ends the last round's store
         key = f"port/{self.round}"
         if self._node_rank == 0:
             store = self._open(0, serve=True, deadline=deadline)
@@ -221,9 +260,7 @@ class Rounds(RendezvousHandler):
         return self._open(int(self._store.get(key)), serve=False, deadline=deadline)
 
     def _open(self, port: int, *, serve: bool, deadline: float) -> TCPStore:
-        """A store that this node serves, or a connection to that of node 0, which may not have started
-        yet.
-        """
+        """Serves a store, or connects to node 0's, which may not have started yet."""
         while True:
             try:
                 store = self._store_at(port, serve=serve)
@@ -240,7 +277,10 @@ class Rounds(RendezvousHandler):
     def _store_at(self, port: int, *, serve: bool) -> TCPStore:
         timeout = timedelta(seconds=_CONNECT_SECONDS)
         if not serve or self._num_nodes > 1:
-            return TCPStore(self._host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
+            store = TCPStore(self._host, port, is_master=serve, timeout=timeout, wait_for_workers=False)
+            if not serve:
+                _limit_silence(port)
+            return store
         with socket.socket() as listener:  # TCPStore's own listens on all interfaces
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind((_LOOPBACK, port))
@@ -253,7 +293,7 @@ class Rounds(RendezvousHandler):
 
     def _wait(self, deadline: float) -> None:
         if self._agents is not None and self._is_stopping():
-            self.set_closed()  # or the other nodes would wait for this one
+            self.set_closed()  # so that the other nodes do not wait for this one
         if self._is_stopping() or (self._agents is not None and self.is_over):
             raise RendezvousClosedError
         if time.monotonic() > deadline:
@@ -261,6 +301,27 @@ class Rounds(RendezvousHandler):
                 f"not all of {self._num_nodes} nodes have come within {self._join_seconds:.0f} s"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _limit_silence(port: int) -> None:
+    """Sets timeouts on connections to `port`, from which torch's store reads without a limit (Linux only)."""
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):
+        return
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile, or not connected
+            if entry.is_socket():
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if is_tcp and connection.getpeername()[1] == port:
+                        _set_limits(connection)
+
+
+def _set_limits(connection: socket.socket) -> None:
+    """Limits unacknowledged data, and silence on an idle connection."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_SECONDS // 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_SECONDS // 4)
 
 
 def _failures(text: bytes) -> list[dict[str, Any]]:

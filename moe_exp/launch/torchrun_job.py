@@ -1,19 +1,20 @@
-"""The job of this node: its command line, its environment, the signals on their way to its ranks, its exit
-code. No torch.
+"""This node's job: command line, environment, signals and exit code. No torch.
 
-It is torchrun's agent with other manners (launch/agent.py). It runs in a session of its own, out of reach of
-the terminal, and gets the signals from here: it passes them on to the ranks, which finish the step, save and
-end. A second Ctrl-C kills the job; a second signal of another kind does not, as schedulers send several.
-Should the launcher be killed, the agent has the ranks save and end.
+The agent (launch/agent.py) runs in a session of its own, out of reach of the terminal, and gets its signals
+from here. It passes them to the ranks, which finish the step, save and exit. A second Ctrl-C kills the job; a
+second signal of another kind does not, as schedulers send several. If the launcher is killed, the agent lets
+the ranks save and exit.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,14 +23,20 @@ from types import FrameType
 from moe_exp.config import Config
 from moe_exp.config.determinism import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, complain
-from moe_exp.host.processes import STOP_SIGNALS, children_of, end_with_parent, signals_blocked
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain
+from moe_exp.host.processes import (
+    STOP_SIGNALS,
+    children_of,
+    end_with_parent,
+    orphans_adopted,
+    signals_blocked,
+)
 
 TRAIN_MODULE = "moe_exp.train"
 
 
 def torchrun_command(config: Config, module_args: Sequence[str], module: str = TRAIN_MODULE) -> list[str]:
-    """The command line of this node's agent, which is torchrun's."""
+    """The command line of this node's agent, the same as torchrun's."""
     return [
         sys.executable, "-m", "moe_exp.launch.agent",
         "--nnodes", str(config.nnodes),
@@ -43,23 +50,48 @@ def torchrun_command(config: Config, module_args: Sequence[str], module: str = T
 
 
 def child_environment(config: Config) -> dict[str, str]:
-    """Environment of torchrun and its ranks: ours, with threads per rank, the allocator on a CPU, what
-    DETERMINISTIC asks for, and without useless log lines.
-    """
+    """Ours plus threads per rank, the allocator on a CPU, DETERMINISTIC, and fewer log lines."""
     environ = dict(os.environ)
     environ |= deterministic_environment(config, environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
         environ["OMP_NUM_THREADS"] = str(threads)
-    environ.setdefault("OMP_NUM_THREADS", "1")  # what torchrun would set, with a warning
+    environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun would set this, too, with a warning
     environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if not count_gpus():
         environ = KEEP_FREED_MEMORY | environ
     if config.tp > 1 or config.cp > 1:
-        # Megatron overlaps collectives with matrix products by the order of launches, which this keeps
-        # (before Blackwell).
+        # Megatron overlaps collectives with matrix products by launch order, which this preserves (before
+        # Blackwell).
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    environ[RENDEZVOUS_KEY] = secrets.token_hex(16)  # launch() replaces it by a shared one for several nodes
     return environ
 
+
+_KEY_SECONDS = 10.0  # from the creation of the file until its node writes it
+
+
+def shared_key(path: Path) -> str:
+    """The key of a multi-node job, which the first node writes into the run folder, only for its user.
+
+    Raises:
+        ValueError: the file has no key.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        os.write(descriptor, secrets.token_hex(16).encode())
+        os.close(descriptor)
+    deadline = time.monotonic() + _KEY_SECONDS
+    while len(key := path.read_text()) != 32:  # another node is writing it
+        if time.monotonic() > deadline:
+            raise ValueError(f"{path}: has no key in it. Fix: remove it while no node of the run is up")
+        time.sleep(0.1)
+    return key
+
+
+_STILL_SECONDS = 60.0  # limit for an agent that should end its ranks
+# Time for ranks to save if their agent was killed.
+_SAVE_SECONDS = 600.0
 
 STOPPING = "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
 
@@ -69,38 +101,40 @@ def run_job(
     environ: Mapping[str, str],
     *,
     stopping: str = STOPPING,
-    poll: Callable[[], None] | None = None,
+    poll: Callable[[bool], bool] | None = None,
 ) -> int:
-    """Runs the agent, hands signals on as described at the top of this file, and returns the exit code that
-    the ranks told.
+    """Runs the agent, passes signals on (see the top of this file), and returns the ranks' exit code.
 
-    A job that a signal ended before its ranks could tell one gives 128 + the number of the signal, as a shell
-    does.
+    If a signal ends the job before its ranks report one, returns 128 + the signal's number, as a shell does.
 
     Args:
-        command: the agent's.
-        environ: its environment.
-        stopping: what is said at the first signal; empty: the ranks have nothing to save, and it kills them.
-        poll: called every 0.2 s; it may not take long.
+        stopping: message at the first signal; empty: the ranks have nothing to save, and it kills them.
+        poll: called every 0.2 s, with whether the job was asked to stop now; returns whether it ended the
+            ranks because of a hang. Must be fast.
     """
     received: list[int] = []
     num_sent = 0
-    with _signals_into(received), tempfile.TemporaryDirectory() as folder:
+    with _signals_into(received), orphans_adopted(), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
-        with signals_blocked():  # one that comes while it imports waits until it can pass it on
+        with signals_blocked():  # signals during its imports wait until it can pass them on
             agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
-        while (code := _wait(agent)) is None:
+        stillness = _Stillness(alive_file(str(code_file)))
+        before, orphans = set(children_of(os.getpid())), _Orphans()
+        while (code := _wait(agent)) is None or orphans.are_left(code, before):
             if received.count(signal.SIGINT) > 1 or (received and not stopping):
-                _kill_job(agent)
+                _kill_job([agent.pid] if code is None else orphans.pids)
             for number in received[num_sent:]:
                 if num_sent == 0 and stopping:
                     complain(stopping)
                 num_sent += 1
-                _send(agent.pid, number)
-            if poll is not None:
-                poll()
-        # Empty where a rank has died over it, or the disk is full.
+                for pid in orphans.pids if code is not None else [agent.pid]:
+                    _send(pid, signal.SIGTERM if code is not None and number == signal.SIGHUP else number)
+            has_hung = poll is not None and poll(bool({*received} - {signal.SIGUSR1}))
+            if code is None and stillness.seconds(counts=has_hung or bool(received)) > _STILL_SECONDS:
+                complain(f"the agent has not moved for {_STILL_SECONDS:.0f} s: it and its ranks are killed")
+                _kill_job([agent.pid])
+        # Empty if the rank died while writing it, or the disk is full.
         if code_file.exists() and (told := code_file.read_text()):
             return int(told)
     if code and received:
@@ -108,9 +142,26 @@ def run_job(
     return code if code >= 0 else 128 - code
 
 
+class _Stillness:
+    """How long a file has not been touched, counted only while there is a reason and this process runs."""
+
+    def __init__(self, path: Path):
+        self._path, self._touched, self._seconds = path, 0.0, 0.0
+        self._looked = time.monotonic()
+
+    def seconds(self, *, counts: bool) -> float:
+        now, touched = time.monotonic(), 0.0
+        with suppress(OSError):
+            touched = self._path.stat().st_mtime
+        is_still = counts and touched == self._touched
+        self._seconds = self._seconds + min(now - self._looked, 1.0) if is_still else 0.0
+        self._looked, self._touched = now, touched
+        return self._seconds
+
+
 @contextmanager
 def _signals_into(received: list[int]) -> Iterator[None]:
-    """Inside the block the signals that ask for an end are only appended to `received`."""
+    """Inside the block, stop signals are only appended to `received`."""
 
     def receive(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -125,7 +176,7 @@ def _signals_into(received: list[int]) -> Iterator[None]:
 
 @contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Inside the block the signals that ask for an end do nothing: it is the end."""
+    """Ignores stop signals inside the block."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (*STOP_SIGNALS, signal.SIGHUP)}
     try:
         yield
@@ -141,13 +192,41 @@ def _wait(agent: subprocess.Popen[bytes]) -> int | None:
         return None
 
 
-def _kill_job(agent: subprocess.Popen[bytes]) -> None:
+class _Orphans:
+    """The ranks of a killed agent; SIGTERM makes them save, and the launcher waits for their exit code."""
+
+    def __init__(self) -> None:
+        self.pids: list[int] = []
+        self._deadline: float | None = None
+
+    def are_left(self, code: int, before: set[int]) -> bool:
+        """Whether some run; `code`: the agent's; `before`: children it did not start, and the agent."""
+        if code >= 0:
+            return False
+        if self._deadline is None:
+            self._deadline = time.monotonic() + _SAVE_SECONDS
+        self.pids = [pid for pid in children_of(os.getpid()) if pid not in before and not _is_reaped(pid)]
+        if self.pids and time.monotonic() > self._deadline:
+            _kill_job(self.pids)
+        elif self.pids:
+            time.sleep(0.2)
+        return bool(self.pids)
+
+
+def _is_reaped(pid: int) -> bool:
+    """Reaps a child if it has ended."""
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:
+        return True
+
+
+def _kill_job(pids: Sequence[int]) -> None:
     # The agent first, so that it does not report the ranks as failed.
-    for pid in [agent.pid, *children_of(agent.pid)]:
+    for pid in [*pids, *(child for parent in pids for child in children_of(parent))]:
         _send(pid, signal.SIGKILL)
 
 
 def _send(pid: int, number: int) -> None:
-    # It may have ended meanwhile.
     with suppress(ProcessLookupError):
         os.kill(pid, number)

@@ -1,1 +1,1 @@
-"""Runs of weeks: what is looked at while nobody looks. No torch."""
+"""Monitoring of long-running jobs. No torch."""

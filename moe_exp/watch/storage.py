@@ -1,22 +1,20 @@
-"""How often to save, and what a run needs on disk: `moe-exp watch storage`. No torch.
+"""How often to save, and the disk space that a run needs: `moe-exp watch storage`. No torch.
 
-How often. With failures at random, one every M seconds on average, and saves that take d seconds, work of t
-seconds between two saves loses (t + d) / 2 with a failure and d with each save. The interval that loses
-least:
+With random failures, one every M seconds on average, and saves of d seconds, a save interval of t seconds
+loses (t + d) / 2 with a failure and d with each save. The best interval:
 
     Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
         t = sqrt(2 d M)
     Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3),
     equation 37):
-        t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    where d < 2M, else t = M
+        t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
 
-What an interval costs follows from Daly's model of the whole time (equation 20), in which saves and restarts
-fail as well:
+Its cost follows from Daly's model of the total time (equation 20), in which saves and restarts can fail, too:
 
     T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
                                                    next iteration
 
-With ASYNC_SAVE training waits for less than d, and loses what was not yet published: d is then an upper bound
+With ASYNC_SAVE training waits for less than d, and a failure loses the unpublished save: d is an upper bound
 for both.
 """
 
@@ -29,29 +27,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, read_yaml
 from moe_exp.planner.costs.disk import DiskUse, disk_use
 from moe_exp.runs.records import Record, read_metrics, time_of
 from moe_exp.runs.run_folder import RunFolder
 
-# Events that end all ranks, by themselves or by a restart. What comes within this time is one failure: all
-# ranks tell of it.
+# Events that end all ranks. All within _ONE_FAILURE_SECONDS count as one failure: every rank reports it.
 FAILURES = ("rank_failed", "hang", "replicas_differ")
 _ONE_FAILURE_SECONDS = 120.0
 _NUM_RECORDS = 200
-_FEW_FAILURES, _FEW_HOURS = 2, 10.0  # less than these says nothing about the time between failures
+_FEW_FAILURES, _FEW_HOURS = 2, 10.0  # fewer give no estimate of the time between failures
 
 
 def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of work between saves that lose least, to first order (Young 1974)."""
+    """Best seconds of work between saves, to first order (Young 1974)."""
     return math.sqrt(2 * save_seconds * mtbf_seconds)
 
 
 def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Seconds of work between saves that lose least (Daly 2006, equation 37)."""
+    """Best seconds of work between saves (Daly 2006, equation 37)."""
     if save_seconds >= 2 * mtbf_seconds:
         return mtbf_seconds
     ratio = save_seconds / (2 * mtbf_seconds)
@@ -61,27 +56,24 @@ def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
 def lost_share(
     interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
 ) -> float:
-    """Time over that of the work alone, 0.1 for a tenth more: saves, restarts and work done again (Daly 2006,
-    equation 20).
-    """
+    """Time lost to saves, restarts and repeated work, over that of the work (Daly 2006, equation 20)."""
     exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
-    if max(exponents) > 700:  # never done
+    if max(exponents) > 700:  # never finishes
         return math.inf
     return mtbf_seconds * math.exp(exponents[0]) * math.expm1(exponents[1]) / interval_seconds - 1
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a run shows of its pace; None where it does not.
+    """Measurements of a run; None if not known yet.
 
     Args:
         iteration_seconds: median of the latest train records.
         save_seconds: median over the saves.
         checkpoint_bytes: of the latest.
-        hours: of training.
-        num_failures: in that time.
+        hours, num_failures: training time, and failures in it.
         restart_seconds: median from a failure to the next start's resume.
-        iteration: the last that was done.
+        iteration: the last finished one.
     """
 
     iteration_seconds: float | None = None
@@ -94,14 +86,12 @@ class Measured:
 
 
 def measured(records: Sequence[Record]) -> Measured:
-    """Of the records of a run's metrics.jsonl."""
+    """Computes them from the records of a run's metrics.jsonl."""
     train = [record for record in records if record.get("kind") == "train"]
     events = [record for record in records if record.get("kind") == "event"]
     saves = [event for event in events if event.get("event") == "checkpoint"]
-    times, seconds = (
-        _numbers(train[-_NUM_RECORDS:], "elapsed_time_per_iteration_ms"),
-        _numbers(saves, "seconds"),
-    )
+    times = _numbers(train[-_NUM_RECORDS:], "elapsed_time_per_iteration_ms")
+    seconds = _numbers(saves, "seconds")
     failures, restarts = _failures(events)
     return Measured(
         iteration_seconds=statistics.median(times) / 1e3 if times else None,
@@ -115,13 +105,13 @@ def measured(records: Sequence[Record]) -> Measured:
 
 
 def _numbers(records: Sequence[Record], key: str) -> list[float]:
-    """Values of a key, of the records that have one: finite and more than 0."""
+    """Values of a key that are finite and more than 0."""
     values = (record.get(key) for record in records)
     return [value for value in values if isinstance(value, int | float) and 0 < value < math.inf]
 
 
 def _failures(events: Sequence[Record]) -> tuple[int, list[float]]:
-    """How many there were, and the seconds from each to the next resume."""
+    """Number of failures, and the seconds from each to the next resume."""
     count, restarts, last = 0, [], -math.inf
     is_down = False
     for event in events:
@@ -138,16 +128,13 @@ def _failures(events: Sequence[Record]) -> tuple[int, list[float]]:
 
 @dataclass(frozen=True)
 class Advice:
-    """How often a run had better save.
+    """How often a run should save.
 
     Args:
-        iteration_seconds, save_seconds, restart_seconds: what it was worked out from.
-        mtbf_hours: of the whole job, mean time between failures.
-        source: where that is from.
-        best_iterations: SAVE_INTERVAL that loses least, by Daly.
-        young_iterations: by Young.
-        best_share, present_share: of the work's time that is lost at best, and with the present
-            SAVE_INTERVAL; None where it is 0.
+        mtbf_hours: mean time between failures of the whole job, with its `source`.
+        best_iterations, young_iterations: best SAVE_INTERVAL, by Daly and by Young.
+        best_share, present_share: share of the work's time lost at best, and with the current SAVE_INTERVAL;
+            None if that is 0.
     """
 
     iteration_seconds: float
@@ -169,31 +156,26 @@ def save_advice(
     num_nodes: int = 1,
     restart_seconds: float | None = None,
 ) -> Advice | None:
-    """The interval of least loss; None where a run has not measured an iteration and a save yet.
+    """Computes the best interval; None if the run has not measured an iteration and a save yet.
 
     Args:
-        save_interval: iterations, as they are set; 0: only at the end.
-        found: what was measured.
-        mtbf_hours: of one node; None: the run's own hours over its failures, or its hours where there was
-            none, which is too little.
-        num_nodes: that fail independently, each with `mtbf_hours`.
-        restart_seconds: instead of the measured ones.
+        save_interval: iterations; 0: only at the end.
+        mtbf_hours: of one node; None: the run's hours over its failures, at least one, which is pessimistic.
+        num_nodes: nodes that fail independently, each with `mtbf_hours`.
+        restart_seconds: replaces the measured ones.
     """
     if not found.iteration_seconds or not found.save_seconds:
         return None
     if mtbf_hours is not None:
-        hours, source = (
-            mtbf_hours / num_nodes,
-            f"--mtbf {mtbf_hours:g} hours of a node, {_counted(num_nodes, 'node')}",
-        )
+        hours = mtbf_hours / num_nodes
+        source = f"--mtbf {mtbf_hours:g} hours of a node, {_counted(num_nodes, 'node')}"
     else:
         hours = found.hours / max(1, found.num_failures)
         what = _counted(found.num_failures, "failure") if found.num_failures else "no failure, taken as one"
         took = f"{found.hours:.1f} hours" if found.hours >= 1 else f"{found.hours * 60:.1f} minutes"
         is_little = found.num_failures < _FEW_FAILURES or found.hours < _FEW_HOURS
-        source = f"{what} in {took} of this run" + (
-            ", too little to go by: give --mtbf HOURS" if is_little else ""
-        )
+        source = f"{what} in {took} of this run"
+        source += ", too little to go by: give --mtbf HOURS" if is_little else ""
     if hours <= 0:
         return None
     mtbf, save, one = hours * 3600, found.save_seconds, found.iteration_seconds
@@ -217,21 +199,14 @@ def _counted(number: int, what: str) -> str:
 
 
 def _loses(share: float) -> str:
-    """Time beside that of the work; beyond all of it as a factor."""
-    return (
-        f"loses {share:.2%}"
-        if share < 1
-        else "never ends"
-        if math.isinf(share)
-        else f"takes {1 + share:.3g} times as long"
-    )
+    if share < 1:
+        return f"loses {share:.2%}"
+    return "never ends" if math.isinf(share) else f"takes {1 + share:.3g} times as long"
 
 
 @dataclass(frozen=True)
 class Storage:
-    """What is told of a run, or of settings that none was started with. `free_bytes`: of the disk, without
-    what a quota forbids.
-    """
+    """Report on a run, or on settings without one."""
 
     config: Config
     measured: Measured
@@ -241,18 +216,12 @@ class Storage:
 
 
 def storage_of(path: Path) -> Storage:
-    """Of a run folder, or of a file of settings (YAML, as config.yaml) with none.
-
-    Raises:
-        ValueError: where it is neither.
-    """
+    """Reads a run folder, or a settings file (YAML, as config.yaml); raises ValueError if it is neither."""
     folder = RunFolder(path) if path.is_dir() else None
     settings = folder.config if folder else path
     if not settings.is_file():
-        raise ValueError(
-            f"RUN={path}: is no run folder and no file of settings. Fix: name a folder with config.yaml, or"
-            " such a file."
-        )
+        fix = "name a folder with config.yaml, or such a file"
+        raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: {fix}.")
     config = _config(settings)
     records = read_metrics(folder.metrics) if folder and folder.metrics.exists() else []
     found = measured(records)
@@ -263,32 +232,28 @@ def storage_of(path: Path) -> Storage:
 
 def _config(path: Path) -> Config:
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = read_yaml(path)
         if not isinstance(values, Mapping):
             raise ValueError("it holds no settings")
         known = {str(name).lower(): value for name, value in values.items()}
         return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
     except ConfigError:
         raise
-    except (ValueError, RecursionError, yaml.YAMLError) as error:
-        raise ValueError(
-            f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another file."
-        ) from None
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another file.") from None
 
 
 def _bytes_of(folder: RunFolder | None) -> int:
-    """Bytes of what is no checkpoint."""
+    """Bytes of everything except checkpoints."""
     if folder is None:
         return 0
-    return sum(
-        file.stat().st_size
-        for file in folder.path.rglob("*")
-        if file.is_file() and folder.checkpoints not in (file, *file.parents)
-    )
+    files = (file for file in folder.path.rglob("*") if file.is_file())
+    return sum(file.stat().st_size for file in files if folder.checkpoints not in (file, *file.parents))
 
 
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:
-    """What is printed, in order: name to value."""
+    """Rows to print, in order, name to value."""
     config, use, found = storage.config, storage.use, storage.measured
     size = "measured" if found.checkpoint_bytes else "by the settings"
     rows: dict[str, Any] = {
@@ -304,15 +269,12 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
     if advice is None:
         return rows | {"SAVE_INTERVAL": f"{config.save_interval}; no advice before the run has saved once"}
     present = "saves only at the end" if advice.present_share is None else _loses(advice.present_share)
+    times = (advice.iteration_seconds, advice.save_seconds, advice.restart_seconds)
+    best = f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young)"
     return rows | {
-        "an iteration, a save, a restart": (
-            f"{advice.iteration_seconds:.3g} s, {advice.save_seconds:.3g} s, {advice.restart_seconds:.3g} s"
-        ),
+        "an iteration, a save, a restart": ", ".join(f"{seconds:.3g} s" for seconds in times),
         "time between failures": f"{advice.mtbf_hours:.3g} hours ({advice.source})",
-        "best SAVE_INTERVAL": (
-            f"{advice.best_iterations} (Daly; {advice.young_iterations} by Young),"
-            f" {_loses(advice.best_share)}"
-        ),
+        "best SAVE_INTERVAL": f"{best}, {_loses(advice.best_share)}",
         "present SAVE_INTERVAL": f"{config.save_interval}, {present}",
     }
 
@@ -320,7 +282,5 @@ def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> 
 def _retention(config: Config) -> str:
     if not config.keep_last:
         return "KEEP_LAST=0: all are kept"
-    return (
-        f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}; and the"
-        " one being written"
-    )
+    kept = f"KEEP_LAST={config.keep_last}, KEEP_EVERY={config.keep_every}, KEEP_BEST={config.keep_best}"
+    return f"{kept}; and the one being written"

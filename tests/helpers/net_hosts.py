@@ -55,6 +55,8 @@ class Host:
     namespace: str
     address: str
     master: str
+    outside: str  # other end of its interface
+    bridge: str
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
 
     def run(self, *command: str) -> None:
@@ -107,6 +109,14 @@ class Host:
             "400ms",
         )
 
+    def part(self) -> None:
+        """Takes it out of the bridge: what it sends is lost, and nobody says so."""
+        _run("ip", "link", "set", self.outside, "nomaster")
+
+    def join(self) -> None:
+        """Puts it back."""
+        _run("ip", "link", "set", self.outside, "master", self.bridge)
+
     def refuse(self, other: Host) -> None:
         """Sends nothing to `other`, and answers nothing."""
         self.run("ip", "route", "add", "unreachable", f"{other.address}/32")
@@ -141,7 +151,9 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 def _host(tag: str, bridge: str, number: int) -> Host:
     namespace, outside = f"{tag}n{number}", f"{tag}v{number}"
-    host = Host(f"node-{'abcdefgh'[number]}", namespace, f"10.213.7.{number + 1}", "10.213.7.1")
+    host = Host(
+        f"node-{'abcdefgh'[number]}", namespace, f"10.213.7.{number + 1}", "10.213.7.1", outside, bridge
+    )
     _run("ip", "netns", "add", namespace)
     _run("ip", "link", "add", outside, "type", "veth", "peer", "name", _INTERFACE, "netns", namespace)
     _run("ip", "link", "set", outside, "master", bridge, "up")

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from helpers.ranks import free_port
 from helpers.whole_runs import ROOT, clean_environ
@@ -158,6 +160,21 @@ def test_two_nodes_start_again_together(tmp_path):
     restarts = [(event["number"], event["reason"], event["failures"]) for event in nodes.events("restart")]
     # the second one is no failure, of which there may be one
     assert restarts == [(1, "failure", 1), (2, "asked", 1)]
+
+
+def test_what_a_user_can_fix_ends_all_nodes_with_one_line(tmp_path):
+    nodes = Nodes(
+        tmp_path,
+        {"0.2": "error=1: is odd. Fix: 2.", "0.3": "error=1: is odd. Fix: 2."},
+        num_nodes=2,
+        max_restarts=2,
+    )
+    assert nodes.end() == [1, 1], nodes.errors()
+    assert nodes.told(1) == "2"
+    lines = (tmp_path / "err1").read_text().splitlines()  # also torch's, of a rank that was a little later
+    assert [line for line in lines if line.startswith("moe-exp")] == ["moe-exp: error=1: is odd. Fix: 2."]
+    assert "Traceback" not in nodes.errors() and "exitcode" not in nodes.errors()
+    assert not (tmp_path / "round1_rank0").exists()
 
 
 @pytest.mark.slow
@@ -303,6 +320,20 @@ def test_stores_of_one_node_listen_on_the_loopback_interface_alone():
     rounds.next_rendezvous()
     own = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert len(own) >= 2 and {one.laddr.ip for one in own} == {"127.0.0.1"}
+
+
+def test_a_stranger_without_the_key_of_the_job_neither_ends_it_nor_speaks_in_it():
+    port = free_port()
+    rounds = Rounds("localhost", port, node_rank=0, num_nodes=1, max_restarts=0, key="a key")
+    rounds.next_rendezvous()
+    stranger = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    stranger.set("over", "1")
+    stranger.set("said/0/0", json.dumps([{"rank": 1, "host": "a", "device": "cpu", "cause": "x"}]))
+    assert not rounds.is_over and rounds.said(0) == []
+    other = Rounds("localhost", port, node_rank=1, num_nodes=2, max_restarts=0, key="another")
+    pair = socket.socketpair()  # a process has other sockets, too, some without an address
+    with pair[0], pair[1], pytest.raises(RendezvousConnectionError, match="has another key than this node"):
+        other.next_rendezvous()
 
 
 def test_what_no_agent_says_of_failures_is_left_out():

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, get_args, get_origin
 
@@ -22,7 +23,7 @@ from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, tell_launcher, told_exit_code
 from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
-from moe_exp.launch.torchrun_job import child_environment, torchrun_command
+from moe_exp.launch.torchrun_job import child_environment, shared_key, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
 from moe_exp.training.metrics import Metrics
 
@@ -189,9 +190,26 @@ def _drawn(name: str, rng: random.Random) -> str:
     texts = [
         "", "none", "auto", "all", "a b c", "0.5 a 0.5", "64 64 1000000000", "[0,1]*200000000", "[1]*10000",
         "9999*9999," * 40 + "1", "1*9999", "10-12", "1,2,3", "99,1", "x" * 300, "x" * 5000, "x/" * 2500,
-        "~no_such_user/x", "/dev/null/x", "/", "..", "%s{}", "--", "²", "9" * 5000,
+        "\n", "\x1b[2J", "a\tb", "\udcff", "a\0b", "\u202e", "null", "{}", "[[[[", "1e999", "-1", "0x10",
+        "true", "~no_such_user/x", "/dev/null/x", "/", "..", "%s{}", "--", "²", "9" * 5000,
     ]  # fmt: skip
-    numbers = ["0", "1", "2", "3", "7", "64", "4096", "10000", "100000", "16777216", "1000000000", "1e30"]
+    numbers = [
+        "-1",
+        "nan",
+        "9" * 40,
+        "0",
+        "1",
+        "2",
+        "3",
+        "7",
+        "64",
+        "4096",
+        "10000",
+        "100000",
+        "16777216",
+        "1000000000",
+        "1e30",
+    ]
     if get_origin(kind) is Literal and rng.random() < 0.95:
         return str(rng.choice(get_args(kind)))
     if kind is bool and rng.random() < 0.95:
@@ -201,10 +219,11 @@ def _drawn(name: str, rng: random.Random) -> str:
     return rng.choice(texts if kind is str or rng.random() < 0.05 else numbers)
 
 
-def test_random_settings_are_answered_at_once(tmp_path, monkeypatch, capsys):
-    rng, names = random.Random(20), [name for name in Config.model_fields if name != "preset"]
+@pytest.mark.parametrize(("seed", "count"), [(20, 400), pytest.param(21, 2000, marks=pytest.mark.slow)])
+def test_random_settings_are_answered_at_once(seed, count, tmp_path, monkeypatch, capsys):
+    rng, names = random.Random(seed), [name for name in Config.model_fields if name != "preset"]
     monkeypatch.chdir(tmp_path)
-    for _ in range(400):
+    for _ in range(count):
         flags = {name: _drawn(name, rng) for name in rng.sample(names, rng.choice([1, 1, 2, 3, 6]))}
         flags["preset"] = rng.choice(list(PRESETS))
         start = time.monotonic()
@@ -469,6 +488,50 @@ def test_exit_code_of_a_rank_that_fails(tmp_path):
     launcher = start(RUN_JOB, sys.executable, "-c", STARTER, "raise SystemExit(7)")
     launcher.communicate(timeout=30)
     assert launcher.returncode == 7
+
+
+# Stands for an agent that gets stuck, as in a file system that does not answer: it hears no signal.
+STUCK = """
+import signal, sys, time
+from pathlib import Path
+from moe_exp.host.exit_codes import show_alive
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+Path(sys.argv[1]).touch()
+stuck = Path(sys.argv[2])
+while not stuck.exists():
+    show_alive()
+    time.sleep(0.05)
+time.sleep(60)
+"""
+
+
+def test_an_agent_that_does_not_move_after_a_signal_is_killed(tmp_path):
+    run_job = f"from moe_exp.launch import torchrun_job; torchrun_job._STILL_SECONDS = 2.0; {RUN_JOB}"
+    launcher = start(run_job, sys.executable, "-c", STUCK, str(tmp_path / "up"), str(tmp_path / "stuck"))
+    wait_for(tmp_path / "up")
+    launcher.send_signal(signal.SIGTERM)
+    time.sleep(4)
+    assert launcher.poll() is None  # its ranks save: it goes on looking after them
+    (tmp_path / "stuck").touch()
+    errors = launcher.communicate(timeout=15)[1]
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert "the agent has not moved for 2 s" in errors
+
+
+def test_nodes_that_come_at_once_share_one_key(tmp_path):
+    path = tmp_path / "run" / ".rendezvous_key"
+    with ThreadPoolExecutor(8) as pool:
+        keys = set(pool.map(lambda _: shared_key(path), range(64)))
+    assert len(keys) == 1 and path.stat().st_mode & 0o777 == 0o600
+    assert shared_key(path) in keys  # that of the run, for its next start
+
+
+def test_a_key_that_was_never_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("moe_exp.launch.torchrun_job._KEY_SECONDS", 0.2)
+    (tmp_path / "key").touch()
+    with pytest.raises(ValueError, match="key: has no key in it"):
+        shared_key(tmp_path / "key")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")

@@ -15,16 +15,14 @@ from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
 from moe_exp.launch.machine_checks import (
-    EXPERT_PACKAGES,
     OLDEST_GPU,
     bitsandbytes_problem,
     check_environment,
     check_files,
     check_machine,
 )
-from moe_exp.layers.experts.gemm_packages import PACKAGES
 from moe_exp.layers.kernels import launch
-from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.run_folder import LATEST, RunFolder
 
 
 def cpu(**values) -> Config:
@@ -187,8 +185,8 @@ def test_shared_memory(here):
     assert check_machine(here(num_workers=2)) == []
     # 5 micro-batches of 257 tokens of 8 bytes: 10 TB.
     expected = (
-        r"NUM_WORKERS=2: its batches need 10280000\.0 MB of shared memory on this node, /dev/shm has [\d.]+"
-        r" MB\. Fix: "
+        r"NUM_WORKERS=2: its batches need 10\.3 TB of shared memory on this node, /dev/shm has [\d.]+"
+        r" [MGT]B\. Fix: "
     )
     expected += r"set NUM_WORKERS=0, or start the container with --shm-size=19607544m\."
     only_problem(check_machine(here(num_workers=2, mbsz=10**9)), expected)
@@ -357,10 +355,6 @@ def test_the_capability_is_that_of_the_oldest_gpu(monkeypatch):
         assert devices.compute_capability.__wrapped__() == oldest
 
 
-def test_packages_are_those_of_the_adapters():
-    assert {name: (package.modules, package.install) for name, package in PACKAGES.items()} == EXPERT_PACKAGES
-
-
 def test_an_8_bit_optimizer_whose_package_is_missing_or_too_old(here, monkeypatch):
     config, find_spec, version = (
         here(optimizer="adam8bit"),
@@ -389,3 +383,22 @@ def test_an_8_bit_optimizer_whose_package_is_missing_or_too_old(here, monkeypatc
     assert bitsandbytes_problem("GPU") == ""
     monkeypatch.setattr("importlib.metadata.version", lambda name: "0.50.0")
     assert check_machine(config) == []
+
+
+@pytest.mark.parametrize("content", ["a: [1", "7", "[" * 9999, "head_dim: null", "? {a: [1]}\n: 2", b"\xff"])
+def test_settings_of_a_dense_run_that_cannot_be_read(content, tmp_path):
+    checkpoints = tmp_path / "dense/checkpoints"
+    (checkpoints / "iter_0000005").mkdir(parents=True)
+    (checkpoints / "iter_0000005/metadata.json").write_text("{}")
+    (checkpoints / LATEST).write_text("5")
+    settings = tmp_path / "dense/config.yaml"
+    settings.write_bytes(content if isinstance(content, bytes) else content.encode())
+    config = Config(preset="cpu", gpus_per_node=1, upcycle_from=str(checkpoints), run_dir=str(tmp_path))
+    lines = [line for line in check_files(config) if line.startswith("UPCYCLE_FROM=")]
+    (line,) = lines
+    assert f"{settings} cannot be read (" in line and line.endswith(
+        "the checkpoint holds the settings as well."
+    )
+    assert "\n" not in line
+    (checkpoints / LATEST).write_text("not a number")
+    assert any(line.endswith("of one of its iterations.") for line in check_files(config))

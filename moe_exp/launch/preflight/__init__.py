@@ -1,3 +1,1 @@
-"""What each node of a job can do, found out in under a minute before training: see node.py for the order of
-things.
-"""
+"""Checks each node of a job in under a minute before training; node.py has the steps."""

@@ -1,6 +1,4 @@
-"""Matrix products with known results, and memory that is written and read back: whether a device computes and
-keeps what it is given.
-"""
+"""Tests a device: matrix products with known results, and memory that is written and read back."""
 
 from __future__ import annotations
 
@@ -22,9 +20,9 @@ _PATTERNS = 4
 _CPU_SIZE, _CUDA_SIZE = 512, 8192
 _TIMED_SECONDS = 0.5
 
-# Each bit of a word is written as 0 and as 1.
+# Together they write each bit as 0 and as 1.
 _WORDS = (0x5555555555555555, -0x5555555555555556)
-# each chunk gets another word: an address line that is stuck shows as a chunk with its neighbour's
+# changes the word per chunk: with a stuck address line, a chunk contains its neighbor's word
 _ODD = 0x1E3779B97F4A7C15
 _CPU_CHUNK_BYTES, _CUDA_CHUNK_BYTES = 32 << 20, 256 << 20
 
@@ -35,11 +33,10 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     The factors are Sylvester's Hadamard matrices H (H H' = n I, all elements 1 or -1, n a power of two;
     Sylvester 1867), with rows of the left and columns of the right one in random order and with random signs.
     So the product is n times a signed permutation, and 0 elsewhere. Each partial sum is an integer of at most
-    n, and over a range of a power of two in length and place it is 0 or that length, whichever way the sum is
-    cut into tiles: exact with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
+    n, and over an aligned power-of-two range it is 0 or the range's length, so any tiling of the sum is exact
+    with fp32 accumulation, and every result is exact in fp32, tf32, bf16 and fp16.
 
     Args:
-        device: of the rank.
         dtype: of the factors and the product.
         seed: of orders and signs.
         size: n; 0: 512 on a CPU, 8192 on a GPU.
@@ -54,10 +51,8 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
     with _full_precision(device):
         for _ in range(_PATTERNS):
             rows, columns = (torch.randperm(size, generator=generator).to(device) for _ in range(2))
-            signs_left, signs_right = (
-                (2 * torch.randint(0, 2, (size,), generator=generator) - 1).to(device, dtype)
-                for _ in range(2)
-            )
+            bits = (torch.randint(0, 2, (size,), generator=generator) for _ in range(2))
+            signs_left, signs_right = ((2 * bit - 1).to(device, dtype) for bit in bits)
             left, right = hadamard[rows] * signs_left[:, None], hadamard[:, columns] * signs_right
             product = left @ right
             wrong += _num_wrong(product, rows, columns, signs_left, signs_right)
@@ -66,7 +61,7 @@ def check_matmul(device: torch.device, dtype: torch.dtype, *, seed: int, size: i
 
 
 def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[n, n], from four copies of the half as large one."""
+    """[n, n], built from four copies of half its size."""
     matrix = torch.ones(1, 1, device=device, dtype=dtype)
     while len(matrix) < size:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
@@ -76,9 +71,7 @@ def _hadamard(size: int, device: torch.device, dtype: torch.dtype) -> Tensor:
 def _num_wrong(
     product: Tensor, rows: Tensor, columns: Tensor, signs_left: Tensor, signs_right: Tensor
 ) -> int:
-    """Row i of the product has n at the column whose number in the right factor is that of the row in the
-    left one.
-    """
+    """Row i of the product has +-n where the right factor's column number is the left factor's row number."""
     size = len(product)
     place = torch.empty_like(columns)
     place[columns] = torch.arange(size, device=columns.device)
@@ -86,14 +79,12 @@ def _num_wrong(
     expected = signs_left * signs_right[at] * size
     found = product.gather(1, at[:, None])[:, 0]
     product.scatter_(1, at[:, None], 0)
-    # A NaN is not 0 either.
+    # also counts NaN
     return int((found != expected).sum() + (product != 0).sum())
 
 
 def _fastest_product(left: Tensor, right: Tensor, device: torch.device) -> float:
-    """Seconds of the fastest of many: what else runs on the machine for a moment does not count, a throttled
-    device does.
-    """
+    """Minimum seconds of many: ignores short disturbances, but not a throttled device."""
     best, end = math.inf, time.perf_counter() + _TIMED_SECONDS
     while (start := time.perf_counter()) < end or best == math.inf:
         left @ right
@@ -104,7 +95,7 @@ def _fastest_product(left: Tensor, right: Tensor, device: torch.device) -> float
 
 @contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
-    """Sums inside a product in fp32, whatever this process allows otherwise."""
+    """Accumulates products in fp32, whatever this process otherwise allows."""
     if device.type != "cuda":
         yield
         return
@@ -121,15 +112,10 @@ def _full_precision(device: torch.device) -> Iterator[None]:
 
 
 def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
-    """Fills memory with patterns, all of it before any of it is read back, and compares word by word.
+    """Fills memory with patterns, all of it before any is read back, and compares word by word.
 
-    Args:
-        device: whose memory.
-        num_bytes: how much; as much less as cannot be had.
-
-    Returns:
-        `wrong`, words of 8 bytes that differ; `bytes`, filled; `gigabytes_per_second`, of the fastest pass,
-        written and read.
+    Allocates less than `num_bytes` if necessary. Returns `wrong`, words of 8 bytes that differ; `bytes`,
+    filled; `gigabytes_per_second`, of the fastest pass, written and read.
     """
     chunks = _allocated(device, num_bytes)
     wrong, best = 0, math.inf
@@ -143,16 +129,12 @@ def check_memory(device: torch.device, num_bytes: int) -> dict[str, Any]:
         synchronize(device)
         best = min(best, time.perf_counter() - start)
     filled = sum(chunk.nbytes for chunk in chunks)
-    return {
-        "wrong": wrong,
-        "bytes": filled,
-        "gigabytes_per_second": 2 * filled / best / 1e9 if filled else 0.0,
-    }
+    rate = 2 * filled / best / 1e9 if filled else 0.0
+    return {"wrong": wrong, "bytes": filled, "gigabytes_per_second": rate}
 
 
 def _num_other(chunk: Tensor, word: int) -> int:
-    # One pass without a temporary as large as the chunk; words are counted only where there is something to
-    # count.
+    # One pass without a large temporary; words are counted only if something differs.
     smallest, largest = torch.aminmax(chunk)
     return 0 if smallest.item() == largest.item() == word else int((chunk != word).sum())
 
@@ -168,25 +150,23 @@ def _allocated(device: torch.device, num_bytes: int) -> list[Tensor]:
         try:
             chunks.append(torch.empty(chunk_bytes // 8, dtype=torch.int64, device=device))
         except (torch.OutOfMemoryError, MemoryError, RuntimeError):
-            break  # somebody else has taken it meanwhile
+            break  # taken by another process meanwhile
     return chunks
 
 
-_DEVICE_SHARE = 0.9  # of what is free on the GPU
-_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of what is free on the host, over its ranks
+_DEVICE_SHARE = 0.9  # of free GPU memory
+_HOST_SHARE, _HOST_CAP_BYTES = 0.2, 1 << 30  # of free host memory, for all ranks
 
 
 def bytes_to_fill(device: torch.device, num_ranks: int) -> int:
-    """How much memory a rank checks: 90% of the free memory of its GPU; of a host's 20%, at most 1 GiB,
-    shared by its ranks.
-    """
+    """Per rank 90% of its GPU's free memory; of a host 20%, at most 1 GiB, split among its ranks."""
     if device.type == "cuda":
         return int(_DEVICE_SHARE * torch.cuda.mem_get_info(device)[0])
     return int(min(_HOST_CAP_BYTES, _HOST_SHARE * free_host_bytes()) / num_ranks)
 
 
 def free_host_bytes() -> int:
-    """Memory that this host, or the container around this process, can still give."""
+    """Memory still available on this host, or in the container of this process."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []:
         if line.startswith("MemAvailable:"):
@@ -194,11 +174,10 @@ def free_host_bytes() -> int:
     limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
         free = min(free, int(limit.read_text()) - int(used.read_text()))
-    # /dev/shm is memory as well, and filling it would be felt by whoever uses it.
+    # /dev/shm is memory as well, and may be in use.
     return max(0, free - (shutil.disk_usage("/dev/shm").used if Path("/dev/shm").is_dir() else 0))
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

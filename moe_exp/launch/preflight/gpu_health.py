@@ -1,6 +1,4 @@
-"""What the driver says of a node's GPUs: memory errors, rows that wait for a reset, throttling, links. By
-nvidia-smi; no torch.
-"""
+"""GPU health from nvidia-smi: memory errors, pending row remaps, throttling, links. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +8,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-# Names of `nvidia-smi --help-query-gpu`. Clocks' field has a new name since driver 535; the old one is asked
-# for where it is unknown.
+# Names of `nvidia-smi --help-query-gpu`; drivers before 535 have another name for the clock reasons.
 FIELDS = (
     "index", "name", "pci.bus_id", "driver_version", "temperature.gpu", "power.draw",
     "ecc.errors.uncorrected.volatile.total", "ecc.errors.uncorrected.aggregate.total",
@@ -20,21 +17,14 @@ FIELDS = (
 )  # fmt: skip
 _OLD_NAMES = {"clocks_event_reasons.active": "clocks_throttle_reasons.active"}
 
-# nvml.h, nvmlClocksEventReason*: those that say that something is wrong; idle, power cap and settings are
-# everyday.
+# nvml.h, nvmlClocksEventReason*: those that indicate a problem; idle, power cap and settings are normal.
 THROTTLING = {
-    0x8: "hardware slowdown",
-    0x20: "too hot (driver)",
-    0x40: "too hot (hardware)",
-    0x80: "power brake",
-}
+    0x8: "hardware slowdown", 0x20: "too hot (driver)", 0x40: "too hot (hardware)", 0x80: "power brake",
+}  # fmt: skip
 
 
 def query_gpus() -> tuple[list[dict[str, str]], str]:
-    """Values of FIELDS for each GPU of this host, as nvidia-smi prints them; and why there are none, or ''.
-
-    An older driver refuses a query for a field that it does not know, by name; it is asked again without it.
-    """
+    """FIELDS of each GPU from nvidia-smi, except those an older driver rejects, and the error or ''."""
     fields = list(FIELDS)
     for _ in FIELDS:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -59,15 +49,12 @@ def query_gpus() -> tuple[list[dict[str, str]], str]:
 def _rows(fields: Sequence[str], text: str) -> list[dict[str, str]]:
     names = {new: old for old, new in _OLD_NAMES.items()}
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
-    return [
-        dict(zip((names.get(field, field) for field in fields), row, strict=True))
-        for row in rows
-        if len(row) == len(fields)
-    ]
+    columns = [names.get(field, field) for field in fields]
+    return [dict(zip(columns, row, strict=True)) for row in rows if len(row) == len(fields)]
 
 
 def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
-    """What is wrong with GPUs, as a grade of `verdicts` and a line; from what `query_gpus` returns."""
+    """Problems of GPUs from `query_gpus`, as a grade of `verdicts` and a line."""
     for gpu in gpus:
         where = f"GPU {gpu.get('index', '?')} ({gpu.get('pci.bus_id', 'unknown bus')})"
         if (errors := _number(gpu.get("ecc.errors.uncorrected.volatile.total"))) > 0:
@@ -78,19 +65,18 @@ def gpu_findings(gpus: Sequence[dict[str, str]]) -> Iterator[tuple[str, str]]:
             yield "warning", f"{where}: damaged memory waits for a reset of the GPU to be taken out of use"
         if (lifetime := _number(gpu.get("ecc.errors.uncorrected.aggregate.total"))) > 0 >= errors:
             yield "warning", f"{where}: {lifetime} uncorrectable memory errors (ECC) in its life"
-        reasons = _mask(gpu.get("clocks_event_reasons.active"))
-        if found := [name for bit, name in THROTTLING.items() if reasons & bit]:
-            yield (
-                "slow",
-                f"{where}: clocks are held down: {', '.join(found)}, {gpu.get('temperature.gpu', '?')} C",
-            )
+        reasons = gpu.get("clocks_event_reasons.active", "")
+        bits = int(reasons, 16) if re.fullmatch(r"0x[0-9a-fA-F]+", reasons) else 0
+        if found := [name for bit, name in THROTTLING.items() if bits & bit]:
+            heat = f"{gpu.get('temperature.gpu', '?')} C"
+            yield "slow", f"{where}: clocks are held down: {', '.join(found)}, {heat}"
         width, most = _number(gpu.get("pcie.link.width.current")), _number(gpu.get("pcie.link.width.max"))
         if 0 < width < most:
             yield "warning", f"{where}: PCIe has {width} of {most} lanes"
 
 
 def missing_gpus(gpus: Sequence[Any], expected: int) -> Iterator[tuple[str, str]]:
-    """Fewer GPUs than ranks, where nvidia-smi knows any."""
+    """Reports fewer GPUs than ranks, if nvidia-smi finds any."""
     if 0 < len(gpus) < expected:
         yield "failed", f"{len(gpus)} GPUs answer nvidia-smi, GPUS_PER_NODE={expected}"
 
@@ -101,9 +87,5 @@ def _number(text: str | None) -> int:
 
 
 def _is_set(text: str | None) -> bool:
-    """`Yes`, and of newer drivers a count."""
+    """`Yes`, or a count from newer drivers."""
     return text == "Yes" or _number(text) > 0
-
-
-def _mask(text: str | None) -> int:
-    return int(text, 16) if text and re.fullmatch(r"0x[0-9a-fA-F]+", text) else 0

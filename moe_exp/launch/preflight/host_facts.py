@@ -1,6 +1,4 @@
-"""What a node has beside its devices: disks, shared memory, versions, kernel messages; and how SLURM calls
-the nodes. No torch.
-"""
+"""Facts about a node: disks, shared memory, versions, kernel messages, SLURM's names. No torch."""
 
 from __future__ import annotations
 
@@ -24,20 +22,13 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 
 
 def host_facts(run_dir: Path) -> dict[str, Any]:
-    """Facts of this node, in values that JSON has.
-
-    Args:
-        run_dir: of the run; it is not made.
-    """
-    return {
-        "disks": {
-            "RUN_DIR": disk(_existing(run_dir.expanduser().absolute())),
-            "temporary folder": disk(Path(tempfile.gettempdir())),
-            "/dev/shm": disk(SHARED_MEMORY),
-        },
-        "versions": versions(),
-        "kernel_faults": kernel_faults(),
+    """JSON facts of this node; `run_dir` is not created."""
+    disks = {
+        "RUN_DIR": disk(_existing(run_dir.expanduser().absolute())),
+        "temporary folder": disk(Path(tempfile.gettempdir())),
+        "/dev/shm": disk(SHARED_MEMORY),
     }
+    return {"disks": disks, "versions": versions(), "kernel_faults": kernel_faults()}
 
 
 def _existing(path: Path) -> Path:
@@ -65,25 +56,23 @@ def _write_problem(folder: Path) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of what has to be the same on all nodes: Python, packages, the GPU driver, the kernel."""
+    """Versions that must be equal on all nodes: Python, packages, the GPU driver, the kernel."""
     found = {"python": platform.python_version(), "kernel": platform.release()}
     for package in _PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)
     driver = Path("/proc/driver/nvidia/version")
-    if driver.exists() and (
-        match := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", driver.read_text(errors="replace"))
-    ):
+    text = driver.read_text(errors="replace") if driver.exists() else ""
+    if match := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text):
         found["driver"] = match[0]
     return found
 
 
 def kernel_faults() -> list[str]:
-    """Faults of the hardware in the kernel's messages since it was booted, where this user may read them."""
+    """Hardware faults in the kernel's messages since boot, if this user may read them."""
     try:
-        done = subprocess.run(
-            ["dmesg", "--time-format", "iso"], capture_output=True, text=True, errors="replace", timeout=10
-        )
+        command = ["dmesg", "--time-format", "iso"]
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return hardware_faults(done.stdout.splitlines())
@@ -93,7 +82,7 @@ _ENTRY = re.compile(r"(?P<head>[^,\[\]]*)(\[(?P<numbers>[^\]]*)\])?(?P<tail>[^,\
 
 
 def expanded_hosts(text: str) -> list[str]:
-    """Host names of a list in SLURM's form, such as `node[01-03,07],login`."""
+    """Expands a host list in SLURM's form, such as `node[01-03,07],login`."""
     hosts: list[str] = []
     for entry in re.split(r",(?![^\[]*\])", text):
         match = _ENTRY.fullmatch(entry.strip())
@@ -110,18 +99,11 @@ def expanded_hosts(text: str) -> list[str]:
 
 
 def own_name(environ: Mapping[str, str] = os.environ) -> str:
-    """This node's name as SLURM has it, which need not be the host's; --exclude takes no other."""
+    """This node's name in SLURM, which --exclude needs and which may differ from the host's."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def planned_hosts(num_nodes: int, given: str = "", environ: Mapping[str, str] = os.environ) -> list[str]:
-    """Host names by number of the node, as far as they are known before the nodes have come; empty where they
-    are not.
-
-    Args:
-        num_nodes: of the job.
-        given: a list in SLURM's form, in the order of NODE_RANK.
-        environ: of this process; SLURM_JOB_NODELIST says it, where srun numbers the nodes.
-    """
+    """Host names by NODE_RANK from `given` or SLURM_JOB_NODELIST, in SLURM's form; empty if unknown."""
     hosts = expanded_hosts(given or environ.get("SLURM_JOB_NODELIST", ""))
     return hosts if len(hosts) == num_nodes else []

@@ -1,9 +1,8 @@
-"""How fast ranks reach each other, point-to-point, by all-reduce and by all-to-all, and whether what arrives
-is what was sent.
+"""Speed and correctness of links between ranks: point-to-point, all-reduce and all-to-all.
 
 Rates are those of nccl-tests (doc/PERFORMANCE.md): for n ranks and S bytes per rank in t seconds, all-reduce
-2 (n-1)/n S/t, all-to-all (n-1)/n S/t, point-to-point S/t in each direction; they do not depend on n where the
-links are the limit.
+2 (n-1)/n S/t, all-to-all (n-1)/n S/t, point-to-point S/t per direction; independent of n if the links are the
+limit.
 """
 
 from __future__ import annotations
@@ -23,33 +22,27 @@ from moe_exp.launch.preflight.device_checks import synchronize
 
 _PROBE_BYTES = 128 << 10
 _LARGEST_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
-_TRANSFER_SECONDS = 0.02  # that one transfer should take
-_KIND_SECONDS = 0.6  # and all of a kind, of which the fastest counts
+_TRANSFER_SECONDS = 0.02  # target for one transfer
+_KIND_SECONDS = 0.6  # and for all of a kind, of which the fastest counts
 _FEWEST, _MOST = 3, 30
 _LATENCY_REPEATS = 30
 
 
 class LinkError(RuntimeError):
-    """What arrived is not what was sent."""
+    """The received data differ from what was sent."""
 
 
 @contextmanager
 def process_group(
     store: Store, ranks: Sequence[int], rank: int, device: torch.device, timeout: timedelta
 ) -> Iterator[None]:
-    """Some ranks as the default process group of the block.
+    """Makes `ranks` (global numbers) the default process group inside the block; `store` serves only this
+    group.
 
-    Not a subgroup of all: that would first need a group of all ranks, which one bad link keeps from coming
-    about, and torch's names of subgroups differ between ranks that were in different numbers of them.
-
-    Args:
-        store: of this group alone.
-        ranks: the job's numbers of its ranks.
-        rank: of them this one.
-        device: of this rank.
-        timeout: of everything that is done in the group.
+    Not a subgroup of all: a group of all ranks has to exist first, which one bad link prevents, and torch's
+    subgroup names differ between ranks that were in different numbers of them.
     """
-    of_gpu = device if device.type == "cuda" else None  # NCCL connects at once where it knows the device
+    of_gpu = device if device.type == "cuda" else None  # with a device, NCCL connects immediately
     backend = "nccl" if of_gpu else "gloo"
     place = list(ranks).index(rank)
     dist.init_process_group(
@@ -62,16 +55,15 @@ def process_group(
 
 
 def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None = None) -> dict[str, float]:
-    """Latency and rates inside the default process group; called by all of its ranks at the same time.
+    """Measures latency and rates in the default process group; called by all of its ranks at once.
 
     Args:
-        ranks: the job's numbers of its ranks, two or more.
-        device: of this rank.
-        twin: of these numbers the one that this rank exchanges messages with; None: it does not.
+        ranks: global ranks of the group, two or more.
+        twin: global rank that this one exchanges messages with; None: skips point-to-point.
 
     Returns:
         `latency_us`, of an all-reduce of 8 bytes; `all_reduce`, `all_to_all` and, with a twin,
-        `point_to_point` in GB/s; the best of some.
+        `point_to_point` in GB/s; the best of several.
 
     Raises:
         LinkError: a result is wrong.
@@ -97,9 +89,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 
 
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
-    """Bytes and repeats of transfers that are short enough on this group's links, the same on all of its
-    ranks.
-    """
+    """Transfer size and repeats that are short enough on this group's links, the same on all ranks."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
     taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
     slowest = torch.tensor([taken], dtype=torch.float64, device=device)
@@ -112,7 +102,7 @@ def _affordable(device: torch.device, size: int) -> tuple[int, int]:
 
 
 def _numbered(num_bytes: int, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a rank sends, in which each word tells sender, receiver and place, and what has to arrive."""
+    """What a rank sends and expects: each word encodes sender, receiver and position."""
     count = num_bytes // 8 // size
     place = torch.arange(count, device=device)
     others = torch.arange(size, device=device)[:, None]
@@ -124,13 +114,12 @@ def _compare(found: Tensor, expected: Tensor, what: str, ranks: Sequence[int]) -
     wrong = (found != expected).view(len(ranks), -1).sum(1)
     senders = [ranks[index] for index in wrong.nonzero().flatten().tolist()]
     if senders:
-        raise LinkError(
-            f"{what}: {int(wrong.sum())} words of 8 bytes from rank {', '.join(map(str, senders))} are wrong"
-        )
+        of = f"from rank {', '.join(map(str, senders))}"
+        raise LinkError(f"{what}: {int(wrong.sum())} words of 8 bytes {of} are wrong")
 
 
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
-    """Seconds of an all-reduce of integers, whose sum is exact in whatever order."""
+    """Seconds of an all-reduce of integers, whose sum is exact in any order."""
     size, rank = dist.get_world_size(), dist.get_rank()
     pattern = torch.arange(num_bytes // 4, device=device).remainder_(1021).float()
     best = float("inf")
@@ -145,7 +134,7 @@ def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> flo
 def _swap(
     sent: Tensor, arrived: Tensor, ranks: Sequence[int], twin: int, device: torch.device, repeats: int
 ) -> float:
-    """Seconds in which this rank and its twin send each other `sent`, as large on both."""
+    """Seconds in which this rank and its twin exchange messages of the size of `sent`."""
     peer, place = list(ranks).index(twin), torch.arange(len(sent), device=device)
     mine = place + dist.get_rank()
 
@@ -172,14 +161,7 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def twin_of(rank: int, mine: Sequence[int], theirs: Sequence[int]) -> int:
-    """The rank at the same place among the partner's."""
-    return theirs[list(mine).index(rank)]
-
-
 def described(error: Exception) -> dict[str, Any]:
-    """An error as a measurement: `wrong` results say that data were damaged, anything else that nobody
-    answered.
-    """
+    """An error as a measurement: `wrong` for damaged data, `error` for everything else."""
     kind = "wrong" if isinstance(error, LinkError) else "error"
     return {kind: " ".join(str(error).split())[:300]}

@@ -1,15 +1,10 @@
-"""The preflight of one node, called by its launcher before training and by `moe-exp watch preflight`; every
-node calls it.
+"""The preflight of one node, called on every node by its launcher or by `moe-exp watch preflight`.
 
-1. The nodes meet (`roll_call.py`): who does not come within PREFLIGHT_TIMEOUT is named, and that is all that
-   can be said.
-2. Each opens a connection to the others (`reach.py`): a node that cannot be reached is named, before process
-   groups hang on it.
-3. Clocks, disks, shared memory, versions, nvidia-smi, the kernel's messages (`host_facts.py`,
-   `gpu_health.py`).
-4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes a file, whatever becomes
-   of the others.
-5. The nodes exchange what they have, and each comes to the same verdict (`verdicts.py`).
+1. The nodes meet (`roll_call.py`): if some do not join within PREFLIGHT_TIMEOUT, only they are named.
+2. Each connects to the others (`reach.py`): unreachable nodes are named before process groups hang on them.
+3. Clocks, disks, shared memory, versions, nvidia-smi, kernel messages (`host_facts.py`, `gpu_health.py`).
+4. The ranks run under torchrun (`rank.py`): arithmetic, memory, links; each writes its own file.
+5. The nodes exchange their results, and each reaches the same verdict (`verdicts.py`).
 
 No torch: it is the launcher's process.
 """
@@ -43,41 +38,31 @@ from moe_exp.launch.torchrun_job import child_environment, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 
 MODULE = "moe_exp.launch.preflight.rank"
-# for all steps of the ranks, with time-outs in some of them; without any it is a fraction of that
+# timeout of all steps of the ranks; normally they take a fraction of it
 _RANKS_SECONDS = 150.0
 _REACH_SECONDS = 30.0
 _END_SECONDS = 10.0
-# of so many nodes one may be dead; where more do not come, the file system or an image is slow
+# one in so many nodes may be dead; if more are missing, the file system or an image is slow
 _MOST_MISSING = 8
 
 
 def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> Verdict:
-    """Checks the nodes of a job; called on each of them with the same settings but NODE_RANK.
+    """Checks the nodes of a job; called on each with the same settings except NODE_RANK, with the same
+    verdict.
 
     Args:
-        config: settings of the launch, DTYPE and RUN_DIR.
-        flags: those of the command line, which ranks resolve again.
-        hosts: names of the nodes in SLURM's form by NODE_RANK, for those that do not come; SLURM_JOB_NODELIST
-            by default.
-
-    Returns:
-        The verdict, on each node the same.
+        flags: command line settings, which the ranks resolve again.
+        hosts: node names in SLURM's form by NODE_RANK, to name missing nodes; default: SLURM_JOB_NODELIST.
 
     Raises:
-        ValueError: node 0 cannot be reached, MASTER_PORT is taken, or the settings of the nodes do not fit.
+        ValueError: node 0 cannot be reached, MASTER_PORT is taken, or the nodes' settings do not match.
     """
     if problems := list(check_node_rank(config)):
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(_server(config))) if config.node_rank == 0 else None
-        seconds = float(config.preflight_timeout)
-        nodes = Nodes(
-            config.master_addr,
-            config.master_port,
-            node=config.node_rank,
-            num_nodes=config.nnodes,
-            seconds=seconds,
-        )
+        place, seconds = (config.master_addr, config.master_port), float(config.preflight_timeout)
+        nodes = Nodes(*place, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds)
         stack.enter_context(contextlib.closing(nodes))
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
@@ -85,31 +70,25 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
         if server:
             server.stop_listening()
         if config.node_rank not in came:
-            raise NotReached(
-                f"NODE_RANK={config.node_rank}: {here['host']} came after the others had stopped waiting."
-                " Fix: start the job again."
-            )
+            rule = f"{here['host']} came after the others had stopped waiting"
+            raise NotReached(f"NODE_RANK={config.node_rank}: {rule}. Fix: start the job again.")
         if len(came) < config.nnodes:
             return _not_there(config, came, planned_hosts(config.nnodes, hosts))
-        lost = nodes.meet(
-            "reach",
-            unreached(config.node_rank, {n: (o["address"], o["port"]) for n, o in came.items()}),
-            _REACH_SECONDS,
-        )
+        doors = {node: (other["address"], other["port"]) for node, other in came.items()}
+        lost = nodes.meet("reach", unreached(config.node_rank, doors), _REACH_SECONDS)
         if any(lost.values()) or len(lost) < config.nnodes:
             return _not_reached(came, lost)
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
         report = {"host": here["host"], "clock": clock, **_facts(config), "ranks": run_ranks(config, flags)}
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
-    saves = config.save_at_end or config.save_interval
-    verdict = judge(
-        reports, slow=config.preflight_slow, needed_bytes=checkpoint_bytes(config) if saves else 0
-    )
+    needed_bytes = checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0
+    verdict = judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
     for node in sorted(set(came) - set(reports)):
-        verdict.nodes.append(
-            NodeVerdict(node, came[node]["host"], [Finding("failed", "went away during the checks")])
-        )
+        verdict.nodes.append(NodeVerdict(node, came[node]["host"], [_WENT_AWAY]))
     return verdict
+
+
+_WENT_AWAY = Finding("failed", "went away during the checks")
 
 
 def _server(config: Config) -> Server:
@@ -117,9 +96,8 @@ def _server(config: Config) -> Server:
         return Server(config.master_port, config.nnodes)
     except OSError as error:
         rule = f"cannot be listened on ({error.strerror or error})"
-        raise ValueError(
-            problem("master_port", config.master_port, rule, "set MASTER_PORT to a free port")
-        ) from None
+        fix = "set MASTER_PORT to a free port"
+        raise ValueError(problem("master_port", config.master_port, rule, fix)) from None
 
 
 def _facts(config: Config) -> dict[str, Any]:
@@ -128,15 +106,14 @@ def _facts(config: Config) -> dict[str, Any]:
 
 
 def _not_there(config: Config, came: Mapping[int, Mapping[str, Any]], names: list[str]) -> Verdict:
-    """Who has come is not to blame, and nothing else is known."""
+    """Verdict if nodes are missing: the present ones are not to blame, and nothing else is known."""
     verdict = Verdict([NodeVerdict(node, str(found["host"])) for node, found in sorted(came.items())])
     missing = sorted(set(range(config.nnodes)) - set(came))
     is_their_fault = len(missing) <= max(1, config.nnodes // _MOST_MISSING)
     for node in missing:
         text = f"did not come within PREFLIGHT_TIMEOUT={config.preflight_timeout} s"
-        verdict.nodes.append(
-            NodeVerdict(node, names[node] if names else "", [Finding("failed", text, is_their_fault)])
-        )
+        finding = Finding("failed", text, is_their_fault)
+        verdict.nodes.append(NodeVerdict(node, names[node] if names else "", [finding]))
     return verdict
 
 
@@ -144,7 +121,7 @@ def _not_reached(came: Mapping[int, Mapping[str, Any]], lost: Mapping[int, Mappi
     verdict = Verdict([NodeVerdict(node, str(found["host"])) for node, found in sorted(came.items())])
     for named in verdict.nodes:
         if named.node not in lost:
-            named.findings.append(Finding("failed", "went away during the checks"))
+            named.findings.append(_WENT_AWAY)
     failed = {
         (min(node, int(peer)), max(node, int(peer))): reason
         for node, peers in lost.items()
@@ -155,7 +132,7 @@ def _not_reached(came: Mapping[int, Mapping[str, Any]], lost: Mapping[int, Mappi
 
 
 def run_ranks(config: Config, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Runs the ranks of this node, for a limited time, and returns what they have found, in order of rank."""
+    """Runs this node's ranks with a timeout, and returns their results in order of rank."""
     first = config.node_rank * config.gpus_per_node
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
@@ -167,26 +144,17 @@ def run_ranks(config: Config, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
         return [_rank_report(folder, rank, timed_out=timed_out, printed=printed) for rank in ranks]
 
 
-# A collective that does not end has to raise in the rank that waits for it; torch would end the process
-# instead.
-_NCCL = {
-    "TORCH_NCCL_BLOCKING_WAIT": "1",
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
-}
+# A hung collective has to raise in the waiting rank; torch would end the process instead.
+_NCCL = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+_NCCL["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 
 
 def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
-    """Whether it had to be ended because its time was over."""
+    """Whether it timed out."""
     torchrun = subprocess.Popen(
-        command,
-        env=dict(environ),
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
+        command, env=dict(environ), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
         preexec_fn=end_with_parent,
-    )
+    )  # fmt: skip
     try:
         torchrun.wait(_RANKS_SECONDS)
         return False
@@ -202,39 +170,33 @@ def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
 
 @contextlib.contextmanager
 def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
-    """How far the first rank of node 0 is."""
     if config.node_rank:
         yield
         return
     units = config.nnodes if config.nnodes > 1 else config.world_size
-    links = (
-        1 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units)) + 2
-        if config.world_size > 1
-        else 0
-    )
-    with progress_of(
-        lambda: 1 + read_rank(folder, rank).get("steps_done", -1), "preflight", 3 + links, unit="steps"
-    ):
+    links = 0
+    if config.world_size > 1:
+        links = 3 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units))
+
+    def num_done() -> int:
+        return 1 + read_rank(folder, rank).get("steps_done", -1)
+
+    with progress_of(num_done, "preflight", 3 + links, unit="steps"):
         yield
 
 
 def _rank_report(folder: Path, rank: int, *, timed_out: bool, printed: list[str]) -> dict[str, Any]:
     found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []} | read_rank(folder, rank)
     if found["step"] != "done" and not found.get("error"):
-        errors = [
-            line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line
-        ] or printed[-1:]
-        why = (
-            f"did not end in {_RANKS_SECONDS:.0f} s"
-            if timed_out
-            else f"ended there ({errors[0][:200] if errors else 'nothing was printed'})"
-        )
+        errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
+        last = (errors or printed[-1:] or ["nothing was printed"])[0][:200]
+        why = f"did not end in {_RANKS_SECONDS:.0f} s" if timed_out else f"ended there ({last})"
         found |= {"error": why, "died": True}
     return found
 
 
 def wait_for_port(config: Config, seconds: float = 5.0) -> None:
-    """Returns when torchrun can have MASTER_PORT of node 0."""
+    """Waits until torchrun can use node 0's MASTER_PORT."""
     deadline = time.monotonic() + seconds
     while config.node_rank == 0 and time.monotonic() < deadline:
         with contextlib.suppress(OSError), socket.create_server(("", config.master_port)):

@@ -1,9 +1,8 @@
-"""What each rank of the preflight does, started by torchrun: its device alone, then the links, step by step;
-the results are a file.
+"""The preflight of one rank, started by torchrun: first its device, then the links, step by step.
 
-No step of one rank may keep the others for long: process groups have short timeouts, ranks wait for each
-other at torch's store and not in a collective, and what is known so far is on the disk before each step.
-`node.py` reads the files.
+No step of one rank may block the others for long: process groups have short timeouts, ranks wait for each
+other at torch's store rather than in a collective, and results so far are written before each step. `node.py`
+reads the files.
 """
 
 from __future__ import annotations
@@ -27,30 +26,25 @@ from moe_exp.config import Config, add_arguments, load_config
 from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
 from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
-from moe_exp.launch.preflight.link_checks import described, measure_group, process_group, twin_of
+from moe_exp.launch.preflight.link_checks import described, measure_group, process_group
 from moe_exp.launch.preflight.pairing import rounds_of_pairs
 from moe_exp.launch.preflight.steps import RESULTS_FOLDER, rank_file
 
 _LINK_TIMEOUT = datetime.timedelta(seconds=20)
-_STEP_TIMEOUT = datetime.timedelta(seconds=60)  # that the other ranks may be behind
+_STEP_TIMEOUT = datetime.timedelta(seconds=60)  # how far the other ranks may be behind
 _JOIN_TIMEOUT = datetime.timedelta(seconds=60)
 
 
 class _Results:
-    """This rank's results, on the disk from the start of each step."""
+    """This rank's results, written at the start of each step."""
 
     def __init__(self, rank: int):
         self._begun = time.monotonic()
         self._path = rank_file(Path(os.environ[RESULTS_FOLDER]), rank)
         self.values: dict[str, Any] = {
-            "rank": rank,
-            "host": socket.gethostname(),
-            "device": device_label(),
-            "step": "start",
-            "steps_done": -1,
-            "seconds": {},
-            "pairs": [],
-        }
+            "rank": rank, "host": socket.gethostname(), "device": device_label(),
+            "step": "start", "steps_done": -1, "seconds": {}, "pairs": [],
+        }  # fmt: skip
 
     def begin(self, step: str) -> None:
         now = time.monotonic()
@@ -74,12 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         check_device(config, results, local_rank)
         check_links(config, results, rank, local_rank)
         results.begin("done")
-    except Exception as error:  # whatever it is: it is the finding
+    except Exception as error:  # any error is a finding
         results.values["error"] = f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
     results.write()
     sys.stdout.flush()
-    # Without the clean-up of process groups, which waits for ranks that may be gone. Not 1, at which torchrun
-    # would end the other ranks.
+    # Skips the cleanup of process groups, which waits for ranks that may be gone. With 1, torchrun would end
+    # the other ranks.
     os._exit(0)
 
 
@@ -91,7 +85,7 @@ def _device(local_rank: int) -> torch.device:
 
 
 def check_device(config: Config, results: _Results, local_rank: int) -> None:
-    """Arithmetic and memory of this rank's device, and on a GPU host of the host's memory as well."""
+    """Checks arithmetic and memory of this rank's device, and on a GPU host also the host's memory."""
     results.begin("matmul")
     device = _device(local_rank)
     torch.set_num_threads(config.threads_per_rank or 1)
@@ -105,7 +99,7 @@ def check_device(config: Config, results: _Results, local_rank: int) -> None:
 
 
 def check_links(config: Config, results: _Results, rank: int, local_rank: int) -> None:
-    """Inside the node, in pairs of nodes (of ranks, where there is one node), and over all ranks."""
+    """Measures inside the node, in pairs of nodes (of ranks, if there is one node), and over all ranks."""
     if config.world_size == 1:
         return
     results.begin("join")
@@ -120,60 +114,49 @@ def check_links(config: Config, results: _Results, rank: int, local_rank: int) -
         if partner is None:
             links.meet(f"pairs {number}")
             continue
-        ranks, twin = sorted([*units[mine], *units[partner]]), twin_of(rank, units[mine], units[partner])
-        found = links.measure(
-            f"pairs {number}", f"pair {min(mine, partner)}-{max(mine, partner)}", ranks, twin
-        )
+        ranks, twin = sorted([*units[mine], *units[partner]]), units[partner][units[mine].index(rank)]
+        name = f"pair {min(mine, partner)}-{max(mine, partner)}"
+        found = links.measure(f"pairs {number}", name, ranks, twin)
         results.values["pairs"].append({"partner": partner, **found})
     if not links.have_failed():
         results.values["all_ranks"] = links.measure("all ranks", "all ranks", range(config.world_size))
 
 
 class _Links:
-    """Measures groups of ranks one after another; between them ranks wait at the store, which answers even
-    where a collective does not.
-    """
+    """Measures groups in turn; ranks meet at the store, which answers even if a collective does not."""
 
     def __init__(self, store: Store, results: _Results, rank: int, device: torch.device, num_ranks: int):
         self._store, self._results = PrefixStore("preflight", store), results
         self._rank, self._device, self._num_ranks = rank, device, num_ranks
 
     def meet(self, step: str) -> None:
-        """Begins a step when all ranks are there.
-
-        Raises:
-            RuntimeError: they do not come.
-        """
+        """Starts a step once all ranks have reached it; raises RuntimeError if they do not."""
         self._results.begin(step)
         if self._store.add(step, 1) == self._num_ranks:
             self._store.set(f"{step}/all", "")
         self._store.wait([f"{step}/all"], _STEP_TIMEOUT)
 
     def measure(self, step: str, name: str, ranks: Sequence[int], twin: int | None = None) -> dict[str, Any]:
-        """What `measure_group` finds, or why it could not: one bad link is a result, and the other links are
-        still to be measured.
-        """
+        """The result of `measure_group`, or its error: the other links are still measured."""
         self.meet(step)
         store = PrefixStore(name, self._store)
         try:
             with process_group(store, ranks, self._rank, self._device, _LINK_TIMEOUT):
                 found = measure_group(ranks, self._device, twin)
-                dist.barrier()  # whoever leaves earlier takes connections with it that others still use
+                dist.barrier()  # leaving earlier would close connections that others still use
                 return found
         except Exception as error:
             self._store.add("failures", 1)
             return described(error)
 
     def have_failed(self) -> bool:
-        """Whether a group of this or another rank has failed; called by every rank, after the last of them
-        has been measured.
-        """
+        """Whether any rank's group has failed; called by every rank after the last measurement."""
         self.meet("links")
         return self._store.add("failures", 0) > 0
 
 
 def _units(config: Config) -> list[list[int]]:
-    """Ranks of each node; where there is one node, each rank by itself."""
+    """Ranks of each node; with one node, each rank by itself."""
     size = config.gpus_per_node if config.nnodes > 1 else 1
     return [list(range(first, first + size)) for first in range(0, config.world_size, size)]
 

@@ -1,6 +1,4 @@
-"""Whether every node can open a connection to every other: without that, torch's process groups only hang. No
-torch.
-"""
+"""Checks that nodes can connect to each other: otherwise torch's process groups only hang. No torch."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ import threading
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from moe_exp.launch.preflight.roll_call import listener
+from moe_exp.launch.preflight.roll_call import close_listener, listener
 
 _KNOCK_SECONDS = 5.0
-_MOST_PEERS = 64  # beyond it, peers at distances of powers of two
-_SIOCGIFADDR = 0x8915  # Linux: address of an interface
+_MOST_PEERS = 64  # beyond it, only peers at distances of powers of two
+_SIOCGIFADDR = 0x8915  # Linux: get an interface's address
 
 
 class Door:
-    """A port of this node that answers whoever knocks, until it is closed."""
+    """A port of this node that echoes a byte until it is closed."""
 
     def __init__(self) -> None:
         self._listener = listener(0, backlog=256)
@@ -39,14 +37,11 @@ class Door:
                 connection.sendall(connection.recv(1))
 
     def close(self) -> None:
-        """Answers nobody any more."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        close_listener(self._listener)
 
 
 def knock(address: str, port: int) -> str:
-    """Sends a byte there and back; why that did not go, or ''."""
+    """Sends a byte there and back; returns the reason of a failure, or ''."""
     try:
         with socket.create_connection((address, port), timeout=_KNOCK_SECONDS) as connection:
             connection.sendall(b"?")
@@ -56,12 +51,7 @@ def knock(address: str, port: int) -> str:
 
 
 def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]:
-    """Nodes that this one cannot reach, with the reason.
-
-    Args:
-        node: this one.
-        doors: address and port of every node.
-    """
+    """Nodes that this one cannot reach, with the reason; `doors`: address and port of every node."""
     peers = peers_of(node, doors)
     with ThreadPoolExecutor(max_workers=max(1, min(64, len(peers)))) as threads:
         reasons = threads.map(lambda peer: knock(*doors[peer]), peers)
@@ -69,7 +59,7 @@ def unreached(node: int, doors: Mapping[int, tuple[str, int]]) -> dict[int, str]
 
 
 def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
-    """Whom a node tries: everybody, and in a large job those at distances 1, 2, 4, ... on both sides."""
+    """Nodes to try: all, or in a large job those at distances 1, 2, 4, ... on both sides."""
     order = sorted(nodes)
     place, count = order.index(node), len(order)
     if count <= _MOST_PEERS + 1:
@@ -79,18 +69,16 @@ def peers_of(node: int, nodes: Iterable[int]) -> list[int]:
 
 
 def data_address(environ: Mapping[str, str] = os.environ) -> str:
-    """Address of the interface that GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME names; '' where none is named or
-    it has none.
-    """
+    """Address of the interface in GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME; '' if there is none."""
     name = environ.get("GLOO_SOCKET_IFNAME") or environ.get("NCCL_SOCKET_IFNAME") or ""
     name = name.split(",")[0].removeprefix("=")
     if not name or name.startswith("^") or sys.platform != "linux":
         return ""
-    import fcntl  # not on every system
+    import fcntl  # not on all systems
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
         except OSError:
-            return ""  # NCCL takes the beginning of a name, too
+            return ""  # NCCL also accepts a prefix of a name
     return socket.inet_ntoa(answer[20:24])

@@ -1,37 +1,34 @@
-"""What people and programs see of a preflight: the table node by node, the list of excluded nodes, the event.
-No torch.
-"""
+"""Output of a preflight: table of nodes, list of excluded nodes, event, and PREFLIGHT=1. No torch."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from moe_exp.config import Config
+from moe_exp.host.exit_codes import complain
 from moe_exp.host.progress import table_console
-from moe_exp.launch.preflight.verdicts import SPEEDS, Verdict
+from moe_exp.launch.preflight.node import preflight, wait_for_port
+from moe_exp.launch.preflight.verdicts import GRADES, SPEEDS, Verdict
 from moe_exp.runs.records import append_event
-from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.nodes.exclude import exclude
+from moe_exp.runs.run_folder import LATEST, RunFolder
+from moe_exp.watch.nodes.exclude import EXCLUDE_NODES, exclude
 
 _COLOURS = {"ok": "green", "warning": "yellow", "slow": "yellow", "failed": "red"}
 
 
 def print_report(verdict: Verdict, *, num_ranks: int) -> None:
-    """The table of the nodes, and what is wrong with them in lines."""
     console = table_console()
-    shown = [
-        speed for speed in SPEEDS if any(node.numbers.get(speed.name) is not None for node in verdict.nodes)
-    ]
-    table = Table(
-        title=f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    names = {name for node in verdict.nodes for name, number in node.numbers.items() if number is not None}
+    shown = [speed for speed in SPEEDS if speed.name in names]
+    title = f"Preflight: {len(verdict.nodes)} nodes, {num_ranks} ranks"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("node", "host", "verdict", *(f"{speed.name} {speed.unit}" for speed in shown)):
         table.add_column(name)
     for node in verdict.nodes:
@@ -41,21 +38,16 @@ def print_report(verdict: Verdict, *, num_ranks: int) -> None:
         table.add_row(str(node.node), escape(node.host or "unknown"), grade, *cells)
     console.print(table)
     if len(verdict.nodes) == 1 and num_ranks > 1:
-        console.print(
-            "One node: ranks are compared with each other, and a node that is slow as a whole does not show.",
-            soft_wrap=True,
-        )
+        console.print(_ONE_NODE, soft_wrap=True)
     if verdict.all_ranks:
-        rates = ", ".join(
-            f"{name} {verdict.all_ranks[key]:.3g} {unit}"
-            for key, name, unit in _ALL_RANKS
-            if key in verdict.all_ranks
-        )
+        known = [one for one in _ALL_RANKS if one[0] in verdict.all_ranks]
+        rates = ", ".join(f"{name} {verdict.all_ranks[key]:.3g} {unit}" for key, name, unit in known)
         console.print(f"All {num_ranks} ranks together: {rates}", soft_wrap=True)
     for line in findings_lines(verdict):
         console.print(escape(line), soft_wrap=True, highlight=False)
 
 
+_ONE_NODE = "One node: ranks are compared with each other, and a node that is slow as a whole does not show."
 _ALL_RANKS = (
     ("all_reduce", "all-reduce", "GB/s"),
     ("all_to_all", "all-to-all", "GB/s"),
@@ -64,40 +56,66 @@ _ALL_RANKS = (
 
 
 def findings_lines(verdict: Verdict) -> list[str]:
-    """One line a finding, the worst first: grade, host, what."""
+    """One line per finding, the worst first: grade, host, text."""
     found = [
         (finding.grade, f"{node.host or 'unknown host'} (node {node.node})", finding.text)
         for node in verdict.nodes
         for finding in node.findings
     ]
     found += [(link.grade, "link", link.text) for link in verdict.links]
-    order = ("failed", "slow", "warning", "ok")
-    return [
-        f"{grade}: {where}: {text}"
-        for grade, where, text in sorted(found, key=lambda line: order.index(line[0]))
-    ]
+    found.sort(key=lambda line: -GRADES.index(line[0]))
+    return [f"{grade}: {where}: {text}" for grade, where, text in found]
 
 
 def add_to_list(verdict: Verdict, path: Path) -> list[str]:
-    """Adds the nodes that jobs should do without to a list of excluded nodes; returns those that were not in
-    it.
-    """
-    return [
-        node.host
-        for node in verdict.to_exclude()
-        if node.host and exclude(path, node.host, f"preflight: {node.reason}")
-    ]
+    """Adds bad nodes to a list of excluded nodes; returns those that are new."""
+    bad = [(node.host, f"preflight: {node.reason}") for node in verdict.to_exclude() if node.host]
+    return [host for host, reason in bad if exclude(path, host, reason)]
 
 
 def write_event(config: Config, verdict: Verdict, seconds: float, iteration: int) -> None:
-    """Adds the event `preflight` to the run's metrics.jsonl, which is made where the run has none yet."""
+    """Adds the event `preflight` to the run's metrics.jsonl, creating it if needed."""
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
     details = {"grade": verdict.grade, "seconds": round(seconds, 1), "findings": findings_lines(verdict)}
-    append_event(
-        folder.metrics,
-        "preflight",
-        iteration,
-        **details,
-        exclude=[node.host for node in verdict.to_exclude()],
-    )
+    hosts = [node.host for node in verdict.to_exclude()]
+    append_event(folder.metrics, "preflight", iteration, **details, exclude=hosts)
+
+
+_FIX = "start the job without it, or set PREFLIGHT=0 to train all the same"
+
+
+def passes(config: Config, flags: Mapping[str, Any]) -> bool:
+    """PREFLIGHT=1: whether training may start; called by every node's launcher, with the same result on all.
+
+    Node 0 prints the table, adds bad nodes to RUN_DIR/exclude_nodes.txt and writes the event `preflight`.
+    Slow nodes are warnings, failing ones end the job.
+    """
+    start = time.monotonic()
+    try:
+        verdict = preflight(config, flags)
+    except ValueError as error:
+        complain(str(error))
+        return False
+    if config.node_rank == 0:
+        print_report(verdict, num_ranks=config.world_size)
+        path = Path(config.run_dir).expanduser() / EXCLUDE_NODES
+        if added := add_to_list(verdict, path):
+            complain(f"{path}: added {', '.join(added)}")
+        write_event(config, verdict, time.monotonic() - start, _iteration(config))
+        wait_for_port(config)
+    if verdict.grade != "failed":
+        return True
+    for line in findings_lines(verdict):
+        if line.startswith("failed"):
+            complain(f"preflight {line}")
+    complain(f"no training: a node has failed the preflight. Fix: {_FIX}.")
+    return False
+
+
+def _iteration(config: Config) -> int:
+    newest = RunFolder.of(config).checkpoints / LATEST
+    try:
+        return int(newest.read_text())
+    except (OSError, ValueError):
+        return 0

@@ -1,8 +1,8 @@
-"""How the nodes of a job meet before torch is there: node 0 answers on MASTER_PORT, in lines of JSON.
+"""How the nodes of a job meet before torch is loaded: node 0 answers on MASTER_PORT, in lines of JSON.
 
-Everything is one question, `meet`: each node gives a value and gets those of all that came, the same on every
-node. Whoever does not come in time is known by that, where a collective would only hang. The port is free
-again once all have said hello, for torchrun. No torch: the launchers of the nodes call this.
+The one operation is `meet`: each node gives a value and gets those of all that came, the same on every node.
+Nodes that are late become known, while a collective would only hang. The port is free again for torchrun once
+all have joined. No torch: the nodes' launchers call this.
 """
 
 from __future__ import annotations
@@ -17,20 +17,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _RETRY_SECONDS = 0.2
-_PATIENCE_SECONDS = 20.0  # of a client on top of what it asked the server to wait
+_PATIENCE_SECONDS = 20.0  # added to the server's timeout for a client
 _CLOCK_ROUNDS = 9
 
 
 def listener(port: int, backlog: int) -> socket.socket:
-    """A socket that listens on all addresses of this host, of IPv6, too, where it has any; 0: on a free port.
-    Raises OSError.
-    """
+    """Listens on all addresses of this host, with IPv6 if available; port 0: a free one. Raises OSError."""
     if socket.has_dualstack_ipv6():
         with contextlib.suppress(OSError):
             return socket.create_server(
                 ("", port), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True
             )
     return socket.create_server(("", port), backlog=backlog)
+
+
+def close_listener(listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept
+    listener.close()
 
 
 class NotReached(ValueError):
@@ -41,19 +45,11 @@ class NotReached(ValueError):
 class _Meeting:
     values: dict[int, Any] = field(default_factory=dict)
     deadline: float = 0.0
-    result: dict[int, Any] | None = None  # what all get, from the moment that the first gets it
+    result: dict[int, Any] | None = None  # the answer for all, fixed once the first gets it
 
 
 class Server:
-    """Node 0's side.
-
-    Args:
-        port: to listen on.
-        num_nodes: that are expected.
-
-    Raises:
-        OSError: the port cannot be had.
-    """
+    """Node 0's side. Raises OSError if the port is not available."""
 
     def __init__(self, port: int, num_nodes: int):
         self._num_nodes = num_nodes
@@ -66,13 +62,11 @@ class Server:
         threading.Thread(target=self._accept, name="roll call", daemon=True).start()
 
     def stop_listening(self) -> None:
-        """Frees the port for others; who is connected stays so."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
-        self._listener.close()
+        """Frees the port; existing connections stay open."""
+        close_listener(self._listener)
 
     def close(self, seconds: float = 10.0) -> None:
-        """Waits until the nodes have hung up, so that all have their answers."""
+        """Waits until the nodes have disconnected, so that all have their answers."""
         self.stop_listening()
         deadline = time.monotonic() + seconds
         for thread in list(self._threads):
@@ -84,9 +78,8 @@ class Server:
                 connection, address = self._listener.accept()
             except OSError:
                 return
-            thread = threading.Thread(
-                target=self._serve, args=(connection, address[0].removeprefix("::ffff:")), daemon=True
-            )
+            peer = address[0].removeprefix("::ffff:")
+            thread = threading.Thread(target=self._serve, args=(connection, peer), daemon=True)
             self._threads.append(thread)
             thread.start()
 
@@ -99,13 +92,12 @@ class Server:
                     if question["ask"] == "join":
                         answer, node = self._join(question, address)
                     else:
-                        answer = (
-                            {"time": time.time()} if question["ask"] == "time" else self._meet(node, question)
-                        )
+                        is_time = question["ask"] == "time"
+                        answer = {"time": time.time()} if is_time else self._meet(node, question)
                     lines.write(json.dumps(answer) + "\n")
                     lines.flush()
             except (OSError, ValueError, KeyError, TypeError):
-                pass  # it hung up, or is no node of ours
+                pass  # disconnected, or not one of our nodes
         with self._changed:
             if node is not None:
                 self._gone.add(node)
@@ -115,15 +107,11 @@ class Server:
         node, host = int(question["node"]), str(question["host"])
         with self._changed:
             if question["num_nodes"] != self._num_nodes:
-                rule = f"node 0 has NNODES={self._num_nodes}"
-                return {
-                    "error": f"NNODES={question['num_nodes']}: {rule}. Fix: give all nodes the same."
-                }, None
+                rule = f"NNODES={question['num_nodes']}: node 0 has NNODES={self._num_nodes}"
+                return {"error": f"{rule}. Fix: give all nodes the same."}, None
             if node in self._hosts:
-                rule = f"{self._hosts[node]} has the same"
-                return {
-                    "error": f"NODE_RANK={node}: {rule}. Fix: give every node a number of its own, from 0."
-                }, None
+                rule = f"NODE_RANK={node}: {self._hosts[node]} has the same"
+                return {"error": f"{rule}. Fix: give every node a number of its own, from 0."}, None
             self._hosts[node] = host
         return {"address": address}, node
 
@@ -147,31 +135,23 @@ class Server:
 
 
 class Nodes:
-    """A node's side: the connection to node 0.
-
-    Args:
-        host: MASTER_ADDR.
-        port: MASTER_PORT.
-        node: number of this node.
-        num_nodes: of the job.
-        seconds: that node 0 has to come.
+    """A node's connection to node 0 at `host`:`port` (MASTER_ADDR, MASTER_PORT).
 
     Raises:
-        NotReached: node 0 did not answer in that time.
-        ValueError: it answered that the settings of the nodes do not fit.
+        NotReached: node 0 did not answer within `seconds`.
+        ValueError: the nodes' settings do not match.
     """
 
     def __init__(self, host: str, port: int, *, node: int, num_nodes: int, seconds: float):
         self._place = f"MASTER_ADDR={host}: {socket.gethostname()} (node {node})"
         self._socket = self._connect(host, port, seconds)
         self._lines = self._socket.makefile("rw", encoding="utf-8")
-        answer = self._ask(
-            {"ask": "join", "node": node, "num_nodes": num_nodes, "host": socket.gethostname()}, seconds
-        )
+        host_name = socket.gethostname()
+        answer = self._ask({"ask": "join", "node": node, "num_nodes": num_nodes, "host": host_name}, seconds)
         if "error" in answer:
             self.close()
             raise ValueError(answer["error"])
-        self.address = str(answer["address"]) if node else host  # that others find this node at
+        self.address = str(answer["address"]) if node else host  # address for the other nodes
 
     def _connect(self, host: str, port: int, seconds: float) -> socket.socket:
         deadline = time.monotonic() + seconds
@@ -181,39 +161,28 @@ class Nodes:
             except OSError as error:
                 if time.monotonic() + _RETRY_SECONDS >= deadline:
                     reason = error.strerror or str(error)
-                    fix = (
-                        "see that node 0 has started with the same PREFLIGHT, and that its port can be"
-                        " reached from here"
-                    )
-                    raise NotReached(
-                        f"{self._place} cannot reach port {port} there in {seconds:.0f} s ({reason}). Fix:"
-                        f" {fix}."
-                    ) from None
+                    fix = "see that node 0 has started with the same PREFLIGHT, and that its port"
+                    where = f"{self._place} cannot reach port {port} there in {seconds:.0f} s ({reason})"
+                    raise NotReached(f"{where}. Fix: {fix} can be reached from here.") from None
                 time.sleep(_RETRY_SECONDS)
 
     def meet(self, what: str, value: Any, seconds: float) -> dict[int, Any]:
-        """All values that came, by node; called by every node.
+        """Returns all values that came, by node; called by every node. Raises NotReached if node 0 went away.
 
         Args:
-            what: name of the meeting, another one each time.
-            value: this node's, as JSON has it.
-            seconds: from the first that comes; who comes later is left out, and sees by that that it came too
-                late.
-
-        Raises:
-            NotReached: node 0 went away.
+            what: unique name of the meeting.
+            value: this node's, in JSON types.
+            seconds: timeout after the first node; a late node is left out, and finds itself missing.
         """
-        answer = self._ask(
-            {"ask": "meet", "what": what, "value": value, "seconds": seconds}, seconds + _PATIENCE_SECONDS
-        )
+        question = {"ask": "meet", "what": what, "value": value, "seconds": seconds}
+        answer = self._ask(question, seconds + _PATIENCE_SECONDS)
         return {int(node): found for node, found in answer["values"].items()}
 
     def clock_offset(self, clock: Callable[[], float] = time.time) -> tuple[float, float]:
-        """Seconds that node 0's clock is ahead of this one, and how far off that may be.
+        """Seconds that node 0's clock is ahead of this one, and the uncertainty.
 
-        As NTP does it (RFC 5905, section 8): with the question sent at t0 and the answer back at t3, node 0
-        looked at its clock at (t0 + t3) / 2, give or take half the round trip; the shortest of some round
-        trips says most.
+        As in NTP (RFC 5905, section 8): with the question sent at t0 and the answer back at t3, node 0 read
+        its clock at (t0 + t3) / 2, plus or minus half the round trip; the shortest of several counts.
         """
         rounds = []
         for _ in range(_CLOCK_ROUNDS):
@@ -225,8 +194,7 @@ class Nodes:
         return offset, trip / 2
 
     def close(self) -> None:
-        """Hangs up."""
-        with contextlib.suppress(OSError):  # what could not be sent is lost
+        with contextlib.suppress(OSError):  # unsent data are lost
             self._lines.close()
         self._socket.close()
 
@@ -241,6 +209,5 @@ class Nodes:
             return dict(json.loads(line))
         except (OSError, ValueError) as error:
             self.close()
-            raise NotReached(
-                f"{self._place} gets no answer from node 0 any more ({error}). Fix: see what node 0 says."
-            ) from None
+            what = f"{self._place} gets no answer from node 0 any more ({error})"
+            raise NotReached(f"{what}. Fix: see what node 0 says.") from None

@@ -1,22 +1,22 @@
-"""What ranks and the launcher of a node agree on: where the results are. No torch."""
+"""Result files that ranks write and their launcher reads. No torch."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # variable that the launcher sets
+from moe_exp.host.files import read_json
+
+RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable, set by the launcher
 
 
 def rank_file(folder: Path, rank: int) -> Path:
-    """Where a rank writes what it has found."""
     return folder / f"rank_{rank}.json"
 
 
 def read_rank(folder: Path, rank: int) -> dict[str, Any]:
-    """What a rank has found so far; empty before it has come that far."""
+    """A rank's results so far; empty before the first."""
     try:
-        return dict(json.loads(rank_file(folder, rank).read_text(encoding="utf-8")))
+        return dict(read_json(rank_file(folder, rank)))
     except (OSError, ValueError):
         return {}

@@ -1,1 +1,1 @@
-"""A training run as SLURM jobs, one after another: from settings to sbatch. No torch."""
+"""A training run as consecutive SLURM jobs: from settings to sbatch. No torch."""

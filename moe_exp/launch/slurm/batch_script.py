@@ -1,6 +1,4 @@
-"""The sbatch file of a run: options, settings and paths, quoted; then what is the same in every file,
-batch_body.sh. No torch.
-"""
+"""The sbatch file of a run: quoted options, settings and paths, then the constant batch_body.sh. No torch."""
 
 from __future__ import annotations
 
@@ -26,13 +24,10 @@ _PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 @dataclass(frozen=True)
 class RunJob:
-    """What is submitted.
+    """A job to submit.
 
     Attributes:
-        config: settings of the run, as they were checked.
-        given: those that were given, and those that another host would have another default for: name to
-            text.
-        slurm: settings of its jobs.
+        given: settings that were given, or whose default depends on the host: name to text.
     """
 
     config: Config
@@ -45,43 +40,29 @@ class RunJob:
 
     @property
     def folder(self) -> Path:
-        """Of sbatch files, logs and notes."""
+        """For sbatch files, logs and notes."""
         return self.run_folder / "slurm"
 
     @property
     def name(self) -> str:
-        """In the queue."""
+        """Name in the queue."""
         return self.slurm.job_name or self.config.name.replace("/", "_")
 
     @property
     def exclude_file(self) -> Path:
-        return (
-            Path(self.slurm.exclude_file or Path(self.config.run_dir) / EXCLUDE_NODES).expanduser().absolute()
-        )
+        path = Path(self.slurm.exclude_file or Path(self.config.run_dir) / EXCLUDE_NODES)
+        return path.expanduser().absolute()
 
 
 def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
-    """The text of the sbatch file.
-
-    Args:
-        job: what is submitted.
-        excluded: host names that no job may get.
-
-    Raises:
-        ConfigError: a word has a control character, with which it could become a line of its own.
-    """
+    """The text of the sbatch file; raises ConfigError if a control character could start a new line."""
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
     directives = [f"#SBATCH {_quoted(f'--{option}')}" for option in options]
-    # of two, sbatch takes the later
+    # sbatch uses the last of two
     directives += [f"#SBATCH {_quoted(option)}" for option in job.slurm.extra_options]
     now = datetime.now().astimezone().isoformat(timespec="seconds")
-    head = [
-        "#!/bin/bash",
-        *directives,
-        f"# Written by run_slurm.sh, {now}: sbatch takes it as it is.",
-        "set -uo pipefail",
-        "",
-    ]
+    written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
+    head = ["#!/bin/bash", *directives, written, "set -uo pipefail", ""]
     return "\n".join([*head, *_settings(job), "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
 
 
@@ -94,25 +75,23 @@ def _options(job: RunJob) -> list[str]:
         "nodes": config.nnodes,
         "ntasks-per-node": 1,
         "time": slurm.time_limit,
-        "signal": f"B:USR1@{slurm.signal_seconds}",  # B: to this script alone
-        "open-mode": "append",  # a job that is queued again goes on in its log
+        "signal": f"B:USR1@{slurm.signal_seconds}",  # B: only to this script
+        "open-mode": "append",  # a requeued job appends to its log
         "output": job.folder / ("job%A_%a.log" if is_array else "job%j.log"),
         "chdir": Path.cwd(),
-        # With ALL the jobs would have what happens to be set in the shell that submits, and with NONE what a
-        # login shell sets.
+        # ALL would pass the submitting shell's variables, and NONE a login shell's.
         "export": ",".join([*PASSED_ALWAYS, *slurm.passed]),
         **{name: value for name, value in named.items() if value},
     }
-    if not slurm.cpu_nodes and not any(
-        option.startswith(("--gpus", "--gres")) for option in slurm.extra_options
-    ):
+    asks_for_gpus = any(option.startswith(("--gpus", "--gres")) for option in slurm.extra_options)
+    if not slurm.cpu_nodes and not asks_for_gpus:
         options["gpus-per-node"] = config.gpus_per_node
     if slurm.cpus_per_task:
         options["cpus-per-task"] = slurm.cpus_per_task
     if slurm.nice:
         options["nice"] = slurm.nice
     if slurm.exclusive:
-        options["mem"] = 0  # else a job that has a node for itself may still get the memory of one core
+        options["mem"] = 0  # else an exclusive job may still get the memory of one core
     if is_array:
         options["array"] = f"1-{slurm.num_jobs}%1"
     flags = ["requeue" if slurm.requeue else "no-requeue", *(["exclusive"] if slurm.exclusive else [])]
@@ -120,15 +99,10 @@ def _options(job: RunJob) -> list[str]:
 
 
 def checked_line(text: str) -> str:
-    """Returns the text; the settings are checked before, so that this is about paths of the installation.
-
-    Raises:
-        ConfigError: it has a control character.
-    """
+    """Raises ConfigError on control characters, in paths of the installation: settings are checked before."""
     if not is_one_line(text):
-        raise ConfigError(
-            [problem("sbatch file", text, NOT_ONE_LINE_RULE, "rename the folder, or what it names")]
-        )
+        fix = "rename the folder, or what it names"
+        raise ConfigError([problem("sbatch file", text, NOT_ONE_LINE_RULE, fix)])
     return text
 
 
@@ -137,7 +111,7 @@ def _shell(text: object) -> str:
 
 
 def _quoted(option: str) -> str:
-    """As sbatch takes a directive apart: in double quotes where there is a space, a quote or a #."""
+    """Quotes a directive as sbatch parses it."""
     checked_line(option)
     plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
     return option if plain else '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -151,14 +125,10 @@ def _settings(job: RunJob) -> list[str]:
 def _variables(job: RunJob) -> list[str]:
     slurm = job.slurm
     values = {
-        "run_folder": job.run_folder,
-        "slurm_folder": job.folder,
-        "exclude_file": job.exclude_file,
-        "setup": Path(slurm.setup).absolute() if slurm.setup else "",
-        "requeue": str(slurm.requeue).lower(),
-        "max_failures": slurm.max_failures,
-        "retry_seconds": slurm.retry_seconds,
-    }
+        "run_folder": job.run_folder, "slurm_folder": job.folder, "exclude_file": job.exclude_file,
+        "setup": Path(slurm.setup).absolute() if slurm.setup else "", "requeue": str(slurm.requeue).lower(),
+        "max_failures": slurm.max_failures, "retry_seconds": slurm.retry_seconds,
+    }  # fmt: skip
     lists = {"modules": slurm.modules.split(), "srun_options": _srun_options(job), "launcher": _launcher(job)}
     return [
         checked_line(job_environment()),
@@ -168,78 +138,52 @@ def _variables(job: RunJob) -> list[str]:
 
 
 def _word(text: str) -> str:
-    # shellcheck takes a comma for a mistake
+    # shellcheck reports commas as a mistake
     return f"'{text}'" if "," in text and _shell(text) == text else _shell(text)
 
 
 def _srun_options(job: RunJob) -> list[str]:
-    # The one task of a node would be bound to one core, and all ranks with it. srun does not take
-    # --cpus-per-task over from sbatch.
+    # Otherwise the node's one task, with all ranks, is bound to one core. srun does not inherit
+    # --cpus-per-task from sbatch.
     options = ["--cpu-bind=none"]
     if job.slurm.cpus_per_task:
         options.append(f"--cpus-per-task={job.slurm.cpus_per_task}")
     if job.slurm.runtime == "pyxis":
-        options += [
-            f"--container-image={job.slurm.container}",
-            (
-                "--container-mounts="
-                + ",".join(folder if ":" in folder else f"{folder}:{folder}" for folder in mounts(job))
-            ),
-            f"--container-workdir={Path.cwd()}",
-        ]
+        places = (folder if ":" in folder else f"{folder}:{folder}" for folder in mounts(job))
+        options.append(f"--container-image={job.slurm.container}")
+        options.append(f"--container-mounts={','.join(places)}")
+        options.append(f"--container-workdir={Path.cwd()}")
     return options
 
 
 def _launcher(job: RunJob) -> list[str]:
-    command = [
-        job.slurm.container_python if job.slurm.container else sys.executable,
-        "-m",
-        "moe_exp",
-        "train",
-    ]
+    python = job.slurm.container_python if job.slurm.container else sys.executable
+    command = [python, "-m", "moe_exp", "train"]
     if job.slurm.runtime == "apptainer":
         gpus = [] if job.slurm.cpu_nodes else ["--nv"]
-        command = [
-            "apptainer",
-            "exec",
-            *gpus,
-            "--bind",
-            ",".join(mounts(job)),
-            "--pwd",
-            str(Path.cwd()),
-            job.slurm.container,
-            *command,
-        ]
+        places = ["--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd())]
+        command = ["apptainer", "exec", *gpus, *places, job.slurm.container, *command]
     return command
 
 
 def mounts(job: RunJob) -> list[str]:
-    """Folders that a container sees under their own names, see `own_folders`; and those of
-    CONTAINER_MOUNTS.
-    """
-    return list(
-        dict.fromkeys([*own_folders(job), *(part for part in job.slurm.container_mounts.split(",") if part)])
-    )
+    """Folders that a container mounts under their own names: `own_folders` and CONTAINER_MOUNTS."""
+    more = filter(None, job.slurm.container_mounts.split(","))
+    return list(dict.fromkeys([*own_folders(job), *more]))
 
 
 def own_folders(job: RunJob) -> list[str]:
-    """What the run itself has to see: this package, this folder, runs and data."""
-    folders = [
-        _PACKAGE_ROOT,
-        Path.cwd(),
-        Path(job.config.run_dir),
-        Path(job.config.data_dir),
-        *_data_folders(job.config),
-    ]
-    # Not resolved: links keep their names.
+    """Folders that the run needs: this package, the current folder, runs and data."""
+    config = job.config
+    folders = [_PACKAGE_ROOT, Path.cwd(), Path(config.run_dir), Path(config.data_dir), *_data_folders(config)]
+    # not resolved: links keep their names
     paths = [os.path.abspath(folder.expanduser()) for folder in folders]  # noqa: PTH100
     return list(dict.fromkeys(paths))
 
 
 def _data_folders(config: Config) -> list[Path]:
-    places = [
-        Path(prefix).parent for blend in (config.train_data, config.valid_data) for prefix in _prefixes(blend)
-    ]
+    blends = (config.train_data, config.valid_data)
+    places = [Path(prefix).parent for blend in blends for prefix in _prefixes(blend)]
     places += [Path(config.tokenizer).parent] if config.tokenizer else []
     return [*places, *(Path(place) for place in (config.load_dir, config.upcycle_from) if place)]
 
@@ -248,4 +192,4 @@ def _prefixes(blend: str) -> list[str]:
     try:
         return [prefix for _, prefix in parse_blend(blend)] if blend else []
     except ValueError:
-        return []  # check_files says so
+        return []  # reported by check_files

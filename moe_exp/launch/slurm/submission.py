@@ -1,4 +1,4 @@
-"""Hands a run to sbatch: checks, the sbatch file in the run folder, and the ids of the jobs. No torch."""
+"""Submits a run to sbatch: checks, the sbatch file in the run folder, and job ids. No torch."""
 
 from __future__ import annotations
 
@@ -13,36 +13,31 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.loading import given_values
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.launch.slurm.batch_script import RunJob, batch_script, mounts, own_folders
-from moe_exp.launch.slurm.settings import SlurmSettings, load_slurm_settings
+from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_settings
 from moe_exp.watch.nodes.exclude import read_excluded
 
 SUBMITTED = "submitted"  # ids of all jobs of a run, one a line
 
-# Variables by which sbatch gets options; they stand above those of the file. A site may set these for all of
-# its users.
+# Variables with sbatch options, which override the file's; a site may set these for all users.
 _KEPT_OPTIONS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS")
 _KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
 
 def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
-    """What is to be submitted, from the command line and the environment.
-
-    Raises:
-        ConfigError: with all settings that cannot be, of the run and of its jobs.
-    """
-    if not is_one_line(str(Path.cwd())):  # part of every path that is given from here
+    """The job to submit, from command line and environment; raises ConfigError with all invalid settings."""
+    if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "call it in another folder")])
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
-    given = {name: environ[name.upper()] for name in Config.model_fields if environ.get(name.upper())}
-    given |= {
-        name: str(value) for name, value in flags.items() if name in Config.model_fields and value is not None
-    }
-    for name in ("node_rank", "master_addr"):  # which each job finds out by itself
+    in_config = {name: value for name, value in flags.items() if name in Config.model_fields}
+    of_run = {name: str(value) for name, value in in_config.items() if value is not None}
+    given = given_values(of_run, environ)
+    for name in ("node_rank", "master_addr"):  # set by each job itself
         given.pop(name, None)
     problems: list[str] = []
     slurm = config = None
@@ -67,13 +62,9 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
 def _run_settings(
     given: Mapping[str, str], of_slurm: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Config, dict[str, str]]:
-    """Settings whose defaults depend on the host are those of a node: a login node has no GPUs."""
-    on_cpus = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES") or "false").lower() in (
-        "true",
-        "1",
-        "yes",
-        "on",
-    )
+    """Resolves settings for a node: defaults must not depend on this host, as login nodes have no GPUs."""
+    asked = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES"))
+    on_cpus = asked.lower() in ("true", "1", "yes", "on")
     fixed = {"preset": "cpu" if on_cpus else "reference", **given}
     config = load_config(fixed, {})
     if not on_cpus and "gpus_per_node" not in fixed:
@@ -86,47 +77,34 @@ def _run_settings(
 
 def _run_problems(job: RunJob) -> list[str]:
     found = []
-    if re.search(r"[%\\]", str(job.folder)):  # patterns in the names of SLURM's log files
+    if re.search(r"[%\\]", str(job.folder)):  # patterns in SLURM's log file names
         rule = f"{job.run_folder} has a % or a backslash, which mean something in the names of SLURM's logs"
         found.append(problem("run_name", job.config.name, rule, "give another RUN_NAME or RUN_DIR"))
     if not job.slurm.job_name and not re.fullmatch(r"[\w.+=-]+", job.name, re.ASCII):
-        found.append(
-            problem(
-                "job_name",
-                job.name,
-                "has characters that squeue cannot look for",
-                "give a JOB_NAME of letters and digits",
-            )
-        )
+        fix = "give a JOB_NAME of letters and digits"
+        found.append(problem("job_name", job.name, NOT_SOUGHT, fix))
     return [*found, *_mount_problems(job)]
 
 
 def _mount_problems(job: RunJob) -> Iterator[str]:
-    """apptainer and pyxis take mounts apart at commas and colons, and enroot at spaces
-    (github.com/NVIDIA/pyxis/issues/133).
-    """
+    """apptainer and pyxis split mounts at commas and colons, enroot at spaces (NVIDIA/pyxis issue 133)."""
     runtime = job.slurm.runtime
     for folder in mounts(job) if runtime else ():
         words = [("," in folder or (":" in folder and folder in own_folders(job)), "a comma or a colon")]
         words += [(runtime == "pyxis" and " " in folder, "a space")]
         for what in (what for is_there, what in words if is_there):
             rule = f"the job has to see {folder}, and {runtime} can mount no path with {what}"
-            yield problem(
-                "container", job.slurm.container, rule, "rename it, or give a link to it with another name"
-            )
+            fix = "rename it, or give a link to it with another name"
+            yield problem("container", job.slurm.container, rule, fix)
 
 
 def script_of(job: RunJob) -> str:
-    """The sbatch file as it is now.
-
-    Raises:
-        ValueError: a line of EXCLUDE_FILE is no host name.
-    """
+    """The current sbatch file; raises ValueError if a line of EXCLUDE_FILE has no valid host name."""
     return batch_script(job, excluded=read_excluded(job.exclude_file))
 
 
 def planned_commands(job: RunJob) -> list[str]:
-    """The calls of sbatch that `submit` would make, as lines of a shell."""
+    """The sbatch calls that `submit` would make, as shell lines."""
     path = shlex.quote(str(job.folder / "TIME.sbatch"))
     number, after = job.slurm.num_jobs, [*job.slurm.jobs_before]
     if job.slurm.chain == "array" or number == 1:
@@ -134,9 +112,8 @@ def planned_commands(job: RunJob) -> list[str]:
         return [f"{shlex.join(['sbatch', '--parsable', *_dependency(after)])} {path}  # {what}"]
     lines = []
     for this in range(1, number + 1):
-        lines.append(
-            " ".join(["sbatch --parsable", *_dependency(after), f"{path}  # job {this} of {number}"])
-        )
+        words = ["sbatch --parsable", *_dependency(after), f"{path}  # job {this} of {number}"]
+        lines.append(" ".join(words))
         after = [f"ID_OF_JOB_{this}"]
     return lines
 
@@ -145,16 +122,15 @@ def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the ids.
 
     Raises:
-        ValueError: jobs of this run are in the queue already, or sbatch refuses; then nothing of this call is
-            left in the queue.
+        ValueError: the run has jobs in the queue already, or sbatch fails; then all of this call are
+            canceled.
     """
     submitted = job.folder / SUBMITTED
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
         fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to add jobs behind them"
-        raise ValueError(
-            f"{job.run_folder}: its jobs {', '.join(there)} are in the queue already. Fix: {fix}."
-        )
+        rule = f"its jobs {', '.join(there)} are in the queue already"
+        raise ValueError(f"{job.run_folder}: {rule}. Fix: {fix}.")
     script = script_of(job)
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / f"{datetime.now():%Y%m%d-%H%M%S}.sbatch"
@@ -164,7 +140,7 @@ def submit(job: RunJob) -> list[str]:
     try:
         for _ in range(num_calls):
             ids.append(_sbatch(path, ids[-1:] or job.slurm.jobs_before))
-            # at once: the first job may have ended before the last is submitted
+            # immediately: the first job may end before the last is submitted
             with submitted.open("a") as file:
                 file.write(f"{ids[-1]}\n")
     except ValueError:
@@ -179,18 +155,14 @@ def _sbatch(path: Path, before: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=sbatch_environment(os.environ))
     except FileNotFoundError:
-        raise ValueError(
-            "sbatch: there is none here. Fix: call it on a login node of the cluster, or look at it with"
-            " --dry-run."
-        ) from None
-    # With --parsable the id, and the cluster where there are several: 123;name.
+        fix = "call it on a login node of the cluster, or look at it with --dry-run"
+        raise ValueError(f"sbatch: there is none here. Fix: {fix}.") from None
+    # --parsable prints the id, and the cluster if there are several: 123;name.
     found = re.search(r"^(\d+)(;.*)?$", done.stdout, re.MULTILINE)
     if done.returncode or not found:
         said = " ".join((done.stderr or done.stdout).split())
-        raise ValueError(
-            f"sbatch: exit code {done.returncode}: {said}. Fix: change what it names; {shlex.join(command)}"
-            " tries again."
-        )
+        fix = f"change what it names; {shlex.join(command)} tries again"
+        raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: {fix}.")
     return found[1]
 
 
@@ -199,9 +171,7 @@ def _dependency(before: Sequence[str]) -> list[str]:
 
 
 def sbatch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Without what an interactive job or a profile has set for other jobs: sbatch passes SLURM_* on, and
-    SBATCH_* stand above the file.
-    """
+    """Drops other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file."""
     kept = (*_KEPT_OPTIONS, *_KEPT_OF_SLURM)
     return {
         name: value

@@ -1,1 +1,1 @@
-"""Ranks that stand still: heartbeats, stacks, and who is not where the others are."""
+"""Hang detection: heartbeats, stacks, and the ranks that are not where the others are."""

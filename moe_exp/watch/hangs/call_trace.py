@@ -1,10 +1,8 @@
-"""The latest function calls of a rank, in a mapped file of fixed size: its end is there also after a kill -9
-(TRACE_CALLS_FROM).
+"""The latest function calls of a rank, in a mapped file of fixed size; survives a kill -9 (TRACE_CALLS_FROM).
 
-A line per call, all of one length: number, seconds of the host's monotonic clock, function. The newest
-overwrites the oldest, so the file is in order after `sort -n`. Calls of chosen packages alone are written
-(TRACE_CALLS_IN), and none of C functions: Python still tells of each call, which costs a fraction of a
-microsecond, and a written one costs one or two.
+One fixed-length line per call: number, seconds of the host's monotonic clock, function. The newest overwrites
+the oldest; `sort -n` restores the order. Only Python functions of chosen packages are written
+(TRACE_CALLS_IN). Every other call still costs a fraction of a microsecond, a written one takes one or two.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ _NAME_BYTES = _LINE_BYTES - 12 - 1 - 14 - 1 - 1
 
 
 def calls_file(folder: Path, rank: int) -> Path:
-    """Of a rank, in RUN/hang/calls."""
+    """Path of a rank's trace in RUN/hang/calls."""
     return folder / f"rank_{rank:05d}.txt"
 
 
 class CallTrace:
-    """Writes the calls of all threads of this process from now on, until `stop`.
+    """Writes the calls of all threads of this process until `stop`.
 
     Args:
-        path: of the file; one that is there is kept as `.before.txt`: that of the start before this one.
-        size_mb: of the file, MB (1e6 bytes).
-        modules: whose functions are written, with all below them.
+        path: an existing file (from the previous start) is kept as `.before.txt`.
+        size_mb: file size, MB (1e6 bytes).
+        modules: modules whose functions are written, submodules included.
     """
 
     def __init__(self, path: Path, *, size_mb: int, modules: Sequence[str]):
@@ -49,19 +47,18 @@ class CallTrace:
             path.replace(path.with_suffix(".before.txt"))
         self._num_lines = max(1, size_mb * 1_000_000 // _LINE_BYTES)
         with path.open("w+b") as file:
-            # not truncate: a page that the disk has no room for would kill the process
+            # not truncate: writing to a page without disk space would kill the process
             file.write(bytes(self._num_lines * _LINE_BYTES))
             file.flush()
             self._map = mmap.mmap(file.fileno(), 0)
         self._modules = tuple(modules)
         self._names: dict[CodeType, bytes | None] = {}
         self._count = 0
-        os.register_at_fork(after_in_child=self.stop)  # a child has the same pages
+        os.register_at_fork(after_in_child=self.stop)  # a child shares the pages
         threading.setprofile(self._called)
         sys.setprofile(self._called)
 
     def stop(self) -> None:
-        """Writes no more."""
         sys.setprofile(None)
         threading.setprofile(None)
 
@@ -81,28 +78,24 @@ class CallTrace:
         self._map[place : place + _LINE_BYTES] = b"%012d %14.6f %s" % (count, time.monotonic(), name)
 
     def _name(self, frame: FrameType) -> bytes | None:
-        """Of a function in a fixed number of bytes, or None for one that is not written."""
+        """The function as a fixed number of bytes, or None if it is not traced."""
         module = str(frame.f_globals.get("__name__", ""))
         if not any(module == wanted or module.startswith(f"{wanted}.") for wanted in self._modules):
             return None
-        # from Python 3.11 on with its class
+        # Python 3.11+: includes the class
         function = getattr(frame.f_code, "co_qualname", frame.f_code.co_name)
         text = f"{module}.{function}:{frame.f_code.co_firstlineno}"[-_NAME_BYTES:]
         return text.encode("ascii", "replace").ljust(_NAME_BYTES) + b"\n"
 
 
 def latest_calls(path: Path, number: int) -> list[str]:
-    """The last `number` calls in a file, oldest first: seconds of the monotonic clock and function; none
-    where there is no file.
-    """
+    """The last `number` calls in a file, oldest first: seconds and function. Empty if there is no file."""
     if not path.exists():
         return []
     data = path.read_bytes()
-    lines = (
-        data[place : place + _LINE_BYTES] for place in range(0, len(data) - _LINE_BYTES + 1, _LINE_BYTES)
-    )
-    # A line that was not written yet is zeros; one that was cut off by the end of its process has no new
-    # line.
+    places = range(0, len(data) - _LINE_BYTES + 1, _LINE_BYTES)
+    lines = (data[place : place + _LINE_BYTES] for place in places)
+    # Unwritten lines are zeros; one cut off when the process ended has no newline.
     written = sorted(line for line in lines if line[:1] != b"\0" and line.endswith(b"\n"))
     return [line[13:].decode("ascii", "replace").strip() for line in written[-number:]]
 
@@ -112,9 +105,7 @@ _is_begun = False
 
 
 def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> None:
-    """Begins the trace of this rank where `iteration`, which it begins, is TRACE_CALLS_FROM or a later one;
-    once.
-    """
+    """Starts this rank's trace, once, at the first iteration from TRACE_CALLS_FROM on."""
     global _trace, _is_begun
     if not _is_begun and 0 < config.trace_calls_from <= iteration:
         _is_begun = True
@@ -122,5 +113,5 @@ def trace_calls(config: Config, run: RunFolder, rank: int, iteration: int) -> No
         path = calls_file(run.path / "hang" / "calls", rank)
         try:
             _trace = CallTrace(path, size_mb=config.trace_calls_mb, modules=modules)
-        except OSError as error:  # no reason to end a run
+        except OSError as error:  # not worth ending a run
             logger.warning("no trace of calls in %s: %s", path, error.strerror or error)

@@ -1,10 +1,8 @@
-"""Taking the stacks of the ranks of this node, from outside: py-spy, else Python's faulthandler inside the
-rank, else what /proc says.
+"""Dumps the stacks of this node's ranks from outside: py-spy, else faulthandler in the rank, else /proc.
 
-py-spy reads a process's memory and does not stop it for that; it sees stopped ones too. For a hang it is
-asked again for the frames in C, for which it stops the process for a second or so. faulthandler writes at a
-signal, also while the GIL is held, and walks through the other threads' frames without a lock, which is safe
-in a process that stands still and mostly safe in one that runs.
+py-spy reads a process's memory without stopping it, and also sees stopped processes. For a hang it runs again
+for C frames, which stops the process for about a second. faulthandler writes on a signal, even while the GIL
+is held. It walks other threads' frames without a lock: safe in a hung process, mostly safe in a running one.
 """
 
 from __future__ import annotations
@@ -33,71 +31,56 @@ from moe_exp.watch.hangs.call_trace import calls_file, latest_calls
 from moe_exp.watch.hangs.heartbeat import Beat
 from moe_exp.watch.hangs.stack_files import parse_stacks, write_dump
 
-# Letters of /proc/PID/stat, by psutil's names.
-STOPPED, TRACED, DISK, GONE = (
-    psutil.STATUS_STOPPED,
-    psutil.STATUS_TRACING_STOP,
-    psutil.STATUS_DISK_SLEEP,
-    "gone",
-)
+STOPPED, TRACED = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP
+DISK, GONE = psutil.STATUS_DISK_SLEEP, "gone"
 _PY_SPY_SECONDS, _NATIVE_SECONDS, _SIGNAL_SECONDS, _COLLECTIVES_SECONDS = 20.0, 60.0, 3.0, 3.0
 _SETTLED_SECONDS = 0.2
 _NUM_CALLS = 200
-_MOST_COLLECTIVES = 200  # of a rank, in its file
+_MOST_COLLECTIVES = 200  # per rank
 _NCCL_PREFIX = "nccl_trace_rank_"
 
 
 def ranks_of_node(local: Path) -> dict[int, int]:
-    """Rank to process id of the ranks that this node's launcher has started, with a beat or without, by the
-    environment of processes.
-
-    Args:
-        local: the launcher's folder for heartbeats; nobody else has it in the environment.
-    """
+    """Maps rank to pid for all ranks of this node's launcher, found by `local`, its heartbeat folder."""
     found, parents = {}, {}
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environ = process.environ()
             if environ.get(HEARTBEATS) == str(local) and "LOCAL_RANK" in environ:
                 found[process.pid], parents[process.pid] = int(environ["RANK"]), process.ppid()
-    # A rank's readers of data have its environment.
+    # Data loader workers inherit their rank's environment.
     return {rank: pid for pid, rank in found.items() if parents[pid] not in found}
 
 
 def nccl_environment(local: Path) -> dict[str, str]:
-    """Has NCCL's flight recorder write its collectives when a pipe asks for it; nothing without GPUs. torch
-    has renamed some of these.
-    """
+    """Environment for NCCL's flight recorder to dump on a byte in a pipe; empty without GPUs."""
     if not count_gpus():
         return {}
     size, file = "2000", str(local / _NCCL_PREFIX)
     wanted = {
-        "TORCH_FR_BUFFER_SIZE": size,
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": size,
-        "TORCH_FR_DUMP_TEMP_FILE": file,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file,
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": file,
-    }
+        "TORCH_FR_BUFFER_SIZE": size, "TORCH_NCCL_TRACE_BUFFER_SIZE": size, "TORCH_FR_DUMP_TEMP_FILE": file,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": file, "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": file,
+    }  # fmt: skip
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
-    """Writes the files of all ranks of this node.
+    """Writes the dumps of all ranks of this node into `folder`.
 
     Args:
-        local: the launcher's folder for heartbeats.
-        folder: of the answer.
+        local: the launcher's heartbeat folder.
         calls: RUN/hang/calls.
-        is_hang: nothing moves, so that frames in C and NCCL's record may be asked for, too.
+        is_hang: the run is stuck, so C frames and NCCL's record may be requested, too.
     """
     beats = {beat.rank: beat for beat in heartbeat.read_beats(local)}
     pids = ranks_of_node(local)
     pids |= {rank: beat.pid for rank, beat in beats.items() if rank not in pids}
     with ThreadPoolExecutor(max(1, len(pids))) as pool:
-        for done in [
+        jobs = [
             pool.submit(_dump_rank, local, folder, rank, pid, beats.get(rank), calls, is_hang)
             for rank, pid in pids.items()
-        ]:
+        ]
+        for done in jobs:
             done.result()
 
 
@@ -105,37 +88,31 @@ def _dump_rank(
     local: Path, folder: Path, rank: int, pid: int, beat: Beat | None, calls: Path, is_hang: bool
 ) -> None:
     facts = rank_facts(pid, beat)
-    # Before anybody stops the process to look at it.
+    # Before a tool stops the process.
     collectives = _collectives(local, rank) if beat and facts["state"] not in (STOPPED, TRACED, GONE) else b""
-    stacks, tool, reasons = _stacks(
-        local, rank, pid, has_handler=beat is not None and beat.pid == pid, state=facts["state"]
-    )
+    has_handler = beat is not None and beat.pid == pid
+    stacks, tool, reasons = _stacks(local, rank, pid, has_handler=has_handler, state=facts["state"])
     facts |= {"tool": tool} | ({"without": "; ".join(reasons)} if reasons else {})
     if threads := parse_stacks(stacks):
         innermost = threads[0].frames[0]
         facts["source"] = linecache.getline(innermost.file, innermost.line).strip()
-    native = _native(pid) if is_hang and tool == "py-spy" and facts["state"] not in (STOPPED, TRACED) else ""
-    write_dump(
-        folder, rank, facts, stacks, native=native, calls=latest_calls(calls_file(calls, rank), _NUM_CALLS)
-    )
+    native = ""
+    if is_hang and tool == "py-spy" and facts["state"] not in (STOPPED, TRACED):
+        native, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
+        native = native or f"none: {reason}"
+    calls_made = latest_calls(calls_file(calls, rank), _NUM_CALLS)
+    write_dump(folder, rank, facts, stacks, native=native, calls=calls_made)
     if collectives:
-        (folder / f"rank_{rank:05d}.collectives.json").write_text(
-            json.dumps(last_collectives(json.loads(collectives)))
-        )
+        text = json.dumps(last_collectives(json.loads(collectives)))
+        (folder / f"rank_{rank:05d}.collectives.json").write_text(text)
     if is_hang and count_gpus():
         _copy_nccl_record(local, folder, rank)
 
 
 def rank_facts(pid: int, beat: Beat | None) -> dict[str, Any]:
-    """Host, process id, state, what the kernel waits in for it, number of GPUs of the node, and the beat in
-    words.
-    """
-    facts: dict[str, Any] = {
-        "host": socket.gethostname(),
-        "pid": pid,
-        "state": state_of(pid),
-        "gpus": count_gpus(),
-    }
+    """Host, pid, state, kernel wait function, number of GPUs of the node, and the heartbeat as text."""
+    facts: dict[str, Any] = {"host": socket.gethostname(), "pid": pid}
+    facts |= {"state": state_of(pid), "gpus": count_gpus()}
     with suppress(OSError):
         facts["kernel function"] = Path(f"/proc/{pid}/wchan").read_text() or "none"
     if beat is None:
@@ -145,9 +122,7 @@ def rank_facts(pid: int, beat: Beat | None) -> dict[str, Any]:
 
 
 def state_of(pid: int) -> str:
-    """sleeping, running, stopped, disk-sleep, ..., as psutil has it; tracing-stop also for one that a
-    debugger holds on to; or gone.
-    """
+    """psutil's process status (sleeping, running, ...), tracing-stop under a debugger, or gone."""
     try:
         state = str(psutil.Process(pid).status())
     except psutil.Error:
@@ -156,14 +131,13 @@ def state_of(pid: int) -> str:
 
 
 def is_traced(pid: int) -> bool:
-    """Whether a debugger is attached (Linux)."""
     with suppress(OSError):
         return "TracerPid:\t0\n" not in Path(f"/proc/{pid}/status").read_text()
     return False
 
 
 def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) -> tuple[str, str, list[str]]:
-    """Stacks, the tool that gave them, and why the better ones did not."""
+    """Returns the stacks, the tool that produced them, and why the better ones failed."""
     stacks, reason = py_spy(pid)
     if stacks:
         return stacks, "py-spy", []
@@ -171,31 +145,27 @@ def _stacks(local: Path, rank: int, pid: int, *, has_handler: bool, state: str) 
     if has_handler and state not in (STOPPED, TRACED, GONE):
         if stacks := _by_faulthandler(heartbeat.stacks_file(local, rank), pid):
             return stacks, "faulthandler", reasons
-        reasons.append(
-            f"faulthandler: no answer to {heartbeat.STACKS_SIGNAL.name} in {_SIGNAL_SECONDS:.0f} s"
-        )
+        name = heartbeat.STACKS_SIGNAL.name
+        reasons.append(f"faulthandler: no answer to {name} in {_SIGNAL_SECONDS:.0f} s")
     else:
-        reasons.append(
-            f"faulthandler: the process is {state}"
-            if has_handler
-            else "faulthandler: not there before the first heartbeat"
-        )
+        why = f"the process is {state}" if has_handler else "not there before the first heartbeat"
+        reasons.append(f"faulthandler: {why}")
     return "", "none", reasons
 
 
 def py_spy_program() -> str:
-    """Path of py-spy; empty where it is not installed."""
-    beside = Path(sys.executable).with_name("py-spy")  # in an environment that is not on the PATH
+    """Path of py-spy, empty if it is not installed."""
+    beside = Path(sys.executable).with_name("py-spy")  # in a virtual environment that is not on the PATH
     return shutil.which("py-spy") or (str(beside) if beside.exists() else "")
 
 
 def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[str, str]:
-    """What `py-spy dump` prints of a process, or why it prints nothing."""
+    """Returns the output of `py-spy dump` (empty if it failed) and the reason for a failure."""
     if not (program := py_spy_program()):
         return "", "not installed"
     command = [program, "dump", "--full-filenames", "--pid", str(pid), *(options or ("--nonblocking",))]
     error = ""
-    for _ in range(3):  # of a process that runs, what it reads may not fit together
+    for _ in range(3):  # a running process can be read in an inconsistent state
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
         except (OSError, subprocess.TimeoutExpired) as failure:
@@ -206,13 +176,8 @@ def py_spy(pid: int, *options: str, seconds: float = _PY_SPY_SECONDS) -> tuple[s
     return "", error[:200]
 
 
-def _native(pid: int) -> str:
-    stacks, reason = py_spy(pid, "--native", seconds=_NATIVE_SECONDS)
-    return stacks or f"none: {reason}"
-
-
 def _by_faulthandler(path: Path, pid: int) -> str:
-    """Has the rank write its stacks; they are there when the file has not grown for a while."""
+    """Makes the rank write its stacks, and waits until the file stops growing."""
     start = path.stat().st_size
     try:
         os.kill(pid, heartbeat.STACKS_SIGNAL)
@@ -226,9 +191,7 @@ def _by_faulthandler(path: Path, pid: int) -> str:
 
 
 def _collectives(local: Path, rank: int) -> bytes:
-    """torch's record of the rank's collectives, JSON, where its sleeping thread gets to run: not while the
-    GIL is held.
-    """
+    """torch's record of the rank's collectives, JSON; its thread cannot answer while the GIL is held."""
     path = heartbeat.collectives_file(local, rank)
     path.unlink(missing_ok=True)
     if not _write_byte(heartbeat.collectives_pipe(local, rank)):
@@ -241,7 +204,7 @@ def _write_byte(pipe: Path) -> bool:
     try:
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
     except OSError as error:
-        if error.errno in (errno.ENXIO, errno.ENOENT):  # nobody listens
+        if error.errno in (errno.ENXIO, errno.ENOENT):  # no reader
             return False
         raise
     try:
@@ -252,12 +215,12 @@ def _write_byte(pipe: Path) -> bool:
 
 
 def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Of torch's flight recorder: the last collective of each process group, and the latest of all.
+    """Extracts from torch's flight recorder the last collective of each process group, and the latest of all.
 
     Returns:
-        `last`: of each group its ranks as text, its description, `number` (collectives that the rank has
-            begun in it), `name` and `state`.
-        `entries`: the latest, as torch has them.
+        `last`: per group its ranks as text, description, `number` (collectives the rank has started in it),
+            `name` and `state`.
+        `entries`: the latest, in torch's format.
     """
     entries: Sequence[Mapping[str, Any]] = record.get("entries", [])
     groups = record.get("pg_config", {})
@@ -265,17 +228,18 @@ def last_collectives(record: Mapping[str, Any]) -> dict[str, Any]:
     for entry in entries:
         name, description = entry["process_group"]
         ranks = groups.get(name, groups.get("", {})).get("ranks", "")
-        what = {
+        group = {
+            "group": name,
+            "description": description,
+            "ranks": ranks,
             "number": entry["collective_seq_id"],
-            "name": entry["profiling_name"],
-            "state": entry["state"],
         }
-        last[name] = {"group": name, "description": description, "ranks": ranks, **what}
+        last[name] = group | {"name": entry["profiling_name"], "state": entry["state"]}
     return {"last": list(last.values()), "entries": list(entries)[-_MOST_COLLECTIVES:]}
 
 
 def _copy_nccl_record(local: Path, folder: Path, rank: int) -> None:
-    """NCCL's own record, which its thread in C++ writes: also where the GIL is held. For torchfrtrace."""
+    """Copies NCCL's own record (for torchfrtrace), which its C++ thread writes even while the GIL is held."""
     path = local / f"{_NCCL_PREFIX}{rank}"
     path.unlink(missing_ok=True)
     if _write_byte(local / f"{_NCCL_PREFIX}{rank}.pipe"):

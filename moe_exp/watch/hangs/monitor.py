@@ -1,16 +1,14 @@
-"""The launcher's look at the heartbeats of its ranks: it finds a hang, has all stacks written, and ends the
-ranks for a restart.
+"""The launcher's hang detection: monitors its ranks' heartbeats, has all stacks written, and ends the ranks.
 
-`HangWatch.poll` is called by the launcher's loop and costs a few small reads a second; what takes longer runs
-in a thread. A false alarm costs a restart and is worse than a late one, so a run hangs only when
+The launcher's loop calls `HangWatch.poll`, which costs a few small reads a second; slower work runs in a
+thread. A false alarm costs a restart and is worse than a late one, so a run hangs only if
 
-- every rank of the node is over its limit (`limit_seconds`), and none on whatever node is far from it, paused
-  or under a debugger, and
-- no rank has gone on when all stacks are written.
+- every rank of the node is over its limit (`limit_seconds`), and no rank on any node is far from its limit,
+  paused or under a debugger, and
+- no rank has moved by the time all stacks are written.
 
-Limits are counted on the host's monotonic clock, which stands still while the host is suspended; and only
-while this process runs itself, as what stops the launcher (a frozen container, a job that SLURM has
-suspended) has stopped the ranks, too.
+Limits use the host's monotonic clock, which stops during suspend, and count only while this process itself
+runs: whatever stops the launcher (a frozen container, a suspended SLURM job) has stopped the ranks, too.
 """
 
 from __future__ import annotations
@@ -52,23 +50,24 @@ from moe_exp.watch.hangs.requests import (
 )
 from moe_exp.watch.hangs.stacks import summarize
 
-# of HANG_TIMEOUT=auto: a shared file system stands still for a minute or two, and the run goes on
+# for HANG_TIMEOUT=auto: a shared file system can stall for a minute or two without harm
 LEAST_SECONDS = 180.0
 _FACTOR = 10
-_LEAST_ITERATIONS = 3  # whose median HANG_TIMEOUT=auto goes by
+_LEAST_ITERATIONS = 3  # needed for the median of HANG_TIMEOUT=auto
 _LOOK_SECONDS = 1.0
-_OWN_PAUSE_SECONDS = 10.0  # between two looks: this process did not run
-_NAMING_SECONDS = 10.0  # that a node waits for node 0 to name the folder
-_ANSWER_SECONDS = 120.0  # that the others have to write their stacks
+# After a stop request: hung ranks cannot save, and whoever asked does not wait for HANG_TIMEOUT.
+_STOP_SECONDS, _STOP_FACTOR = 30.0, 3
+_OWN_PAUSE_SECONDS = 10.0  # between two checks: this process did not run
+_NAMING_SECONDS = 10.0  # a node waits this long for node 0 to name the folder
+_ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 
 
 def limit_seconds(beat: Beat, hang_timeout: str, other_seconds: int | None) -> float:
-    """How long a rank may be in its iteration, or in its phase where that is no part of an iteration.
+    """How long a rank may stay in its iteration, or in its phase outside of an iteration.
 
     Args:
-        beat: where it is.
         hang_timeout: auto, none or seconds.
-        other_seconds: of everything that is no iteration with others before it; None: any time.
+        other_seconds: limit outside of iterations, and until enough of them are timed; None: no limit.
     """
     other = math.inf if other_seconds is None else float(other_seconds)
     if hang_timeout == "none" or beat.phase == PAUSED:
@@ -76,38 +75,31 @@ def limit_seconds(beat: Beat, hang_timeout: str, other_seconds: int | None) -> f
     is_auto = hang_timeout == "auto"
     if beat.phase not in ITERATION_PHASES or len(beat.durations) < (_LEAST_ITERATIONS if is_auto else 1):
         return other
-    # By micro-batch: a batch that ramps up makes iterations longer in steps.
+    # Per micro-batch: a batch size ramp makes iterations longer in steps.
     usual = statistics.median(beat.durations) * beat.num_microbatches
     return max(LEAST_SECONDS, _FACTOR * usual) if is_auto else float(hang_timeout)
 
 
 def elapsed_seconds(beat: Beat, now: float, running_since: float) -> float:
-    """How long a rank has been in its iteration or phase, as far as this process was running, too. Times of
-    the monotonic clock.
-    """
+    """How long a rank has been in its iteration or phase while this process was running (monotonic clock)."""
     spent = beat.spent if beat.phase in ITERATION_PHASES else 0.0
     return spent + now - max(beat.since, running_since)
 
 
 class HangWatch:
-    """Watches the ranks of this node. Use it in a `with` block around their run, with `environment` in
-    theirs.
-
-    Args:
-        config: HANG_TIMEOUT, HANG_TIMEOUT_OTHER and the size of the job.
-        run: its folder.
-    """
+    """Watches the ranks of this node. Use it as a context manager, and give `environment` to the ranks."""
 
     def __init__(self, config: Config, run: RunFolder):
         self._config, self._run, self._hang = config, run, run.path / "hang"
         self._local = Path(tempfile.mkdtemp(prefix="moe_exp_heartbeats_"))
         self._looked = self._running_since = time.monotonic()
         self._missing_since: float | None = None
-        self._judged = -math.inf  # the newest beat that a verdict was given on
+        self._judged = -math.inf  # newest heartbeat that was judged
         self._answered = latest_request(self._hang)
         self._thread: threading.Thread | None = None
         self._hung = ""
         self._hung_at = math.inf
+        self._stopping_since = math.inf
 
     def __enter__(self) -> HangWatch:
         return self
@@ -116,25 +108,33 @@ class HangWatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.wait()
-        if self._hung:  # again below what torchrun says of ranks that were ended
+        if self._hung:  # repeated below torchrun's report on the ranks that were ended
             complain(self._hung)
         shutil.rmtree(self._local, ignore_errors=True)
 
     @property
     def environment(self) -> dict[str, str]:
-        """What the ranks need to know."""
+        """Environment variables for the ranks."""
         return {HEARTBEATS: str(self._local), **nccl_environment(self._local)}
 
     def wait(self, seconds: float = 5.0) -> None:
-        """Returns when what a `poll` has begun is done."""
+        """Waits until the work that `poll` started is done."""
         if self._thread is not None:
             self._thread.join(seconds)
 
-    def poll(self) -> None:
-        """Looks once a second; begins to answer a request for stacks, or to write those of a hang."""
+    def poll(self, is_stopping: bool = False) -> bool:
+        """Checks once a second; starts to answer a request for stacks, or to handle a hang.
+
+        `is_stopping`: the job was asked to save and exit now. Returns whether the ranks were ended and no new
+        ones have started.
+        """
         now = time.monotonic()
-        if now - self._looked < _LOOK_SECONDS or (self._thread is not None and self._thread.is_alive()):
-            return
+        self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf
+        if now - self._looked >= _LOOK_SECONDS and not (self._thread and self._thread.is_alive()):
+            self._look(now)
+        return self._hung_at < math.inf
+
+    def _look(self, now: float) -> None:
         if now - self._looked > _OWN_PAUSE_SECONDS and self._thread is None:
             self._running_since = now
         self._looked, self._thread = now, None
@@ -142,6 +142,9 @@ class HangWatch:
             self._begin(lambda: self._answer(request))
         elif reason := self._hang_reason(now):
             self._begin(lambda: self._end_hang(reason))
+        elif self._hangs_at_stop(now):
+            complain("no rank has gone on since the job was asked to stop: they hang, and are ended unsaved")
+            self._end_ranks()
 
     def _begin(self, work: Callable[[], object]) -> None:
         self._thread = threading.Thread(target=_reported, args=(work,), name="hang", daemon=True)
@@ -155,39 +158,49 @@ class HangWatch:
         return request
 
     def _hang_reason(self, now: float) -> str:
-        """Why the ranks of this node are taken to hang; empty: they are not."""
+        """Why this node's ranks seem to hang, or empty."""
         if self._config.hang_timeout == "none":
             return ""
-        beats = [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
-        # started again: what comes now has other reasons
+        beats = self._live_beats()
+        # ranks were restarted: the old reason no longer applies
         if any(beat.since > self._hung_at for beat in beats):
             self._hung, self._hung_at = "", math.inf
-        if self._waits_for_beats(beats, now) or (
-            beats and not any(beat.since > self._judged for beat in beats)
-        ):
+        was_judged = beats and not any(beat.since > self._judged for beat in beats)
+        if self._waits_for_beats(beats, now) or was_judged:
             return ""
         limits = {beat: self._limit(beat) for beat in beats}
-        over = [
-            beat for beat, limit in limits.items() if elapsed_seconds(beat, now, self._running_since) > limit
-        ]
+        over = [beat for beat in beats if elapsed_seconds(beat, now, self._running_since) > limits[beat]]
         if len(over) < len(beats) or self._paused(beats):
             return ""
         if not beats:
             return f"start: no rank has come to its first heartbeat in {self._config.hang_timeout_other} s"
         first = min(over, key=lambda beat: (beat.iteration, beat.since))
         seconds = elapsed_seconds(first, now, self._running_since)
-        return (
-            f"iteration {first.iteration}, {first.phase}: no rank has gone on for {seconds:.1f} s, the limit"
-            f" is {limits[first]:.1f} s"
-        )
+        place = f"iteration {first.iteration}, {first.phase}"
+        return f"{place}: no rank has gone on for {seconds:.1f} s, the limit is {limits[first]:.1f} s"
+
+    def _hangs_at_stop(self, now: float) -> bool:
+        """Whether this node's ranks are stuck after a stop request; other nodes are not asked."""
+        since = max(self._stopping_since, self._running_since)
+        if self._config.hang_timeout == "none" or now - since < _STOP_SECONDS or self._hung_at < math.inf:
+            return False
+        beats = self._live_beats()
+        if len(beats) != self._config.gpus_per_node or self._paused(beats):
+            return False
+        if not all(beat.phase in ITERATION_PHASES and beat.durations for beat in beats):
+            return False
+        usual = (statistics.median(beat.durations) * beat.num_microbatches for beat in beats)
+        limits = (max(_STOP_SECONDS, _STOP_FACTOR * seconds) for seconds in usual)
+        return all(now - max(since, beat.since) > limit for beat, limit in zip(beats, limits, strict=True))
+
+    def _live_beats(self) -> list[Beat]:
+        return [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
 
     def _limit(self, beat: Beat) -> float:
         return limit_seconds(beat, self._config.hang_timeout, self._config.hang_timeout_other)
 
     def _waits_for_beats(self, beats: Sequence[Beat], now: float) -> bool:
-        """Whether ranks of the node have no beats and may still come to them, or are not there yet: torchrun
-        waits for other nodes.
-        """
+        """Whether ranks may still get a heartbeat, or torchrun waits for other nodes to start them."""
         if len(beats) == self._config.gpus_per_node:
             self._missing_since = None
             return False
@@ -197,8 +210,8 @@ class HangWatch:
         if now - max(self._missing_since, self._running_since) <= allowed:
             return True
         without = set(ranks_of_node(self._local).values()) - {beat.pid for beat in beats}
-        self._missing_since = now  # the next look at all processes is as far away
-        if beats and not without:  # the others have come to their end, and these do not
+        self._missing_since = now  # wait as long until the next scan of all processes
+        if beats and not without:  # the others have finished, these have not
             return False
         return not any(_age_seconds(pid) > allowed for pid in without)
 
@@ -207,24 +220,19 @@ class HangWatch:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _busy(self) -> list[str]:
-        """What speaks against a hang: a rank that may be where it is, for instance one that writes a trace
-        for all.
-        """
-        now, beats = time.monotonic(), [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
+        """Evidence against a hang: ranks far from their limits, for instance one that writes a trace."""
+        now, beats = time.monotonic(), self._live_beats()
         found = [f"rank {rank} is paused, or a debugger holds it" for rank in self._paused(beats)]
         for beat in beats:
             seconds, limit = elapsed_seconds(beat, now, self._running_since), self._limit(beat)
-            # nodes do not begin an iteration at the same moment
+            # nodes do not start an iteration at the same moment
             if seconds < limit / 2 and beat.phase != PAUSED:
-                found.append(
-                    f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s, its limit is {limit:.0f} s"
-                )
+                where = f"rank {beat.rank} is in {beat.phase} for {seconds:.1f} s"
+                found.append(f"{where}, its limit is {limit:.0f} s")
         return found
 
     def _answer(self, request: Request) -> bool | None:
-        """Writes the stacks of this node for a request; for a hang, waits for the verdict and follows it.
-        Returns that, None for none.
-        """
+        """Writes this node's stacks; returns the verdict on a hang and acts on it, or None."""
         folder = self._hang / request.folder
         self._dump(folder, is_hang=request.kind == "hang")
         verdict = wait_for_verdict(folder, 2 * _ANSWER_SECONDS) if request.kind == "hang" else None
@@ -238,30 +246,27 @@ class HangWatch:
         for done in (False, True):
             if done:
                 dump_node(self._local, folder, calls=self._hang / "calls", is_hang=is_hang)
-            write_answer(
-                folder, Answer(config.node_rank, config.nnodes, config.world_size, host, ranks, busy, done)
-            )
+            answer = Answer(config.node_rank, config.nnodes, config.world_size, host, ranks, busy, done)
+            write_answer(folder, answer)
 
     def _end_hang(self, reason: str) -> None:
-        """Has the stacks of all nodes written, and ends the ranks where it stays a hang."""
+        """Has all nodes write their stacks, and ends the ranks if the hang is confirmed."""
         before = {beat.rank: beat.since for beat in read_beats(self._local)}
         self._judged = max(before.values(), default=-math.inf)
         try:
             if (request := self._named_by_another()) is not None:
-                is_hang = self._answer(request) is None  # that node has died over it
+                is_hang = self._answer(request) is None  # that node died while handling it
             else:
                 is_hang = self._look_into(reason, before)
-        except Exception:  # a full disk, for instance: the ranks hang all the same
-            complain(
-                f"the run hangs: {reason}; its stacks could not be written:",
-                *traceback.format_exc().splitlines(),
-            )
+        except Exception:  # for instance a full disk: the ranks hang all the same
+            what = f"the run hangs: {reason}; its stacks could not be written:"
+            complain(what, *traceback.format_exc().splitlines())
             is_hang = not self._doubt(before, [])
         if is_hang:
             self._end_ranks()
 
     def _look_into(self, reason: str, before: dict[int, float]) -> bool:
-        """Asks all nodes for stacks, and says what they show; returns whether it is a hang."""
+        """Requests the stacks of all nodes and reports the summary; returns whether it is a hang."""
         request = ask(self._hang, "hang", reason)
         self._answered, folder = request, self._hang / request.folder
         self._dump(folder, is_hang=True)
@@ -274,24 +279,17 @@ class HangWatch:
             self._say([f"no hang, though it looked like one: {doubt}; stacks in {folder}"])
             return False
         self._hung = f"the run hangs: {summary.line}; see {folder}"
-        self._say(
-            [self._hung, *summary.short.splitlines(), f"the ranks of the job are ended{self._what_comes()}"]
-        )
+        end = f"the ranks of the job are ended{self._what_comes()}"
+        self._say([self._hung, *summary.short.splitlines(), end])
         last = max(0, min((beat.iteration for beat in read_beats(self._local)), default=1) - 1)
         hosts = sorted({answer.host for answer in answers if set(answer.ranks) & set(summary.named)})
-        details = {"ranks": sorted(summary.named), "hosts": hosts, "why": list(summary.named.values())}
-        append_event(
-            self._run.metrics,
-            "hang",
-            last,
-            reason=reason,
-            **details,
-            folder=str(folder.relative_to(self._run.path)),
-        )
+        named, place = summary.named, str(folder.relative_to(self._run.path))
+        details = {"ranks": sorted(named), "hosts": hosts, "why": list(named.values()), "folder": place}
+        append_event(self._run.metrics, "hang", last, reason=reason, **details)
         return True
 
     def _what_comes(self) -> str:
-        """After the end of the ranks: another start, or none."""
+        """What follows the end of the ranks: a restart, or none."""
         most = self._config.max_restarts
         try:
             number = int(failures_file(self._local).read_text()) + 1
@@ -302,7 +300,7 @@ class HangWatch:
         return f", and the run with them: this is failure {number}, and MAX_RESTARTS={most}"
 
     def _named_by_another(self) -> Request | None:
-        """Another node's request about the same hang; node 0 does not wait for one."""
+        """Another node's request for the same hang; node 0 does not wait for one."""
         deadline = time.monotonic() + (_NAMING_SECONDS if self._config.node_rank else 0.0)
         while True:
             request = self._new_request()
@@ -315,7 +313,7 @@ class HangWatch:
             time.sleep(_LOOK_SECONDS / 2)
 
     def _doubt(self, before: dict[int, float], answers: Sequence[Answer]) -> str:
-        """Why it is no hang after all; empty: it is one."""
+        """Why it is no hang after all, or empty."""
         if busy := [reason for answer in answers for reason in answer.busy]:
             return busy[0]
         moved = [beat.rank for beat in read_beats(self._local) if before.get(beat.rank) != beat.since]
@@ -327,10 +325,10 @@ class HangWatch:
             hung_file(self._local).touch()
         for pid in ranks_of_node(self._local).values():
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # also one that is stopped, or holds the GIL
+                os.kill(pid, signal.SIGKILL)  # also ends a process that is stopped or holds the GIL
 
     def _say(self, lines: Sequence[str]) -> None:
-        """To the screen and to train.log."""
+        """Prints to the screen and to train.log."""
         complain(*lines)
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), self._run.log.open("a", encoding="utf-8") as file:
@@ -353,7 +351,7 @@ def _age_seconds(pid: int) -> float:
 
 
 def _reported(work: Callable[[], object]) -> None:
-    """The job goes on, whatever the disk does to a look at it."""
+    """Runs `work`; the job continues even if the disk fails."""
     try:
         work()
     except Exception:

@@ -1,20 +1,18 @@
-"""How stacks are asked for and answered, by files in RUN/hang: every launcher looks for `request.json` once a
-second.
+"""How stacks are requested and answered: files in RUN/hang. Launchers check `request.json` once a second.
 
-    request.json           the latest request: the folder to answer in, hang or stacks, why
+    request.json           the latest request: folder for the answers, hang or stacks, reason
     2026-11-22T03-50-12/   one answer
-        node_00000.json    a launcher's: which ranks it has; `done` when their files are there
+        node_00000.json    from a launcher: its ranks; `done` once their files are there
         rank_00003.txt     see stack_files.py
-        verdict.json       of a hang, by the launcher that asked: whether the ranks are ended
+        verdict.json       for a hang, by the launcher that asked: whether the ranks are ended
         summary.txt
 
-A hang is seen on every node, within a second or so. Node 0 names the folder; the others wait for that for a
-while, and name one themselves where it does not come.
+Every node detects a hang within about a second. Node 0 names the folder; the others wait for it for a while,
+then name one themselves.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from dataclasses import asdict, dataclass, field
@@ -22,21 +20,19 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal
 
-from moe_exp.host.files import write_json
+from moe_exp.host.files import read_json, write_json
 
 _POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Request:
-    """One wish for the stacks of all ranks.
+    """A request for the stacks of all ranks.
 
     Args:
-        folder: name of the answer's folder inside RUN/hang.
-        kind: hang: a launcher says that the run hangs; stacks: somebody wants to see them, and the run goes
-            on.
-        reason: in words.
-        host: of who asks.
+        folder: name of the answer's folder in RUN/hang.
+        kind: hang: a launcher reports a hang; stacks: somebody wants to see them, and the run continues.
+        host: of the requester.
     """
 
     folder: str
@@ -47,16 +43,13 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one launcher says.
+    """The answer of one launcher.
 
     Args:
         node: its NODE_RANK.
-        nnodes, world_size: of the job.
-        host: its name.
         ranks: of this node.
-        busy: what speaks against a hang, in words: ranks that are paused, under a debugger, or far from their
-            limit.
-        done: their files are there.
+        busy: evidence against a hang: ranks that are paused, under a debugger, or far from their limit.
+        done: the ranks' files are written.
     """
 
     node: int
@@ -69,7 +62,7 @@ class Answer:
 
 
 def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
-    """Makes the folder of a new answer and tells the launchers; returns the request."""
+    """Makes the folder of a new answer and writes the request for all launchers."""
     name = datetime.now().astimezone().strftime("%Y-%m-%dT%H-%M-%S")
     number = 1
     while True:
@@ -85,37 +78,35 @@ def ask(hang: Path, kind: Literal["hang", "stacks"], reason: str) -> Request:
 
 
 def latest_request(folder: Path) -> Request | None:
-    """The latest request of RUN/hang, or the one that the folder of an answer belongs to."""
+    """The latest request in RUN/hang, or the request that an answer's folder belongs to."""
     try:
-        # Opened, not asked for its time: opening is what makes a network file system look again.
-        return Request(**json.loads((folder / "request.json").read_text(encoding="utf-8")))
+        # Opened rather than checked with stat: only opening makes a network file system refresh.
+        return Request(**read_json(folder / "request.json"))
     except (OSError, ValueError, TypeError):
         return None
 
 
 def write_answer(folder: Path, answer: Answer) -> None:
-    """Says what this launcher does about the request of `folder`."""
     write_json(folder / f"node_{answer.node:05d}.json", asdict(answer))
 
 
 def read_answers(folder: Path) -> list[Answer]:
-    """What launchers have said so far, in order of node."""
+    """The launchers' answers so far, in order of node."""
     answers = []
     for path in sorted(folder.glob("node_*.json")):
         try:
-            answers.append(Answer(**json.loads(path.read_text(encoding="utf-8"))))
+            answers.append(Answer(**read_json(path)))
         except (OSError, ValueError, TypeError):
             continue
     return answers
 
 
 def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) -> list[Answer]:
-    """Returns when all nodes have answered, or what there is when time is over.
+    """Waits until all nodes have answered; returns the answers so far on timeout.
 
     Args:
-        folder: of the answer.
-        first_seconds: for a first sign of any launcher.
-        all_seconds: for the files of all nodes.
+        first_seconds: timeout for the first answer of any launcher.
+        all_seconds: timeout for the files of all nodes.
     """
     start = time.monotonic()
     while True:
@@ -133,11 +124,11 @@ def give_verdict(folder: Path, *, is_hang: bool, reason: str) -> None:
 
 
 def wait_for_verdict(folder: Path, seconds: float) -> bool | None:
-    """Whether the run was found to hang; None where nobody says it in time."""
+    """Whether the run hangs; None without a verdict in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            return bool(json.loads((folder / "verdict.json").read_text(encoding="utf-8"))["is_hang"])
+            return bool(read_json(folder / "verdict.json")["is_hang"])
         except (OSError, ValueError, KeyError):
             time.sleep(_POLL_SECONDS)
     return None

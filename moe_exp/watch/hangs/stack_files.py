@@ -1,11 +1,9 @@
-"""The file of one rank in an answer: facts, one a line, then its stacks as py-spy or faulthandler prints
-them. Writing and reading.
-"""
+"""The dump file of one rank: facts, one a line, then its stacks as py-spy or faulthandler prints them."""
 
 from __future__ import annotations
 
 import importlib.util
-import json
+import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -13,29 +11,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from moe_exp.host.files import read_json, regular
+
+logger = logging.getLogger(__name__)
+
 _STACKS, _NATIVE, _CALLS = "--- stacks ---", "--- with C frames ---", "--- latest calls ---"
 _PY_SPY_THREAD = re.compile(r'^Thread (\S+) \((.*?)\)(?:: "(.*)")?$')
 _PY_SPY_FRAME = re.compile(r"^    (\S.*) \((.+?)(?::(\d+))?\)$")
 _FAULTHANDLER_THREAD = re.compile(r"^(Current thread|Thread) (\S+).*\(most recent call first\):$")
 _FAULTHANDLER_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 MAIN = "MainThread"
-# on every stack that is taken while it notes a call (TRACE_CALLS_FROM)
+# on every stack taken while it records a call (TRACE_CALLS_FROM)
 _TRACER = "moe_exp/watch/hangs/call_trace.py"
-_CURRENT = "current"  # the one that got the signal, mostly the main one
-# whose frames say what a rank does; other files are a library's or a user's
+_CURRENT = "current"  # the thread that got the signal, usually the main one
+# whose frames show what a rank does; other files are a library's or a user's
 PACKAGES = ("moe_exp", "megatron", "torch")
-_FOLDERS = "packages"  # the fact that holds their folders
+_FOLDERS = "packages"  # name of the fact with their folders
 
 
 def package_folders() -> list[str]:
-    """Folders of PACKAGES as this process would import them; none of them is imported for that.
+    """Folders of PACKAGES as this process would import them, without importing them.
 
-    The name alone does not tell them: a clone may lie in a folder that is called moe_exp or torch, beside
-    files of other people.
+    Names are not enough: a clone may lie in a folder called moe_exp or torch, next to unrelated files.
     """
     specs = filter(None, map(importlib.util.find_spec, PACKAGES))
     folders = [folder for spec in specs for folder in spec.submodule_search_locations or ()]
-    # a frame has the one or the other where there is a link
+    # with a link, a frame may have either path
     return sorted({*folders, *map(os.path.realpath, folders)})
 
 
@@ -44,8 +45,8 @@ class Frame:
     """A function on a stack.
 
     Args:
-        name: as the tool has it, qualified or not.
-        file: in one of PACKAGES from its name on (`moe_exp/train.py`), else the whole path.
+        name: as the tool prints it, qualified or not.
+        file: from the package name on for PACKAGES (`moe_exp/train.py`), else the whole path.
         line: 0 for a function in C.
     """
 
@@ -68,12 +69,11 @@ class Frame:
 
     @property
     def is_in_packages(self) -> bool:
-        """Whether it is a function of one of PACKAGES."""
         return self.file.startswith(tuple(f"{name}/" for name in PACKAGES))
 
     @property
     def shown_name(self) -> str:
-        """Without the words that Python puts between a function and one inside of it."""
+        """Name without Python's markers for nested functions."""
         return self.name.replace(".<locals>", "").removesuffix(".<listcomp>").removesuffix(".<lambda>")
 
     def __str__(self) -> str:
@@ -82,7 +82,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class Thread:
-    """A thread, with its Python frames from the innermost on."""
+    """A thread and its Python frames, innermost first."""
 
     name: str
     frames: tuple[Frame, ...]
@@ -90,14 +90,11 @@ class Thread:
 
 @dataclass(frozen=True)
 class RankDump:
-    """What is known of one rank at one moment.
+    """The state of one rank at one moment.
 
     Args:
-        rank: of the job.
         facts: host, pid, state, phase, ... as text, see `dump.rank_facts`.
-        threads: the stacks.
-        native: names of the functions in C that the main thread is in, innermost first; empty where they were
-            not asked for.
+        native: C functions of the main thread, innermost first; empty if they were not requested.
         calls: latest function calls, with TRACE_CALLS_FROM.
         collectives: the last collective of each process group, see `dump.last_collectives`.
     """
@@ -127,15 +124,9 @@ def write_dump(
     native: str = "",
     calls: Sequence[str] = (),
 ) -> None:
-    """Writes the file of a rank."""
     facts = {**facts, _FOLDERS: os.pathsep.join(package_folders())}
-    lines = [
-        f"rank: {rank}",
-        *(f"{name}: {value}" for name, value in facts.items()),
-        "",
-        _STACKS,
-        stacks.rstrip(),
-    ]
+    listed = (f"{name}: {value}" for name, value in facts.items())
+    lines = [f"rank: {rank}", *listed, "", _STACKS, stacks.rstrip()]
     if native:
         lines += ["", _NATIVE, native.rstrip()]
     if calls:
@@ -144,31 +135,37 @@ def write_dump(
 
 
 def read_dumps(folder: Path) -> list[RankDump]:
-    """The files of all ranks in a folder, in order of rank."""
-    return [_read(path) for path in sorted(folder.glob("rank_*.txt"))]
+    """The dumps of all ranks in a folder, in order of rank."""
+    return [dump for path in sorted(folder.glob("rank_*.txt")) if (dump := _read(path)) is not None]
 
 
-def _read(path: Path) -> RankDump:
-    head, _, rest = path.read_text(encoding="utf-8", errors="replace").partition(_STACKS + "\n")
+def _read(path: Path) -> RankDump | None:
+    """Logs a warning and returns None if `write_dump` did not write the file."""
+    try:
+        text = regular(path).read_text(encoding="utf-8", errors="replace")
+        rank = int(path.stem.removeprefix("rank_"))
+    except (OSError, ValueError) as error:
+        logger.warning("%s is left out: %s", path, getattr(error, "strerror", None) or error)
+        return None
+    head, _, rest = text.partition(_STACKS + "\n")
     rest, _, calls = rest.partition(_CALLS + "\n")
     stacks, _, native = rest.partition(_NATIVE + "\n")
     facts = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
-    rank = int(facts.pop("rank"))
+    facts.pop("rank", None)
     folders = facts.pop(_FOLDERS, "").split(os.pathsep)
     collectives = path.with_suffix(".collectives.json")
-    last = json.loads(collectives.read_text(encoding="utf-8"))["last"] if collectives.exists() else []
-    return RankDump(
-        rank, facts, parse_stacks(stacks, folders), _native_names(native), calls.splitlines(), last
-    )
+    try:
+        last = list(read_json(collectives)["last"])
+    except (OSError, ValueError, LookupError, TypeError):  # no trace is kept
+        last = []
+    threads, names = parse_stacks(stacks, folders), _native_names(native)
+    return RankDump(rank, facts, threads, names, calls.splitlines(), last)
 
 
 def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
-    """Threads of what `py-spy dump --full-filenames` or faulthandler has printed; the main thread is called
-    MainThread and comes first.
+    """Parses the output of `py-spy dump --full-filenames` or faulthandler; MainThread comes first.
 
-    Args:
-        text: what the tool has printed.
-        folders: of PACKAGES where it was printed; files in them get the path from the package on.
+    `folders`: of PACKAGES where it was printed; paths of files in them start at the package.
     """
     threads: list[tuple[str, list[Frame]]] = []
     for line in text.splitlines():
@@ -182,27 +179,20 @@ def parse_stacks(text: str, folders: Sequence[str] = ()) -> list[Thread]:
             threads[-1][1].append(Frame(match[1], _from_package(match[2], folders), int(match[3] or 0)))
         elif threads and (match := _FAULTHANDLER_FRAME.match(line)):
             threads[-1][1].append(Frame(match[3], _from_package(match[1], folders), int(match[2])))
-    # faulthandler gives no names. The main thread began with a module; its frames beyond the hundredth are
-    # cut off.
-    named = [
-        (
-            MAIN
-            if (frames and frames[-1].name == "<module>") or "_run_module_as_main" in frames[-1].name
-            else name,
-            frames,
-        )
-        for name, frames in threads
-        if frames
-    ]
+    # faulthandler prints no names. The main thread began with a module; it prints at most 100 frames.
+    named = [(MAIN if _is_main(frames) else name, frames) for name, frames in threads if frames]
     if all(name != MAIN for name, _ in named):
         named = [(MAIN if name == _CURRENT else name, frames) for name, frames in named]
-    return sorted(
-        (Thread(name, tuple(frames)) for name, frames in named), key=lambda thread: thread.name != MAIN
-    )
+    found = [Thread(name, tuple(frames)) for name, frames in named]
+    return sorted(found, key=lambda thread: thread.name != MAIN)
+
+
+def _is_main(frames: Sequence[Frame]) -> bool:
+    return frames[-1].name == "<module>" or "_run_module_as_main" in frames[-1].name
 
 
 def _from_package(file: str, folders: Sequence[str]) -> str:
-    """`moe_exp/train.py` for a file in the folder of a package, else the path as it is."""
+    """`moe_exp/train.py` for a file in a package's folder, else the whole path."""
     for folder in filter(None, folders):
         if file.startswith(f"{folder}/"):
             return f"{Path(folder).name}{file[len(folder) :]}"
@@ -210,12 +200,11 @@ def _from_package(file: str, folders: Sequence[str]) -> str:
 
 
 def _is_tracers(line: str) -> bool:
-    """Whether a line is a frame of our own trace of calls."""
     return f"{_TRACER}:" in line or f'{_TRACER}"' in line
 
 
 def _native_names(text: str) -> list[str]:
-    """Functions in C above the innermost Python frame of the main thread."""
+    """C functions above the innermost Python frame of the main thread."""
     names: list[str] = []
     is_main = False
     for line in text.splitlines():

@@ -1,16 +1,15 @@
-"""The stacks of all ranks side by side: who is where, and who is not where the others are.
+"""Compares the stacks of all ranks: where each is, and which are not where the others are.
 
-In a hang nearly all ranks wait in a collective for a few that have not come to it. So a rank is named, in
+In a hang nearly all ranks wait in a collective for a few that have not reached it. A rank is named by, in
 this order of evidence:
 
 1. its process is stopped, gone or under a debugger, or its launcher has not answered;
 2. it is not waiting, while others are;
 3. it is an iteration behind the others;
-4. it has begun fewer collectives of a process group than another of that group (torch's flight recorder);
+4. it has started fewer collectives of a process group than another rank in it (torch's flight recorder);
 5. its stack is that of a minority.
 
-The first of 1 and 2 that finds somebody counts, both where both do; each of the others only where nobody is
-named by then.
+1 and 2 are combined; each of the others applies only if nobody has been named before.
 """
 
 from __future__ import annotations
@@ -28,26 +27,17 @@ from moe_exp.watch.hangs.requests import Answer, ask, latest_request, read_answe
 from moe_exp.watch.hangs.stack_files import MAIN, Frame, RankDump, read_dumps
 
 _IN_TORCH = (
-    "torch/distributed/distributed_c10d.py",
-    "torch/distributed/c10d_logger.py",
+    "torch/distributed/distributed_c10d.py", "torch/distributed/c10d_logger.py",
     "torch/distributed/_functional_collectives.py",
-)
+)  # fmt: skip
 _COLLECTIVE_CODE = (
-    *_IN_TORCH,
-    "moe_exp/layers/dispatcher/collectives.py",
-    "moe_exp/host/gloo.py",
-    "p2p_communication.py",
-)
-# What a host of a GPU waits in: the kernels and collectives that it has launched.
+    *_IN_TORCH, "moe_exp/layers/dispatcher/collectives.py", "moe_exp/host/gloo.py", "p2p_communication.py",
+)  # fmt: skip
+# Host calls that wait for kernels and collectives on a GPU.
 _DEVICE_WAITS = (".item()", ".tolist()", ".cpu()", "synchronize(")
 _NATIVE_WAITS = (
-    "c10d::",
-    "gloo::",
-    "nccl",
-    "cudaStreamSynchronize",
-    "cudaEventSynchronize",
-    "cudaDeviceSynchronize",
-)
+    "c10d::", "gloo::", "nccl", "cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize",
+)  # fmt: skip
 _ABSENT = "absent"
 _STATES = {
     STOPPED: "is stopped (by a signal such as SIGSTOP)",
@@ -56,34 +46,28 @@ _STATES = {
     _ABSENT: "was not found: its launcher has not answered, or it has ended",
 }
 _SHOWN_FRAMES, _SHOWN_CALLS = 12, 10
-_STILL_SECONDS = 60.0  # all ranks in their phase for so long: it may be a hang that nobody has called one yet
+_STILL_SECONDS = 60.0  # all ranks in their phase this long: may be a hang that has not been reported yet
 
 
 def main_stack(dump: RankDump) -> tuple[Frame, ...]:
-    """Python frames of the main thread, innermost first; below them, where it runs backward on a GPU, those
-    of autograd's thread for it.
-    """
+    """Main thread's Python frames, innermost first; in a GPU backward pass autograd's come before them."""
     frames = next((thread.frames for thread in dump.threads if thread.name == MAIN), ())
     if any(frame.name.endswith("_engine_run_backward") for frame in frames[:2]):
         for thread in dump.threads:
-            if thread.name != MAIN and any(
-                frame.file.endswith("torch/autograd/function.py") for frame in thread.frames
-            ):
+            is_autograd = any(frame.file.endswith("torch/autograd/function.py") for frame in thread.frames)
+            if thread.name != MAIN and is_autograd:
                 return thread.frames + frames
     return frames
 
 
 def is_waiting(dump: RankDump) -> bool:
-    """Whether a rank waits for others: in a collective of torch, in the `wait` of one, or with a GPU for what
-    it has launched.
-    """
+    """Whether a rank waits in a torch collective, in its `wait`, or on a GPU for work it has launched."""
     frames = main_stack(dump)
     if not frames:
         return False
     source = dump.facts.get("source", "")
-    if frames[0].file.endswith(_IN_TORCH) or any(
-        name in function for function in dump.native for name in _NATIVE_WAITS
-    ):
+    in_native = any(name in function for function in dump.native for name in _NATIVE_WAITS)
+    if in_native or frames[0].file.endswith(_IN_TORCH):
         return True
     if not frames[0].is_in_packages:
         return False
@@ -92,7 +76,7 @@ def is_waiting(dump: RankDump) -> bool:
 
 
 def where(dump: RankDump) -> str:
-    """In words: in which function a rank is, in or outside of a collective."""
+    """Describes in which function a rank is, inside or outside of a collective."""
     frames = main_stack(dump)
     if not frames:
         return f"has no stack ({dump.facts.get('without', 'no tool has given one')})"
@@ -102,14 +86,14 @@ def where(dump: RankDump) -> str:
         return f"waits in {inside or frames[0]}"
     if inside is not None:
         return f"is in {frames[0]}, inside of {inside}, but does not wait for others"
-    # What a patch or a library is called by says more than its own name.
+    # The caller of a patch or a library says more than its own name.
     ours = next((frame for frame in frames if frame.is_in_packages), frames[0])
     called = "" if ours is frames[0] else f", called by {ours}"
     return f"is in {frames[0]}{called}, outside of any collective"
 
 
 def groups_of(dumps: Iterable[RankDump]) -> list[list[RankDump]]:
-    """Ranks with the same stack together, the largest group first."""
+    """Groups ranks with the same stack, largest group first."""
     groups = defaultdict(list)
     for dump in dumps:
         groups[tuple(frame.key for frame in main_stack(dump))].append(dump)
@@ -117,9 +101,7 @@ def groups_of(dumps: Iterable[RankDump]) -> list[list[RankDump]]:
 
 
 def apart(dumps: Sequence[RankDump]) -> dict[int, str]:
-    """The ranks that are not where the others are, each with what was found of it; the order of evidence is
-    at the top of this file.
-    """
+    """The ranks that are not where the others are, each with the finding (see the top of this file)."""
     found = _by_state(dumps)
     waiting = [dump for dump in dumps if is_waiting(dump)]
     for dump in dumps:
@@ -139,19 +121,14 @@ def _by_state(dumps: Sequence[RankDump]) -> dict[int, str]:
 
 
 def _is_still(dumps: Sequence[RankDump]) -> bool:
-    """Whether no rank has gone on for a while. Those of a job that runs are never in one place, which is no
-    fault of any of them.
-    """
+    """Whether no rank has moved for a while; in a running job, ranks are in different places."""
     return all(float(dump.facts.get("seconds in it", 0.0)) >= _STILL_SECONDS for dump in dumps)
 
 
 def _behind(dumps: Sequence[RankDump]) -> dict[int, str]:
     newest = max((dump.iteration for dump in dumps), default=0)
-    return {
-        d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}"
-        for d in dumps
-        if d.iteration < newest
-    }
+    late = [dump for dump in dumps if dump.iteration < newest]
+    return {d.rank: f"is in iteration {d.iteration}, others in {newest}; it {where(d)}" for d in late}
 
 
 def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
@@ -166,29 +143,25 @@ def _behind_in_group(dumps: Sequence[RankDump]) -> dict[int, str]:
         for last in dump.collectives:
             others = most[last["group"], last["ranks"]]
             if last["number"] < others["number"]:
-                mine = (
-                    f"has begun {last['number']} collectives of"
-                    f" {last['description'] or 'group ' + last['group']}"
-                )
+                group = last["description"] or f"group {last['group']}"
+                mine = f"has begun {last['number']} collectives of {group}"
                 found[dump.rank] = f"{mine}, others {others['number']} ({others['name']}); it {where(dump)}"
     return found
 
 
 def _minority(dumps: Sequence[RankDump]) -> dict[int, str]:
     largest, *others = groups_of(dumps) or [[]]
-    return (
-        {dump.rank: where(dump) for group in others for dump in group}
-        if len(largest) > len(dumps) / 2
-        else {}
-    )
+    if len(largest) <= len(dumps) / 2:
+        return {}
+    return {dump.rank: where(dump) for group in others for dump in group}
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What an answer says.
+    """Summary of an answer.
 
     Args:
-        named: the ranks that are not where the others are, each with what was found of it.
+        named: the ranks that are not where the others are, each with the finding.
         line: these in a few words, or that none stands out.
         short: for screen and log.
         whole: with the stacks.
@@ -201,11 +174,7 @@ class Summary:
 
 
 def summarize(folder: Path) -> Summary:
-    """Reads an answer, RUN/hang/TIME.
-
-    Raises:
-        ValueError: nothing is there.
-    """
+    """Reads an answer, RUN/hang/TIME; raises ValueError if the folder has no stacks."""
     dumps, answers, request = read_dumps(folder), read_answers(folder), latest_request(folder)
     if not dumps and not answers:
         fix = "give a folder inside RUN/hang, or a run folder to ask its launchers for new stacks"
@@ -215,29 +184,19 @@ def summarize(folder: Path) -> Summary:
     named = _by_state(dumps) if is_asked and not _is_still(dumps) else apart(dumps)
     by_rank = {dump.rank: dump for dump in dumps}
     head = [request.reason] if request else []
-    if silent := (
-        sorted(set(range(answers[0].nnodes)) - {answer.node for answer in answers if answer.done})
-        if answers
-        else []
-    ):
-        head += [
-            f"no answer from the {'launcher of node' if len(silent) == 1 else 'launchers of nodes'}"
-            f" {_numbers(silent)}"
-        ]
+    nodes = set(range(answers[0].nnodes)) if answers else set()
+    if silent := sorted(nodes - {answer.node for answer in answers if answer.done}):
+        whose = "launcher of node" if len(silent) == 1 else "launchers of nodes"
+        head += [f"no answer from the {whose} {_numbers(silent)}"]
     if is_asked:
         head += ["asked for by hand: the run goes on, in which ranks need not be in the same place"]
     if named or not is_asked:
         head += ["not where the others are:" if named else "no rank stands out"]
-    head += [
-        f"  rank {rank} on {by_rank[rank].host}{_moment(by_rank[rank])}: {reason}"
-        for rank, reason in named.items()
-    ]
+    for rank, reason in named.items():
+        head += [f"  rank {rank} on {by_rank[rank].host}{_moment(by_rank[rank])}: {reason}"]
     head += ["where they are:", *_places(dumps)]
-    body = (
-        [line for group in groups_of(dumps) for line in _group_lines(group)]
-        + _calls(dumps, named)
-        + _tools(dumps)
-    )
+    body = [line for group in groups_of(dumps) for line in _group_lines(group)]
+    body += _calls(dumps, named) + _tools(dumps)
     line = "; ".join(_few_words(by_rank[rank]) for rank in list(named)[:3]) or "no rank stands out"
     line += f"; and {len(named) - 3} more" if len(named) > 3 else ""
     return Summary(named, line, "\n".join(head), "\n".join([*head, "", *body]))
@@ -253,11 +212,10 @@ def _places(dumps: Sequence[RankDump]) -> list[str]:
     places = defaultdict(list)
     for dump in dumps:
         places[where(dump)].append(dump)
-    by_size = sorted(places.items(), key=lambda item: -len(item[1]))
-    return [
-        f"  {_ranks(group)} on {', '.join(sorted({dump.host for dump in group}))}: {place}"
-        for place, group in by_size
-    ]
+    lines = []
+    for place, group in sorted(places.items(), key=lambda item: -len(item[1])):
+        lines.append(f"  {_ranks(group)} on {', '.join(sorted({dump.host for dump in group}))}: {place}")
+    return lines
 
 
 def _moment(dump: RankDump) -> str:
@@ -268,16 +226,14 @@ def _moment(dump: RankDump) -> str:
 
 
 def _absent(dumps: Sequence[RankDump], answers: Sequence[Answer]) -> list[RankDump]:
-    """The ranks of the job that nobody has found."""
+    """The ranks of the job without a dump."""
     if not answers:
         return []
     per_node = answers[0].world_size // answers[0].nnodes
     hosts = {answer.node: answer.host for answer in answers}
     ranks = set(range(answers[0].world_size)) - {dump.rank for dump in dumps}
-    return [
-        RankDump(rank, {"state": _ABSENT, "host": hosts.get(rank // per_node, f"node {rank // per_node}")})
-        for rank in sorted(ranks)
-    ]
+    facts = {rank: hosts.get(rank // per_node, f"node {rank // per_node}") for rank in sorted(ranks)}
+    return [RankDump(rank, {"state": _ABSENT, "host": host}) for rank, host in facts.items()]
 
 
 def _group_lines(group: Sequence[RankDump]) -> list[str]:
@@ -291,15 +247,12 @@ def _group_lines(group: Sequence[RankDump]) -> list[str]:
 
 
 def _calls(dumps: Sequence[RankDump], named: Mapping[int, str]) -> list[str]:
-    """Latest function calls: of the ranks that are named, else of all."""
+    """Latest function calls of the named ranks, or of all if none is named."""
     lines = []
     for dump in dumps:
         if dump.calls and (dump.rank in named or not named):
-            lines += [
-                f"latest calls of rank {dump.rank} (seconds of its host's clock):",
-                *(f"    {c}" for c in dump.calls[-_SHOWN_CALLS:]),
-                "",
-            ]
+            head = f"latest calls of rank {dump.rank} (seconds of its host's clock):"
+            lines += [head, *(f"    {call}" for call in dump.calls[-_SHOWN_CALLS:]), ""]
     return lines
 
 
@@ -316,7 +269,7 @@ def _ranks(group: Sequence[RankDump]) -> str:
 
 
 def _numbers(numbers: Sequence[int]) -> str:
-    """0-3, 5 for 0, 1, 2, 3, 5."""
+    """Formats 0, 1, 2, 3, 5 as 0-3, 5."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -326,25 +279,19 @@ def _numbers(numbers: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
-# `moe-exp watch stacks`: stacks on demand, and the summary of those that are there.
+# `moe-exp watch stacks`: stacks on demand, and summaries of existing ones.
 
 
-FIRST_SECONDS = 15.0  # for a sign of a launcher; a network file system may be that late
+FIRST_SECONDS = 15.0  # timeout for the first launcher; a network file system may lag
 _ALL_SECONDS = 120.0
 
 
 def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Summary, Path]:
-    """Stacks of a run that goes on, or those of a folder in RUN/hang.
-
-    Args:
-        place: run folder, or RUN/hang/TIME.
-        first_seconds: how long to wait for the first launcher.
-
-    Returns:
-        Their summary, and the folder with the stacks.
+    """Takes the stacks of a running job (run folder), or reads those in RUN/hang/TIME; returns them with the
+    folder.
 
     Raises:
-        ValueError: no launcher answers, or the folder has no stacks.
+        ValueError: no launcher answers within `first_seconds`, or the folder has no stacks.
     """
     run = RunFolder(place)
     if not run.config.exists():
@@ -354,9 +301,8 @@ def stacks_of(place: Path, *, first_seconds: float = FIRST_SECONDS) -> tuple[Sum
     if not answers:
         shutil.rmtree(folder)
         fix = "look whether the job runs; ranks under a bare torchrun have no launcher, use py-spy there"
-        raise ValueError(
-            f"stacks={place}: no launcher of this run has answered in {first_seconds:.0f} s. Fix: {fix}."
-        )
+        rule = f"no launcher of this run has answered in {first_seconds:.0f} s"
+        raise ValueError(f"stacks={place}: {rule}. Fix: {fix}.")
     summary = summarize(folder)
     write_atomically(folder / "summary.txt", summary.whole + "\n")
     return summary, folder

@@ -1,6 +1,6 @@
-"""Which node, rank and device the errors in logs come from, causes before consequences. No torch.
+"""Finds the node, rank and device behind the errors in logs, causes before consequences. No torch.
 
-Logs may be those of ranks, of srun (with `%N` in their names), of NCCL, or the kernel's (dmesg, syslog).
+Logs may come from ranks, srun (with `%N` in their names), NCCL, or the kernel (dmesg, syslog).
 """
 
 from __future__ import annotations
@@ -22,22 +22,15 @@ from moe_exp.watch.nodes.known_faults import CAUSES, Fault, recognised
 from moe_exp.watch.nodes.log_lines import Origin, origin, origin_of_file
 
 _LOGS = (".log", ".out", ".err", ".txt")
-_MOST_EVENTS = 5  # of a run
-_MOST_ENTRIES = 100_000  # of a folder; a run has some thousands, and / is not to be walked
+_MOST_EVENTS = 5  # per run
+_MOST_ENTRIES = 100_000  # per folder; a run has some thousands, and / should not be walked
+_FIX = "Fix: give log files, or the folder of a run."
 _NO_LOGS = {"checkpoints", "tensorboard", "wandb"}
 
 
 @dataclass(frozen=True)
 class Blame:
-    """One kind of fault of one host, rank and device.
-
-    Args:
-        fault: what it is.
-        where: host, rank, device; the time is that of the first.
-        count: how often.
-        last: time of the last, or ''.
-        line: the first line.
-    """
+    """Equal faults on a host, rank and device: `where` has the first time, `last` the last one or ''."""
 
     fault: Fault
     where: Origin
@@ -47,10 +40,10 @@ class Blame:
 
 
 def log_files(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are, and of folders, such as those of runs, what looks like logs.
+    """Expands folders, such as run folders, to the log files in them.
 
     Raises:
-        ValueError: a path is not there, or a folder has no logs, or far more than a run has.
+        ValueError: a path does not exist, or a folder has no logs, or far more files than a run has.
     """
     found: list[Path] = []
     for path in paths:
@@ -58,12 +51,10 @@ def log_files(paths: Iterable[Path]) -> list[Path]:
             found.append(path)
             continue
         if not path.is_dir():
-            raise ValueError(f"{path}: is not there. Fix: give log files, or the folder of a run.")
+            raise ValueError(f"{path}: is not there. {_FIX}")
         inside = sorted(_logs_inside(path))
         if not inside:
-            raise ValueError(
-                f"{path}: has no logs ({', '.join(_LOGS)}). Fix: give log files, or the folder of a run."
-            )
+            raise ValueError(f"{path}: has no logs ({', '.join(_LOGS)}). {_FIX}")
         found += inside
     return list(dict.fromkeys(found))
 
@@ -74,39 +65,38 @@ def _logs_inside(folder: Path) -> Iterator[Path]:
         folders[:] = [name for name in folders if name not in _NO_LOGS]
         left -= len(folders) + len(files)
         if left < 0:
-            raise ValueError(
-                f"{folder}: has over {_MOST_ENTRIES} files. Fix: give log files, or the folder of a run."
-            )
+            raise ValueError(f"{folder}: has over {_MOST_ENTRIES} files. {_FIX}")
         paths = (Path(place, name) for name in files)
         yield from (path for path in paths if path.suffix in _LOGS and path.is_file())
 
 
 def told_by_runs(paths: Iterable[Path]) -> list[str]:
-    """What run folders among `paths` tell of hangs and of ranks that have died, which need not be in any log;
-    the latest.
-    """
+    """The latest hangs and dead ranks in the events of run folders among `paths`; logs may miss them."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):
         events = last_records(run.metrics) if run.metrics.exists() else []
-        for event in [event for event in events if event.get("event") in ("hang", "rank_failed")][
-            -_MOST_EVENTS:
-        ]:
-            head = f"{run.path}: {event['event']} at iteration {event['iteration']}, {event['time']}: "
+        ended = [event for event in events if event.get("event") in ("hang", "rank_failed")]
+        for event in ended[-_MOST_EVENTS:]:
+            place = (
+                f"{run.path}: {event['event']} at iteration {event.get('iteration')}, {event.get('time')}: "
+            )
             if event["event"] == "hang":
-                ranks, hosts = ", ".join(map(str, event.get("ranks", []))), ", ".join(event.get("hosts", []))
+                ranks, hosts = (_listed(event.get(name)) for name in ("ranks", "hosts"))
                 where = f"rank {ranks} on {hosts} apart from the others" if ranks else "no rank stands out"
-                lines.append(f"{head}{where}; see {run.path / str(event.get('folder', 'hang'))}/summary.txt")
+                lines.append(f"{place}{where}; see {run.path / str(event.get('folder', 'hang'))}/summary.txt")
             else:
-                lines.append(
-                    f"{head}rank {event.get('rank')} on {event.get('host')} ({event.get('device')}):"
-                    f" {event.get('cause')}"
-                )
+                who = f"rank {event.get('rank')} on {event.get('host')} ({event.get('device')})"
+                lines.append(f"{place}{who}: {event.get('cause')}")
     return lines
+
+
+def _listed(values: Any) -> str:
+    return ", ".join(map(str, values)) if isinstance(values, list) else ""
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A line that says something: of a fault, or with None which host and device a rank has."""
+    """A recognized line: a fault, or None if it only shows the host and device of a rank."""
 
     fault: Fault | None
     where: Origin
@@ -114,7 +104,7 @@ class Seen:
 
 
 def blame(files: Iterable[Path]) -> list[Blame]:
-    """All faults in some logs, gathered by kind, host, rank and device; causes first, then by time."""
+    """All faults in the logs, grouped by kind, host, rank and device; causes first, then by time."""
     logs: list[tuple[Origin, list[Seen]]] = []
     for path in files:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -123,9 +113,7 @@ def blame(files: Iterable[Path]) -> list[Blame]:
 
 
 def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
-    """The lines of a log that say something. A line without a time has that of the line before: a traceback
-    has none.
-    """
+    """The recognized lines of a log. Lines without a time, as in tracebacks, get that of the line before."""
     time = ""
     for line in lines:
         fault, here = recognised(line), origin(line)
@@ -135,48 +123,43 @@ def recognised_lines(lines: Iterable[str]) -> Iterator[Seen]:
 
 
 def gathered(logs: Sequence[tuple[Origin, Sequence[Seen]]]) -> list[Blame]:
-    """The same faults of the same place as one; `logs`: of each file what its name says, and its lines that
-    say something.
-    """
+    """Groups equal faults by place; `logs`: origin by file name and recognized lines of each file."""
     hosts: dict[str, set[str]] = {}
     for _, seen in logs:
         for one in seen:
             if one.where.host and one.where.rank:
                 hosts.setdefault(one.where.rank, set()).add(one.where.host)
+    # where all files agree: a rank changes hosts from job to job
     only = {rank: Origin(host=min(names)) for rank, names in hosts.items() if len(names) == 1}
     found: dict[tuple[Fault, str, str, str], Blame] = {}
     for of_file, seen in logs:
         for fault, where, line in _placed(seen, of_file, only):
             key = (fault, where.host, where.rank, where.device)
-            before = found.get(key)
-            if before is None:
-                found[key] = Blame(fault, where, 1, where.time, line)
-            else:
-                found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
-    return sorted(
-        found.values(), key=lambda one: (CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host)
-    )
+            before = found.get(key) or Blame(fault, where, 0, "", line)
+            found[key] = replace(before, count=before.count + 1, last=where.time or before.last)
+
+    def order(one: Blame) -> tuple[int, str, str]:
+        return CAUSES.index(one.fault.cause), one.where.time or "~", one.where.host
+
+    return sorted(found.values(), key=order)
+
+
+def _joined(known: Origin | None, where: Origin) -> Origin:
+    return replace(where, time="").completed(_of_host(known, where.host))
 
 
 def _placed(
     seen: Sequence[Seen], of_file: Origin, only: Mapping[str, Origin]
 ) -> Iterator[tuple[Fault, Origin, str]]:
-    """The faults of a file, with where they were.
-
-    What a line does not say of its host and device is filled in from the lines of this file that say it of
-    the same rank, the ones before it first, then from the file's name, and last from other files, where these
-    agree: from job to job a rank is on other hosts.
-    """
+    """Yields faults; missing places come from the same rank's lines, then the file name, then other files."""
     known: dict[str, Origin] = {}
     for one in reversed(seen):
         if one.where.host and one.where.rank:
-            known[one.where.rank] = replace(one.where, time="").completed(
-                _of_host(known.get(one.where.rank), one.where.host)
-            )
+            known[one.where.rank] = _joined(known.get(one.where.rank), one.where)
     for one in seen:
         where = one.where
         if where.host and where.rank:
-            known[where.rank] = replace(where, time="").completed(_of_host(known.get(where.rank), where.host))
+            known[where.rank] = _joined(known.get(where.rank), where)
         if one.fault is None:
             continue
         if not where.host and not where.rank:
@@ -200,7 +183,7 @@ def hosts_to_exclude(found: Iterable[Blame]) -> dict[str, str]:
 
 
 def hardware_faults(lines: Iterable[str]) -> list[str]:
-    """Faults of the hardware in kernel messages of this host, a line each."""
+    """Hardware faults in this host's kernel messages, a line each."""
     found = gathered([(Origin(), list(recognised_lines(lines)))])
     return [_described(one) for one in found if one.fault.excludes]
 
@@ -214,19 +197,12 @@ def _described(one: Blame) -> str:
 # The table of `moe-exp watch blame`, and its JSON.
 
 
-_COLOURS = {
-    "hardware": "red",
-    "driver": "red",
-    "network": "red",
-    "memory": "yellow",
-    "disk": "yellow",
-    "program": "yellow",
-    "consequence": "dim",
-}
+_COLOURS = dict.fromkeys(CAUSES, "yellow") | {"consequence": "dim"}
+_COLOURS |= dict.fromkeys(("hardware", "driver", "network"), "red")
 
 
 def print_blame(found: Sequence[Blame]) -> None:
-    """One row for each kind of fault of a place, causes first."""
+    """Prints a row for each kind of fault at a place, causes first."""
     console = table_console()
     if not found:
         console.print("No known error in these logs.")
@@ -235,17 +211,11 @@ def print_blame(found: Sequence[Blame]) -> None:
     for name in ("cause", "what", "host", "rank", "device", "times", "first", "last", "what to do"):
         table.add_column(name, overflow="fold", no_wrap=name in ("cause", "rank", "times"))
     for one in found:
-        cells = (
-            one.fault.name,
-            one.where.host or "?",
-            one.where.rank or "-",
-            one.where.device or "-",
-            str(one.count),
-        )
-        times = (one.where.time or "-", one.last or "-")
-        table.add_row(
-            Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, (*cells, *times, one.fault.advice))
-        )
+        where = one.where
+        times = (str(one.count), where.time or "-", one.last or "-")
+        place = (where.host or "?", where.rank or "-", where.device or "-")
+        cells = (one.fault.name, *place, *times, one.fault.advice)
+        table.add_row(Text(one.fault.cause, _COLOURS[one.fault.cause]), *map(Text, cells))
     console.print(table)
 
 

@@ -1,1 +1,1 @@
-"""Whether runs are alive, looked at from outside, and messages when they are not."""
+"""Checks from outside whether runs are alive, and sends messages if they are not."""

@@ -1,7 +1,7 @@
-"""Sends a message by e-mail, to a webhook and into a file. No torch.
+"""Sends messages by e-mail, to a webhook and into a file. No torch.
 
-Secrets (the password, the address of a webhook, which has a token in it) come from files or the environment,
-never from the command line, which every user of the host can read; and no message about an error has them.
+Secrets (the password, and the webhook URL with its token) come from files or the environment, never from the
+command line, which every user of the host can read. Error messages never contain them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from moe_exp.config import ConfigError
 
 PASSWORD_VARIABLE = "SMTP_PASSWORD"
 WEBHOOK_VARIABLE = "WATCH_WEBHOOK"
-_SECONDS = 30.0  # that a server may take
-_LONGEST_TEXT = 3500  # characters; Slack cuts off longer ones
+_SECONDS = 30.0  # timeout of a server
+_LONGEST_TEXT = 3500  # characters; Slack truncates longer ones
 
 Security = Literal["tls", "starttls", "none"]
 
 
 class PartlySent(Exception):
-    """Some have got the message, and sending it again would not help the others."""
+    """Some recipients got the message; sending it again would not help the others."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,7 @@ class Mail:
     Attributes:
         host, port: of the SMTP server.
         security: tls from the first byte, starttls before the login, or none.
-        user: for the login; empty: without one.
-        password: its.
+        user: for the login; empty: no login.
         sender, to: addresses.
     """
 
@@ -62,19 +61,17 @@ class Mail:
 
     @property
     def secrets(self) -> tuple[str, ...]:
-        # As a login sends them, too: PLAIN, and LOGIN.
+        # Also as a login sends them: PLAIN and LOGIN.
         sent = (f"\0{self.user}\0{self.password}", self.password)
         return (self.password, *(base64.b64encode(text.encode()).decode() for text in sent if self.password))
 
     def send(self, subject: str, text: str) -> None:
-        """Raises OSError or SMTPException where it cannot, PartlySent where it can for some."""
+        """Sends a message; raises OSError or SMTPException on failure, PartlySent if only some got it."""
         message = EmailMessage()
         message["Subject"], message["From"], message["To"] = _line(subject), self.sender, ", ".join(self.to)
-        message["Date"], message["Message-ID"] = (
-            formatdate(localtime=True),
-            make_msgid(domain=socket.gethostname() or "localhost"),
-        )
-        message["Auto-Submitted"] = "auto-generated"  # or somebody's notice of absence answers every time
+        message["Date"] = formatdate(localtime=True)
+        message["Message-ID"] = make_msgid(domain=socket.gethostname() or "localhost")
+        message["Auto-Submitted"] = "auto-generated"  # prevents out-of-office replies
         message.set_content(text)
         context = ssl.create_default_context()
         if self.security == "tls":
@@ -92,7 +89,7 @@ class Mail:
 
 @dataclass(frozen=True)
 class Webhook:
-    """An address that takes Slack's form of a message, {"text": ...}, by POST."""
+    """A webhook that takes Slack's message format, {"text": ...}, by POST."""
 
     url: str
 
@@ -106,20 +103,19 @@ class Webhook:
         return (self.url, parts.path, parts.query, parts.password or "")
 
     def send(self, subject: str, text: str) -> None:
-        """Raises OSError where it cannot."""
+        """Sends a message; raises OSError on failure."""
         said = f"*{_line(subject)}*\n{text}"[:_LONGEST_TEXT]
-        # which mean links and mentions there
+        # they mark links and mentions in Slack
         for character, written in {"&": "&amp;", "<": "&lt;", ">": "&gt;"}.items():
             said = said.replace(character, written)
-        request = urllib.request.Request(
-            self.url, json.dumps({"text": said}).encode(), {"Content-Type": "application/json"}
-        )
+        data = json.dumps({"text": said}).encode()
+        request = urllib.request.Request(self.url, data, {"Content-Type": "application/json"})
         with urllib.request.build_opener(_NoRedirect).open(request, timeout=_SECONDS) as answer:
             answer.read()
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """urllib would ask the other address without the message, and take its answer for success."""
+    """urllib would query the new address without the message, and treat the answer as success."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -127,7 +123,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 @dataclass(frozen=True)
 class AlertFile:
-    """A file that messages are added to."""
+    """A file to which messages are appended."""
 
     path: Path
 
@@ -140,7 +136,7 @@ class AlertFile:
         return ()
 
     def send(self, subject: str, text: str) -> None:
-        """Raises OSError where it cannot."""
+        """Appends a message; raises OSError on failure."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         with self.path.open("a", encoding="utf-8") as file:
             file.write(f"{now} {_line(subject)}\n" + "".join(f"    {line}\n" for line in text.splitlines()))
@@ -150,10 +146,10 @@ Channel = Mail | Webhook | AlertFile
 
 
 def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[str, str]:
-    """Sends a message by every channel, whatever becomes of the others.
+    """Sends a message to all channels, even if some fail.
 
-    Returns:
-        Why those failed that have, by name and without secrets; by `NAME in part` where somebody was reached.
+    Returns reasons of failures by channel name, without secrets; `NAME in part` if it reached some
+    recipients.
     """
     failed = {}
     for channel in channels:
@@ -161,14 +157,14 @@ def send_to_all(channels: Sequence[Channel], subject: str, text: str) -> dict[st
             channel.send(subject, text)
         except PartlySent as error:
             failed[f"{channel.name} in part"] = str(error)
-        # of sockets, TLS, SMTP, HTTP, encodings: none of them may keep the other channels from their message
+        # sockets, TLS, SMTP, HTTP, encodings: no error may keep the other channels from their message
         except Exception as error:
             failed[channel.name] = without_secrets(f"{type(error).__name__}: {error}", channel.secrets)
     return failed
 
 
 def without_secrets(text: str, secrets: Sequence[str]) -> str:
-    """`text` in a line, with *** for each of `secrets`."""
+    """`text` on one line, with *** for each of `secrets`."""
     text = " ".join(text.split())
     for secret in sorted((one for one in secrets if len(one) > 1), key=len, reverse=True):
         text = text.replace(secret, "***")
@@ -176,7 +172,7 @@ def without_secrets(text: str, secrets: Sequence[str]) -> str:
 
 
 def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[Channel]:
-    """The channels that options of the command line and the environment name.
+    """The channels configured by the command line and the environment.
 
     Args:
         options: mail_to, mail_from, smtp, smtp_security, smtp_user, smtp_password_file, webhook_file,
@@ -184,20 +180,17 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
         environ: with SMTP_PASSWORD and WATCH_WEBHOOK.
 
     Raises:
-        ConfigError: with everything that is wrong with them.
+        ConfigError: with all problems.
     """
     problems: list[str] = []
-    channels: list[Channel] = []
-    for channel in (_mail(options, environ, problems), _webhook(options, environ, problems)):
-        if channel is not None:
-            channels.append(channel)
+    found = _mail(options, environ, problems), _webhook(options, environ, problems)
+    channels: list[Channel] = [channel for channel in found if channel is not None]
     if options.get("alert_file"):
         path = Path(options["alert_file"]).expanduser().absolute()
         channels.append(AlertFile(path))
         if not path.parent.is_dir():
-            problems.append(
-                _problem("--alert-file", path, "its folder is not there", "make it, or name another file")
-            )
+            rule, fix = "its folder is not there", "make it, or name another file"
+            problems.append(_problem("--alert-file", path, rule, fix))
     if problems:
         raise ConfigError(problems)
     return channels
@@ -212,43 +205,28 @@ def _mail(options: Mapping[str, Any], environ: Mapping[str, str], problems: list
     host, _, port_text = (options.get("smtp") or "localhost").partition(":")
     security: Security = options.get("smtp_security") or "starttls"
     port = port_text or {"tls": "465", "starttls": "587", "none": "25"}[security]
-    password = _secret(
-        options.get("smtp_password_file"),
-        environ.get(PASSWORD_VARIABLE, ""),
-        "--smtp-password-file",
-        problems,
-    )
+    variable = environ.get(PASSWORD_VARIABLE, "")
+    password = _secret(options.get("smtp_password_file"), variable, "--smtp-password-file", problems)
     user, sender = options.get("smtp_user") or "", options.get("mail_from") or f"moe-exp@{socket.getfqdn()}"
-    problems += list(
-        _mail_problems(
-            to=to, sender=sender, host=host, port=port, user=user, password=password, security=security
-        )
-    )
-    return Mail(host, int(port) if port.isdecimal() else 0, security, user, password, sender, to)
+    mail = Mail(host, int(port) if port.isdecimal() else 0, security, user, password, sender, to)
+    problems += _mail_problems(mail, port)
+    return mail
 
 
-def _mail_problems(
-    *, to: Sequence[str], sender: str, host: str, port: str, user: str, password: str, security: str
-) -> Iterator[str]:
-    for name, addresses in (("--mail-to", to), ("--mail-from", [sender])):
+def _mail_problems(mail: Mail, port: str) -> Iterator[str]:
+    for name, addresses in (("--mail-to", mail.to), ("--mail-from", [mail.sender])):
         for address in addresses:
             if address.count("@") != 1 or not address.isprintable() or not address.isascii():
                 yield _problem(name, address, "is no address", "write name@host")
-    if not port.isdecimal() or not 0 < int(port) < 65536 or not host:
-        yield _problem(
-            "--smtp", f"{host}:{port}", "is no host and port", "write HOST:PORT, as mail.example.org:587"
-        )
-    if user and not password:
-        yield _problem(
-            "--smtp-user",
-            user,
-            f"has no password in {PASSWORD_VARIABLE}",
-            "set it, or give --smtp-password-file",
-        )
-    if user and security == "none" and host not in ("localhost", "127.0.0.1", "::1"):
-        yield _problem(
-            "--smtp-security", "none", "would send the password as plain text", "use starttls or tls"
-        )
+    if not port.isdecimal() or not 0 < int(port) < 65536 or not mail.host:
+        rule, fix = "is no host and port", "write HOST:PORT, as mail.example.org:587"
+        yield _problem("--smtp", f"{mail.host}:{port}", rule, fix)
+    if mail.user and not mail.password:
+        rule, fix = f"has no password in {PASSWORD_VARIABLE}", "set it, or give --smtp-password-file"
+        yield _problem("--smtp-user", mail.user, rule, fix)
+    if mail.user and mail.security == "none" and mail.host not in ("localhost", "127.0.0.1", "::1"):
+        rule = "would send the password as plain text"
+        yield _problem("--smtp-security", "none", rule, "use starttls or tls")
 
 
 def _webhook(options: Mapping[str, Any], environ: Mapping[str, str], problems: list[str]) -> Webhook | None:
@@ -257,20 +235,14 @@ def _webhook(options: Mapping[str, Any], environ: Mapping[str, str], problems: l
         return None
     try:
         parts = urllib.parse.urlsplit(url)
-        good = (
-            parts.scheme in ("http", "https")
-            and parts.hostname
-            and url.isascii()
-            and url.isprintable()
-            and " " not in url
-        )
+        is_web = parts.scheme in ("http", "https") and parts.hostname
+        good = is_web and url.isascii() and url.isprintable() and " " not in url
     except ValueError:
         good = False
-    if not good:  # without the value, which is a secret
+    if not good:  # without the secret value
         name = "--webhook-file" if options.get("webhook_file") else WEBHOOK_VARIABLE
-        problems.append(
-            _problem(name, "***", "is no address of a webhook", "write https://HOST/..., on one line")
-        )
+        fix = "write https://HOST/..., on one line"
+        problems.append(_problem(name, "***", "is no address of a webhook", fix))
         return None
     return Webhook(url)
 
@@ -283,11 +255,8 @@ def _secret(file: str | None, variable: str, name: str, problems: list[str]) -> 
         lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "") or type(error).__name__
-        problems.append(
-            _problem(
-                name, file, f"cannot be read ({reason})", "name a file that holds the secret, with mode 600"
-            )
-        )
+        rule, fix = f"cannot be read ({reason})", "name a file that holds the secret, with mode 600"
+        problems.append(_problem(name, file, rule, fix))
         return ""
     if not lines[0].strip():
         problems.append(_problem(name, file, "has nothing on its first line", "write the secret there"))
@@ -295,7 +264,7 @@ def _secret(file: str | None, variable: str, name: str, problems: list[str]) -> 
 
 
 def _problem(name: str, value: object, rule: str, fix: str) -> str:
-    """As config.problem, for a flag, which is not written in capitals."""
+    """Like config.problem, for a flag, which is not in capitals."""
     return f"{name}={value}: {rule}. Fix: {fix}."
 
 

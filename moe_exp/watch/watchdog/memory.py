@@ -1,11 +1,8 @@
-"""What the watchdog remembers from look to look: problems that were told, so that none is told all the time.
-No torch.
-"""
+"""What the watchdog remembers between checks, so that it does not repeat itself all the time. No torch."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -13,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import write_json
+from moe_exp.host.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
-EVENT = "event "  # before the name of an event: the key of a problem that has happened, and cannot be over
+EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
 
 
 @dataclass
@@ -25,10 +22,9 @@ class Told:
     """One problem.
 
     Attributes:
-        since: when it was first seen in a row, seconds since 1970; 0 where it is not there now.
-        told: when it was last told; 0 for never.
-        is_open: it was told and has not been said to be over.
-        text: as it was told.
+        since: when the current streak was first seen, seconds since 1970; 0 if it is absent now.
+        told: when it was last reported; 0 for never.
+        is_open: it was reported, and its end was not.
     """
 
     since: float = 0.0
@@ -39,17 +35,17 @@ class Told:
 
 @dataclass
 class Memory:
-    """Of one run.
+    """Memory of one run.
 
     Attributes:
-        problems: by their keys.
-        num_events: of metrics.jsonl that were looked at.
-        untold_events: number of events of a name that wait to be told.
-        disk: free bytes at earlier looks, as pairs of time and bytes.
-        iteration, moved: the last iteration that was seen, and when it was seen first.
-        busy: when a job was last seen to run, or the run was first looked at.
-        slurm_silent: since when squeue has not answered; 0 where it has.
-        failed_channels: why the last message did not get through, by channel.
+        problems: by key.
+        num_events: number of events in metrics.jsonl that were checked.
+        untold_events: number of unreported events by name.
+        disk: free bytes at earlier checks, pairs of time and bytes.
+        iteration, moved: the last iteration, and when it was first seen.
+        busy: when a job was last seen running, or the run was first checked.
+        slurm_silent: since when squeue has not answered; 0 if it has.
+        failed_channels: why the last message failed, by channel.
     """
 
     problems: dict[str, Told] = field(default_factory=dict)
@@ -65,10 +61,10 @@ class Memory:
     def to_tell(
         self, found: Mapping[str, str], now: float, again_seconds: float
     ) -> tuple[dict[str, str], dict[str, str]]:
-        """Which problems are to be told now, and which of those that were told are over; texts by key.
+        """Problems to report now, and reported problems that are over; texts by key.
 
-        A problem is told when it appears, and again where it is still there, or back, after `again_seconds`.
-        Nothing is written down: `confirm` does, once somebody was told.
+        A problem is reported when it appears, and again after `again_seconds` if it is still there, or back.
+        `confirm` records that they were sent.
         """
         news = {}
         for key, text in found.items():
@@ -83,7 +79,7 @@ class Memory:
         return news, over
 
     def confirm(self, news: Mapping[str, str], over: Mapping[str, str], now: float) -> None:
-        """Somebody was told."""
+        """Records that a message was sent."""
         for key, text in news.items():
             known = self.problems[key]
             known.told, known.is_open, known.text = now, not key.startswith(EVENT), text
@@ -92,7 +88,7 @@ class Memory:
             self.problems[key].is_open = False
 
     def forget_old(self, now: float, again_seconds: float) -> None:
-        """Problems that are over, and that may be told again."""
+        """Drops problems that are over and may be reported again."""
         self.problems = {
             key: known
             for key, known in self.problems.items()
@@ -101,22 +97,20 @@ class Memory:
 
 
 def memory_file(folder: Path, run: Path) -> Path:
-    """Where the memory of a run is kept: by its name, and by its whole path, as two runs may have the same
-    name.
-    """
-    path = os.path.abspath(run)  # noqa: PTH100  # without a look at the disk, which may hang
+    """File with the memory of a run: its name and a hash of its path, as two runs may share a name."""
+    path = os.path.abspath(run)  # noqa: PTH100  # does not touch the disk, which may hang
     return folder / f"{Path(path).name}-{hashlib.sha256(path.encode()).hexdigest()[:10]}.json"
 
 
 def default_folder() -> Path:
-    """In the home folder and not in the run's, whose disk may be the one that is full."""
+    """In the home folder rather than the run's, whose disk may be the full one."""
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "moe-exp" / "watch"
 
 
 def read_memory(path: Path) -> Memory:
-    """What a look before this one has left; nothing where there was none, or where the file is damaged."""
+    """The memory of earlier checks; empty if there is none, or if the file is damaged."""
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        values: dict[str, Any] = read_json(path)
         memory = Memory(**values)
         memory.problems = {key: Told(**told) for key, told in values["problems"].items()}
         memory.disk = [(float(at), int(amount)) for at, amount in values["disk"]]
@@ -129,6 +123,6 @@ def read_memory(path: Path) -> Memory:
 
 
 def write_memory(path: Path, memory: Memory) -> None:
-    """OSError where it cannot be written."""
+    """Raises OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(memory))

@@ -1,4 +1,4 @@
-"""What is wrong with a run, by its files, SLURM's queue and its disk. No torch."""
+"""Detects problems of a run from its files, SLURM's queue and its disk. No torch."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from moe_exp.watch.watchdog.disk import Disk
 from moe_exp.watch.watchdog.memory import EVENT, Memory
 from moe_exp.watch.watchdog.run import START_SECONDS, RunView, event_time, num_switches
 
-# Events of a run that is well, where status or grade is not `failed`. All others are told, also those that
-# somebody adds to records.EVENTS.
+# Events of a healthy run, unless status or grade is `failed`. All others are reported, also those that users
+# add to records.EVENTS.
 QUIET_EVENTS = frozenset(
     ("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight")
 )
 _MANY_STARTS = 3  # at the same iteration
-_ENDING_SECONDS = 1800.0  # after a job, in which SLURM may still clear up
-_VICTIM_SECONDS = 120.0  # after a hang, in which its ranks are ended
-_SLURM_SILENT_SECONDS = 900.0  # the controller is restarted now and then
-_NO_END_SECONDS = 3 * 86400.0  # where the end of the run is not known: how far ahead the disk is looked after
+_ENDING_SECONDS = 1800.0  # after a job, while SLURM may still clean up
+_VICTIM_SECONDS = 120.0  # after a hang, while its ranks are ended
+_SLURM_SILENT_SECONDS = 900.0  # the controller restarts now and then
+_NO_END_SECONDS = 3 * 86400.0  # if the end of the run is unknown: how far ahead the disk is checked
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Limits:
 
     Attributes:
         stuck_seconds: silence of metrics.jsonl while a job runs; None: from the run's own pace.
-        ahead_seconds: a chain that ends before the run does is told so long before its end.
-        wait_seconds: that no job has run, though some are queued.
+        ahead_seconds: how long before its end a chain that is too short is reported.
+        wait_seconds: how long no job may run, although some are queued.
     """
 
     stuck_seconds: float | None = None
@@ -44,13 +44,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sight:
-    """Everything that is known at one look.
+    """Everything known at one check.
 
     Attributes:
-        view: the run.
-        disk: of its folder.
-        queue: its jobs; None where SLURM was not asked.
-        silent: why SLURM does not answer; empty where it does.
+        queue: the run's jobs; None if SLURM was not asked.
+        silent: why SLURM does not answer; empty if it does.
     """
 
     view: RunView
@@ -60,14 +58,7 @@ class Sight:
 
 
 def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -> dict[str, str]:
-    """All problems that are there now, texts by key.
-
-    Args:
-        sight: what is known.
-        memory: of the looks before; what this one has seen of the run's progress is written into it.
-        limits: when something counts.
-        slurm_name: of the jobs; empty without SLURM.
-    """
+    """All current problems, texts by key; records the run's progress in `memory`."""
     view = sight.view
     if view.iteration != memory.iteration:
         memory.iteration, memory.moved = view.iteration, view.moved or view.now
@@ -78,26 +69,20 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     found = dict(_disk_problems(sight))
     if sight.silent:
         if view.now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
-            found["slurm_silent"] = (
-                f"SLURM has not answered for {span(view.now - memory.slurm_silent)}: {sight.silent}"
-            )
+            since = span(view.now - memory.slurm_silent)
+            found["slurm_silent"] = f"SLURM has not answered for {since}: {sight.silent}"
         found |= dict(_failed(view, begun=0.0))
     elif sight.queue is not None:
         found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
     elif view.status == "stopped":
-        found["stopped"] = (
-            f"it has ended at iteration {view.iteration:,} of {view.train_iters:,}, and nothing goes on"
-            " with it"
-        )
+        found["stopped"] = f"it has ended at {_progress(view)}, and nothing goes on with it"
     elif view.status == "failed":
         found |= dict(_failed(view, begun=0.0))
     else:
         found |= dict(_stuck(view, memory, limits, since=0.0))
     if view.same_starts >= _MANY_STARTS:
-        found["circles"] = (
-            f"it has started {view.same_starts} times in a row at iteration {view.iteration:,}: nothing is"
-            " saved in between"
-        )
+        times = f"{view.same_starts} times in a row at iteration {view.iteration:,}"
+        found["circles"] = f"it has started {times}: nothing is saved in between"
     return found
 
 
@@ -109,13 +94,7 @@ def _queue_problems(
         yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
     is_ending = queue.ending and view.now - memory.busy < _ENDING_SECONDS
     if not (queue.running or queue.coming or queue.stuck or is_ending):
-        yield (
-            "not_scheduled",
-            (
-                f"no job named {slurm_name} runs or waits, at iteration {view.iteration:,} of"
-                f" {view.train_iters:,}"
-            ),
-        )
+        yield "not_scheduled", f"no job named {slurm_name} runs or waits, at {_progress(view)}"
     begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
     failed = dict(_failed(view, begun=begun))
     yield from failed.items()
@@ -127,33 +106,26 @@ def _queue_problems(
 
 
 def _failed(view: RunView, begun: float) -> Iterator[tuple[str, str]]:
-    """A start that has failed, until another begins; `begun`: start of the job that runs, 0 without one."""
+    """A failed start, until another begins; `begun`: start of the running job, 0 without one."""
     if view.status == "failed" and view.failure is not None and begun <= view.failure[0]:
         at, what = view.failure
-        yield (
-            "failed",
-            f"its last start has failed {span(view.now - at)} ago ({what}), and no other has begun since",
-        )
+        failure = f"its last start has failed {span(view.now - at)} ago ({what})"
+        yield "failed", f"{failure}, and no other has begun since"
 
 
 def _short_chain(view: RunView, queue: Queue, limits: Limits) -> Iterator[tuple[str, str]]:
     scheduled, left = queue.scheduled_seconds, view.left_seconds
-    if (
-        scheduled is None
-        or left is None
-        or not (queue.running or queue.coming)
-        or scheduled >= min(left, limits.ahead_seconds)
-    ):
+    if scheduled is None or left is None or not (queue.running or queue.coming):
+        return
+    if scheduled >= min(left, limits.ahead_seconds):
         return
     more = num_switches(left, scheduled, queue.limit_seconds)
-    yield (
-        "chain_short",
-        f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more",
-    )
+    text = f"its jobs end in {span(scheduled)} and the run needs {span(left)}: submit {more} more"
+    yield "chain_short", text
 
 
 def _stuck(view: RunView, memory: Memory, limits: Limits, since: float) -> Iterator[tuple[str, str]]:
-    """`since`: start of the job that runs."""
+    """`since`: start of the running job."""
     begun = [event_time(event) for event in view.events if event["event"] in ("start", "resume")]
     first = max(since, view.launched, begun[-1] if begun else 0.0)
     moved = max(memory.moved, first)
@@ -170,26 +142,20 @@ def _disk_problems(sight: Sight) -> Iterator[tuple[str, str]]:
     view, disk = sight.view, sight.disk
     size = view.checkpoint_bytes
     if size and size > disk.free_bytes:
-        yield (
-            "checkpoint_does_not_fit",
-            f"a checkpoint has {bytes_text(size)}, and the disk {bytes_text(disk.free_bytes)} free",
-        )
+        text = f"a checkpoint has {bytes_text(size)}, and the disk {bytes_text(disk.free_bytes)} free"
+        yield "checkpoint_does_not_fit", text
     full, left = disk.full_in_seconds, wall_seconds_left(sight)
     if full is not None and full < (_NO_END_SECONDS if left is None else left):
         how = "at the rate of the last hours" if disk.measured else "as every checkpoint is kept"
         end = "" if left is None else f", and the run needs {span(left)}"
-        yield (
-            "disk_filling",
-            f"the disk is full in {span(full)} {how} ({bytes_text(disk.free_bytes)} free){end}",
-        )
+        room = f"{bytes_text(disk.free_bytes)} free"
+        yield "disk_filling", f"the disk is full in {span(full)} {how} ({room}){end}"
 
 
 def wall_seconds_left(sight: Sight) -> float | None:
-    """Until the run ends: training, and the gaps between the jobs that it takes; None where its speed is not
-    known.
+    """Seconds until the run ends, with gaps between its jobs; None if its speed is not known.
 
-    A gap is the median of those that were; without any, the first is the wait for the next job as SLURM
-    expects it.
+    A gap is the median of earlier ones; without any, the first is SLURM's estimate of the next start.
     """
     view, queue = sight.view, sight.queue
     left = view.left_seconds
@@ -207,20 +173,15 @@ def wall_seconds_left(sight: Sight) -> float | None:
 
 
 def count_events(view: RunView, memory: Memory) -> dict[str, str]:
-    """Texts of events that were not told yet, by key; of a name the latest. Notes in `memory` which were
-    seen.
+    """Texts of unreported events by key, the latest of each name; the first check reports only the last
+    day's.
 
-    A first look tells those of the last day only.
+    Records in `memory` which were seen.
     """
     seen = memory.num_events
-    if seen is None or seen > len(view.events):
-        new = (
-            [event for event in view.events if view.now - event_time(event) < 86400]
-            if seen is None
-            else view.events
-        )
-    else:
-        new = view.events[seen:]
+    new = view.events if seen is None or seen > len(view.events) else view.events[seen:]
+    if seen is None:
+        new = [event for event in new if view.now - event_time(event) < 86400]
     memory.num_events = len(view.events)
     causes, is_new = _without_victims(view.events), {id(event) for event in new}
     for event in causes:
@@ -228,17 +189,12 @@ def count_events(view: RunView, memory: Memory) -> dict[str, str]:
         if is_bad and id(event) in is_new:
             memory.untold_events[event["event"]] = memory.untold_events.get(event["event"], 0) + 1
     latest = {event["event"]: event for event in causes}
-    return {
-        EVENT + name: _event_text(latest[name], count)
-        for name, count in memory.untold_events.items()
-        if name in latest
-    }
+    known = {name: count for name, count in memory.untold_events.items() if name in latest}
+    return {EVENT + name: _event_text(latest[name], count) for name, count in known.items()}
 
 
 def _without_victims(events: Sequence[Record]) -> list[Record]:
-    """Events without the ranks that a hang's end has killed: they did nothing wrong, and the hang names who
-    did.
-    """
+    """Events without ranks that were killed because of a hang: the hang names the culprits."""
     kept, hung = [], -math.inf
     for event in events:
         hung = event_time(event) if event["event"] == "hang" else hung
@@ -249,15 +205,12 @@ def _without_victims(events: Sequence[Record]) -> list[Record]:
 
 
 def _event_text(event: Record, count: int) -> str:
-    details = {
-        name: value for name, value in event.items() if name not in ("kind", "event", "iteration", "time")
-    }
+    known = ("kind", "event", "iteration", "time")
+    details = {name: value for name, value in event.items() if name not in known}
     said = ", ".join(f"{name}: {_short(value)}" for name, value in details.items())
     times = f" ({count} times)" if count > 1 else ""
-    return (
-        f"{event['event']} at iteration {event['iteration']:,},"
-        f" {event['time']}{times}{': ' if said else ''}{said}"
-    )
+    where = f"{event['event']} at iteration {event['iteration']:,}, {event['time']}{times}"
+    return where + (f": {said}" if said else "")
 
 
 def _short(value: Any) -> str:
@@ -267,7 +220,6 @@ def _short(value: Any) -> str:
 
 
 def _rounded(value: Any) -> Any:
-    """Numbers as people read them, also inside of lists and objects."""
     if isinstance(value, float):
         return float(f"{value:.5g}")
     if isinstance(value, dict):
@@ -275,12 +227,15 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, list) else value
 
 
+def _progress(view: RunView) -> str:
+    return f"iteration {view.iteration:,} of {view.train_iters:,}"
+
+
 def state_line(sight: Sight) -> str:
-    """How a run is, for people."""
     view, queue = sight.view, sight.queue
     if view.status == "finished":
         return f"finished, {view.iteration:,} of {view.train_iters:,} iterations"
-    parts = [f"iteration {view.iteration:,} of {view.train_iters:,}"]
+    parts = [_progress(view)]
     if view.seconds_per_iteration:
         parts.append(f"{view.seconds_per_iteration:.3g} s each")
     if view.moved:
@@ -295,20 +250,14 @@ def state_line(sight: Sight) -> str:
         parts.append("SLURM does not answer")
     left = wall_seconds_left(sight)
     if left is not None and (queue is not None or view.status in ("new", "running")):
-        parts.append(
-            f"ends about {datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M} (in"
-            f" {span(left)}{_gaps(sight)})"
-        )
+        gap = view.gap_seconds if queue is not None else None
+        gaps = f", with {span(gap)} between jobs" if gap else ""
+        end = f"{datetime.fromtimestamp(view.now + left).astimezone():%Y-%m-%d %H:%M}"
+        parts.append(f"ends about {end} (in {span(left)}{gaps})")
     full = sight.disk.full_in_seconds
-    parts.append(
-        f"{bytes_text(sight.disk.free_bytes)} free" + (f", full in {span(full)}" if full is not None else "")
-    )
+    filling = f", full in {span(full)}" if full is not None else ""
+    parts.append(f"{bytes_text(sight.disk.free_bytes)} free{filling}")
     return "; ".join(parts)
-
-
-def _gaps(sight: Sight) -> str:
-    gap = sight.view.gap_seconds
-    return f", with {span(gap)} between jobs" if gap and sight.queue is not None else ""
 
 
 def span(seconds: float) -> str:
@@ -327,14 +276,8 @@ def span(seconds: float) -> str:
 def all_texts(found: Mapping[str, str]) -> list[str]:
     """Problems as lines, the worst first: what has stopped the run before what may."""
     order = (
-        "not_scheduled",
-        "never_starts",
-        "failed",
-        "stopped",
-        "no_squeue",
-        "stuck",
-        "circles",
+        "not_scheduled", "never_starts", "failed", "stopped", "no_squeue", "stuck", "circles",
         "checkpoint_does_not_fit",
-    )
+    )  # fmt: skip
     keys = sorted(found, key=lambda key: (order.index(key) if key in order else len(order), key))
     return [found[key] for key in keys]

@@ -1,4 +1,4 @@
-"""From options of the command line to a watchdog. No torch."""
+"""Builds a watchdog from command line options. No torch."""
 
 from __future__ import annotations
 
@@ -20,37 +20,32 @@ _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watchdog:
-    """The watchdog that `moe-exp watch run` makes.
+    """Makes the watchdog of `moe-exp watch run`; raises ConfigError with all problems.
 
     Args:
-        options: run_dirs, slurm_name, again and so on, as the command line has them.
+        options: run_dirs, slurm_name, again and so on, as on the command line.
         environ: with SMTP_PASSWORD and WATCH_WEBHOOK.
-
-    Raises:
-        ConfigError: with everything that is wrong with them.
     """
     problems: list[str] = []
-    times = {
-        name: _seconds(options[name], f"--{name}", problems) for name in ("again", "stuck", "ahead", "wait")
-    }
+    kinds = ("again", "stuck", "ahead", "wait")
+    times = {name: _seconds(options[name], f"--{name}", problems) for name in kinds}
     names, run_dirs = list(options["slurm_name"]), list(options["run_dirs"])
     if names and len(names) != len(run_dirs):
-        problems.append(
-            f"--slurm-name={' '.join(names)}: {len(names)} for {len(run_dirs)} runs. Fix: give one for each"
-            " RUN_DIR, in their order."
-        )
+        rule = f"{len(names)} for {len(run_dirs)} runs"
+        fix = "give one for each RUN_DIR, in their order"
+        problems.append(f"--slurm-name={' '.join(names)}: {rule}. Fix: {fix}.")
         names = []
-    problems += [
-        f"--slurm-name={name}: has a comma or a space. Fix: give the --job-name of the jobs."
-        for name in names
-        if re.search(r"[,\s]", name)
-    ]
+    for name in names:
+        if re.search(r"[,\s]", name):
+            problems.append(
+                f"--slurm-name={name}: has a comma or a space. Fix: give the --job-name of the jobs."
+            )
     if options.get("every") is not None and not options["every"] > 0:
         problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
     folder = Path(options.get("state") or default_folder()).expanduser()
     for path in run_dirs:
         if memory_file(folder, Path(path)).exists():
-            continue  # it was a run at an earlier look: where it is away now, somebody has to be told
+            continue  # it was a run at an earlier check: if it is missing now, somebody has to be alerted
         try:
             within(_READ_SECONDS, functools.partial(view_run, path))
         except (OSError, ValueError) as error:
@@ -60,21 +55,18 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     except ConfigError as error:
         problems += error.problems
     if options.get("test_alert") and not problems and not channels:
-        problems.append(
-            "--test-alert: there is no channel. Fix: give --mail-to, --webhook-file or --alert-file."
-        )
+        fix = "give --mail-to, --webhook-file or --alert-file"
+        problems.append(f"--test-alert: there is no channel. Fix: {fix}.")
     if problems:
         raise ConfigError(problems)
     limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
-    runs = [
-        Watched(Path(path).absolute(), name)
-        for path, name in zip(run_dirs, names or [""] * len(run_dirs), strict=True)
-    ]
+    named = zip(run_dirs, names or [""] * len(run_dirs), strict=True)
+    runs = [Watched(Path(path).absolute(), name) for path, name in named]
     return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)
 
 
 def _seconds(text: str, name: str, problems: list[str]) -> float:
-    """Of 90s, 10m, 6h or 2d; 0 for nothing."""
+    """Parses 90s, 10m, 6h or 2d; 0 for an empty text."""
     if not text:
         return 0.0
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)

@@ -1,0 +1,158 @@
+"""Two nodes between which the network goes away in mid-run, without a word: hosts in network namespaces."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from helpers.net_hosts import Host, hosts, missing
+from helpers.ranks import free_port
+from helpers.whole_runs import TINY, Runs
+from moe_exp.runs.records import read_metrics
+
+HANG_TIMEOUT = 15
+
+
+@pytest.fixture
+def two_hosts() -> Iterator[list[Host]]:
+    if reason := missing():
+        pytest.skip(reason)
+    with hosts(2) as both:
+        yield both
+
+
+def train(host: Host, runs: Runs, node: int, **settings: object) -> subprocess.Popen[str]:
+    """The launcher of one of two nodes."""
+    shared = {"RUN_DIR": runs.run_dir, "RUN_NAME": "run", "DATA_DIR": runs.data_dir, "NNODES": 2}
+    shared |= {
+        "TRAIN_ITERS": 100_000,
+        "MASTER_ADDR": host.master,
+        "NODE_RANK": node,
+        "PYTHON": sys.executable,
+    }
+    return host.start((sys.executable, "-m", "moe_exp", "train"), **{**TINY, **shared, **settings})
+
+
+def wait_for_iteration(metrics: Path, iteration: int) -> None:
+    deadline = time.monotonic() + 120
+    while not (
+        metrics.exists() and any(one.get("iteration", 0) >= iteration for one in read_metrics(metrics))
+    ):
+        assert time.monotonic() < deadline, "the run has not started"
+        time.sleep(0.5)
+
+
+def ended_in(processes: list[subprocess.Popen[str]], seconds: float) -> list[float]:
+    """Seconds until the end of each; all have to end in time."""
+    start, ends = time.monotonic(), {}
+    while len(ends) < len(processes):
+        spent = time.monotonic() - start
+        ends |= {
+            number: spent
+            for number, process in enumerate(processes)
+            if number not in ends and process.poll() is not None
+        }
+        assert spent < seconds, [process.poll() for process in processes]
+        time.sleep(0.2)
+    return [ends[number] for number in range(len(processes))]
+
+
+def parted_in_mid_run(two_hosts: list[Host], runs: Runs, hang_timeout: int) -> list[subprocess.Popen[str]]:
+    """The launchers of a run on both hosts, which lose each other in its fifth iteration or so."""
+    port = free_port()
+    processes = [
+        train(host, runs, node, MASTER_PORT=port, HANG_TIMEOUT=hang_timeout, MAX_RESTARTS=3)
+        for node, host in enumerate(two_hosts)
+    ]
+    wait_for_iteration(runs.folder("run").metrics, 4)
+    two_hosts[1].part()
+    return processes
+
+
+@pytest.mark.slow
+def test_parted_nodes_end_soon_after_their_hang(two_hosts, runs):
+    processes = parted_in_mid_run(two_hosts, runs, HANG_TIMEOUT)
+    print("seconds to the end:", ended_in(processes, HANG_TIMEOUT + 90))
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [1, 1], errors
+    assert "not all of 2 nodes have come within 45 s" in errors[0], errors[0]
+    assert "node 0 is gone" in errors[1], errors[1]
+    assert "hang" in [one.get("event") for one in read_metrics(runs.folder("run").metrics)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hang_timeout", [1000, 5])
+def test_parted_nodes_obey_sigterm(hang_timeout, two_hosts, runs):
+    processes = parted_in_mid_run(two_hosts, runs, hang_timeout)
+    time.sleep(20)
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    print("seconds to the end:", ended_in(processes, 60))
+    errors = [process.communicate()[1] for process in processes]
+    if hang_timeout == 1000:
+        assert all("they hang, and are ended unsaved" in text for text in errors), errors
+
+
+@pytest.mark.slow
+def test_ranks_go_on_where_only_the_network_of_the_stores_is_away(two_hosts, tmp_path):
+    """Plain scripts as ranks, which need no network: they end when they are told to, after the agents meet
+    again.
+    """
+    (tmp_path / "rank.py").write_text(
+        "import os, pathlib, time\n"
+        f"go = pathlib.Path({str(tmp_path)!r}, 'go')\n"
+        "pathlib.Path(go.parent, 'started' + os.environ['RANK']).touch()\n"
+        "while not go.exists(): time.sleep(0.1)\n"
+        "pathlib.Path(os.environ['MOE_EXP_EXIT_CODE_FILE']).write_text('0')\n"
+    )
+    shared = ["--nnodes", "2", "--nproc-per-node", "1", "--master-port", str(free_port()), "--master-addr"]
+    agents = [
+        host.start(
+            [
+                sys.executable,
+                "-m",
+                "moe_exp.launch.agent",
+                *shared,
+                host.master,
+                "--node-rank",
+                str(node),
+                str(tmp_path / "rank.py"),
+            ],
+            MOE_EXP_EXIT_CODE_FILE=tmp_path / f"code{node}",
+        )
+        for node, host in enumerate(two_hosts)
+    ]
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"started{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    two_hosts[1].part()
+    time.sleep(45)
+    assert [agent.poll() for agent in agents] == [None, None]
+    two_hosts[1].join()
+    time.sleep(15)
+    (tmp_path / "go").touch()
+    errors = [agent.communicate(timeout=60)[1] for agent in agents]
+    assert [agent.returncode for agent in agents] == [0, 0], errors
+    assert "node 0 does not answer" in errors[1] and "node 0 answers again" in errors[1]
+
+
+@pytest.mark.slow
+def test_nodes_without_a_shared_run_folder_are_told_so(two_hosts, runs, tmp_path):
+    port = free_port()
+    processes = [
+        train(host, runs, node, MASTER_PORT=port, RUN_DIR=tmp_path / str(node))
+        for node, host in enumerate(two_hosts)
+    ]
+    errors = processes[1].communicate(timeout=60)[1]
+    assert processes[1].returncode == 1 and "or the nodes do not share RUN_DIR" in errors
+    key = tmp_path / "0" / "run" / ".rendezvous_key"
+    assert key.stat().st_mode & 0o777 == 0o600 and len(key.read_text()) == 32
+    processes[0].send_signal(signal.SIGTERM)
+    processes[0].communicate(timeout=60)
