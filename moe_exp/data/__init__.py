@@ -1,3 +1,1 @@
-"""Corpus -> tokens -> batches. Stages hand over files; only `dataset`, `megatron_dataset` and `prefetch`
-import torch.
-"""
+"""Corpus -> tokens -> batches. Stages hand over files; of all folders only `samples` imports torch."""

@@ -1,5 +1,4 @@
-"""Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost without a
-word.
+"""Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost silently.
 
 A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and
 a CR at the end of a line are not text. Blank lines and empty texts are no documents: they are skipped and
@@ -8,6 +7,7 @@ counted. Whatever else is no document stops, or is skipped and counted by its re
 
 from __future__ import annotations
 
+import glob
 import gzip
 import logging
 import os
@@ -87,23 +87,14 @@ class Tally:
 
     def to_json(self) -> dict[str, Any]:
         """For a manifest."""
-        hash_text = f"{self.text_hash:032x}"
-        counts = {
-            "num_documents": self.num_documents,
-            "num_text_bytes": self.num_text_bytes,
-            "text_hash": hash_text,
-        }
-        return counts | {"skipped": dict(sorted(self.skipped.items()))}
+        counts: dict[str, Any] = {"num_documents": self.num_documents, "num_text_bytes": self.num_text_bytes}
+        return counts | {"text_hash": f"{self.text_hash:032x}", "skipped": dict(sorted(self.skipped.items()))}
 
     @classmethod
     def from_json(cls, counts: dict[str, Any]) -> Tally:
         """The other way round."""
-        return cls(
-            counts["num_documents"],
-            counts["num_text_bytes"],
-            int(counts["text_hash"], 16),
-            Counter(counts["skipped"]),
-        )
+        text_hash, skipped = int(counts["text_hash"], 16), Counter(counts["skipped"])
+        return cls(counts["num_documents"], counts["num_text_bytes"], text_hash, skipped)
 
 
 def is_validation_file(path: Path) -> bool:
@@ -112,9 +103,7 @@ def is_validation_file(path: Path) -> bool:
 
 
 def jsonl_files_in(folder: Path) -> list[Path]:
-    """The .jsonl, .jsonl.gz and .jsonl.zst files of a folder, sorted by name, but for those for validation,
-    which a message names.
-    """
+    """The JSONL files of a folder, sorted by name; logs those for validation, which are left out."""
     inside = sorted(
         path for path in folder.iterdir() if path.name.endswith(JSONL_SUFFIXES) and not path.is_dir()
     )
@@ -125,21 +114,66 @@ def jsonl_files_in(folder: Path) -> list[Path]:
     return [path for path in inside if not is_validation_file(path)]
 
 
-def check_regular(paths: Iterable[Path]) -> None:
-    """Whether files can be read to an end, which a FIFO, a socket or a device may not have.
+def find_inputs(names: Iterable[str | Path]) -> list[Path]:
+    """The files that names stand for: files, folders (see `jsonl_files_in`) and globs, in this order.
+
+    JSONL files are often called .json; such ones are taken where they are named, but not from a folder, where
+    other JSON may lie.
 
     Raises:
-        ValueError: one exists and is no regular file.
+        ValueError: there is none, a name stands for nothing, a file is no JSONL file or given twice.
+    """
+    found: list[Path] = []
+    suffixes = " or ".join(JSONL_SUFFIXES)
+    for path in map(Path, names):
+        if path.is_dir():
+            matches = jsonl_files_in(path)
+        elif path.exists() or path.is_symlink():
+            matches = [path]
+        else:  # not Path.glob, which takes no absolute pattern
+            matches = sorted(Path(one) for one in glob.glob(str(path)) if Path(one).is_file())  # noqa: PTH207
+        if not matches and path.is_dir():
+            raise ValueError(
+                f"input={path}: the folder has no file that ends with {suffixes}. Fix: another one."
+            )
+        if not matches:
+            fix = "check the path, or quote the pattern"
+            raise ValueError(f"input={path}: there is no such file. Fix: {fix}.")
+        found += matches
+    if not found:
+        raise ValueError("input=: no file is given. Fix: give JSONL files or folders of them.")
+    check_regular(found)
+    for path, times in Counter(file.resolve() for file in found).items():
+        if times > 1:
+            rule = f"is given {times} times, its documents would be there as often"
+            raise ValueError(f"input={path}: {rule}. Fix: give it once.")
+    for path in found:
+        if not path.name.endswith((*JSONL_SUFFIXES, ".json", ".json.gz", ".json.zst")):
+            fix = "rename it if each line is a JSON object, else convert it (moe-exp data prepare)"
+            raise ValueError(f"input={path}: does not end with {suffixes}. Fix: {fix}.")
+        if is_validation_file(path) and len(found) > 1:
+            logger.warning("%s is for validation, by its name, and is read with the others", path)
+    return found
+
+
+def check_regular(paths: Iterable[Path]) -> None:
+    """Checks that files can be read to an end, unlike a FIFO or a device, and named in a manifest.
+
+    Raises:
+        ValueError: one exists and is no regular file, or its name is not UTF-8.
     """
     for path in paths:
-        if path.exists() and not path.is_file():
+        name = os.fsencode(path).decode(errors="backslashreplace")
+        if name != str(path):
+            fix = "rename it, or its folder: manifests and logs name their files in UTF-8"
+            raise ValueError(f"input={name}: its name is not UTF-8. Fix: {fix}.")
+        if (path.exists() or path.is_symlink()) and not path.is_file():
             fix = "name files, or remove it from the folder"
             raise ValueError(f"input={path}: is not a regular file. Fix: {fix}.")
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
-    """Whether a step can make, replace and remove the folder `output` without touching what it reads, or
-    reading what it makes.
+    """Checks that a step can make, replace and remove the folder `output` without touching its inputs.
 
     Args:
         inputs: files, and folders that are read whole.
@@ -155,17 +189,14 @@ def check_apart(inputs: Iterable[Path], output: Path) -> None:
             if any(folder in (place, *place.parents) for place in places):
                 raise ValueError(f"output={output}: the input {path} is in it. Fix: another output folder.")
             if path.resolve() in folder.parents:
-                raise ValueError(
-                    f"output={output}: is in the input {path}, of which it would become a part. Fix: another"
-                    " output folder."
-                )
+                rule = f"is in the input {path}, of which it would become a part"
+                raise ValueError(f"output={output}: {rule}. Fix: another output folder.")
 
 
 def read_documents(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False
 ) -> Iterator[tuple[bytes, str]]:
-    """Yields (line without its end, text) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file, and
-    counts into `tally`.
+    """Yields (line without its end, text) of every document of a JSONL file, and counts into `tally`.
 
     Args and Raises: as `read_objects`.
     """
@@ -176,8 +207,7 @@ def read_documents(
 def read_objects(
     path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields (line without its end, JSON object) of every document of a .jsonl, .jsonl.gz or .jsonl.zst file,
-    and counts into `tally`.
+    """Yields (line without its end, JSON object) of every document of a JSONL file, and counts into `tally`.
 
     Args:
         path: the file.
@@ -201,9 +231,7 @@ def read_objects(
 
 
 def skip_or_raise(path: Path, number: int, reason: str, tally: Tally, *, skip_bad: bool) -> None:
-    """Counts line or row `number` of `path` as skipped, or raises BadDocument: blank lines and empty texts
-    are always skipped.
-    """
+    """Counts line `number` of `path` as skipped, or raises BadDocument unless it or its text is empty."""
     if not skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
         raise BadDocument(path, number, reason)
     tally.skipped[reason] += 1
@@ -225,21 +253,13 @@ def text_in(document: dict[str, Any], text_field: str = "text") -> str:
         ValueError: it has none; the message is the reason.
     """
     text = document.get(text_field)
+    if text_field not in document:
+        raise ValueError(f"no field {text_field!r}")
     if not isinstance(text, str):
-        kinds = {
-            type(None): "null",
-            bool: "a boolean",
-            int: "a number",
-            float: "a number",
-            list: "a list",
-            dict: "an object",
-        }
+        kinds = {type(None): "null", bool: "a boolean", list: "a list", dict: "an object"}
+        kinds |= {int: "a number", float: "a number"}
         kind = kinds.get(type(text), f"a {type(text).__name__}")
-        raise ValueError(
-            f"no field {text_field!r}"
-            if text_field not in document
-            else f"field {text_field!r} is {kind}, not a text"
-        )
+        raise ValueError(f"field {text_field!r} is {kind}, not a text")
     if not text:
         raise ValueError(EMPTY_TEXT)
     return text
@@ -266,8 +286,7 @@ def _json_problem(line: bytes) -> str:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line without its LF or CRLF) of a plain, .gz or .zst file; memory: the longest
-    line.
+    """Yields (number from 1, line without LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
 
     Raises:
         BadDocument: a compressed file is damaged or ends early.
@@ -296,9 +315,7 @@ def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a .gz or .zst file, at most 1 MiB at a time whatever the ratio; raises
-    one of `DAMAGE` where it is damaged.
-    """
+    """Yields the decompressed bytes of a .gz or .zst file, up to 1 MiB at a time; raises one of `DAMAGE`."""
     check_regular([path])
     if not path.stat().st_size:
         raise EOFError("it is empty")  # both formats have a header even for no bytes at all
@@ -329,9 +346,7 @@ def _decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:
-    """Decompressed bytes of files, roughly: of the compressed ones by the ratio at the beginning of the
-    largest of each kind.
-    """
+    """Decompressed bytes of files, roughly: by the ratio at the beginning of the largest of each kind."""
     total_bytes = 0
     by_suffix: dict[str, list[Path]] = {}
     for path in paths:

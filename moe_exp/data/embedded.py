@@ -1,5 +1,4 @@
-"""The corpus a run uses when it is given none: the Python standard library, tokenized with a BPE trained on
-it.
+"""The corpus of a run that names none: the Python standard library, tokenized with a BPE trained on it.
 
 It is built once per data folder, Python version and vocabulary size, and reused afterwards. The folder gets
 its name when it is complete, so a folder of that name is a finished corpus.
@@ -23,10 +22,11 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from tokenizers import Tokenizer
 
-from moe_exp.config import problem
 from moe_exp.data.download.sources import PYTHON_STDLIB_LICENSE, python_stdlib_documents
+from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
+from moe_exp.host.files import bytes_text, read_json
 
 logger = logging.getLogger(__name__)
 
@@ -48,8 +48,7 @@ class EmbeddedCorpus:
 
 
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = 4096) -> EmbeddedCorpus:
-    """Builds the corpus under `data_dir`, or finds the one that is there. Processes that call it at once
-    build it once.
+    """Builds the corpus under `data_dir`, or finds the one there. Processes that call it at once build one.
 
     Args:
         data_dir: folder of all prepared corpora; made if it does not exist, only read if the corpus is there.
@@ -74,26 +73,22 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = 4096) -> EmbeddedCo
 
 
 def _problems(folder: Path) -> list[str]:
-    """What keeps the folder from being used: all of it where it does not exist, nothing where it is
-    complete.
-    """
-    missing = [
-        f"{folder / name} is missing"
-        for name in ("manifest.json", "tokenizer.json")
-        if not (folder / name).is_file()
-    ]
+    """Why the folder cannot be used; nothing if it is complete."""
+    names = [name for name in ("manifest.json", "tokenizer.json") if not (folder / name).is_file()]
+    missing = [f"{folder / name} is missing" for name in names]
     return missing + [wrong for name in ("train", "valid") if (wrong := bin_idx_problem(folder / name))]
 
 
 def _open(folder: Path, *, was_cached: bool) -> EmbeddedCorpus:
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json", fix=f"remove {folder}, and it is made again")
+    train, valid = manifest["train"], manifest["valid"]
     return EmbeddedCorpus(
-        train_prefix=str(folder / "train"),
-        valid_prefix=str(folder / "valid"),
-        tokenizer_path=str(folder / "tokenizer.json"),
-        num_train_tokens=manifest["train"]["num_tokens"],
-        num_valid_tokens=manifest["valid"]["num_tokens"],
-        num_documents=manifest["train"]["num_documents"] + manifest["valid"]["num_documents"],
+        str(folder / "train"),
+        str(folder / "valid"),
+        str(folder / "tokenizer.json"),
+        num_train_tokens=train["num_tokens"],
+        num_valid_tokens=valid["num_tokens"],
+        num_documents=train["num_documents"] + valid["num_documents"],
         was_cached=was_cached,
     )
 
@@ -107,23 +102,14 @@ def _check_writable(data_dir: Path) -> None:
         probe.unlink(missing_ok=True)
     except OSError as error:
         rule = f"the embedded corpus cannot be written there ({error.strerror})"
-        raise ValueError(
-            problem(
-                "data_dir",
-                data_dir,
-                rule,
-                "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA",
-            )
-        ) from error
+        fix = "set DATA_DIR to a folder that you can write to, or set TRAIN_DATA"
+        raise setting_error("data_dir", data_dir, rule, fix) from error
     free_bytes = shutil.disk_usage(data_dir).free
     if free_bytes < _SMALLEST_FREE_BYTES:
         rule = (
-            f"has {free_bytes / 1e6:.0f} MB free, the embedded corpus needs"
-            f" {_SMALLEST_FREE_BYTES / 1e6:.0f} MB"
+            f"has {bytes_text(free_bytes)} free, the embedded corpus needs {bytes_text(_SMALLEST_FREE_BYTES)}"
         )
-        raise ValueError(
-            problem("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk")
-        )
+        raise setting_error("data_dir", data_dir, rule, "free some space, or set DATA_DIR to another disk")
 
 
 @contextmanager
@@ -166,23 +152,16 @@ def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
         "train": [text for path, text in documents if not _is_held_out(path)],
         "valid": [text for path, text in documents if _is_held_out(path)],
     }
-    manifest = {
-        "source": "Python standard library, without tests",
-        "python_version": platform.python_version(),
-        "license": PYTHON_STDLIB_LICENSE,
-        "vocab_size": vocab_size,
-    }
-    counts = {
-        name: {"num_documents": len(texts), "num_bytes": sum(len(text.encode()) for text in texts)}
-        for name, texts in parts.items()
-    }
-    with _step(f"training a BPE of {vocab_size} tokens on {counts['train']['num_bytes'] / 1e6:.1f} MB"):
+    about = {"source": "Python standard library, without tests", "license": PYTHON_STDLIB_LICENSE}
+    manifest: dict[str, Any] = about | {"python_version": platform.python_version()}
+    manifest["vocab_size"] = vocab_size
+    sizes = {name: sum(len(text.encode()) for text in texts) for name, texts in parts.items()}
+    counts = {name: {"num_documents": len(parts[name]), "num_bytes": sizes[name]} for name in parts}
+    with _step(f"training a BPE of {vocab_size} tokens on {bytes_text(sizes['train'])}"):
         tokenizer = train_bpe(parts["train"], vocab_size)
         tokenizer.save(str(folder / "tokenizer.json"))
     for name, texts in parts.items():
-        with _step(
-            f"tokenizing {len(texts)} files, {counts[name]['num_bytes'] / 1e6:.1f} MB, into {name}.bin"
-        ):
+        with _step(f"tokenizing {len(texts)} files, {bytes_text(sizes[name])}, into {name}.bin"):
             counts[name]["num_tokens"] = _write_tokens(folder / name, tokenizer, texts)
     manifest |= counts
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
@@ -190,9 +169,7 @@ def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
 
 
 def _is_held_out(path: str) -> bool:
-    """About one file in 20 is for validation. By a hash of its path: it stays there whatever other files come
-    and go.
-    """
+    """Holds out one file in 20, by a hash of its path: it stays so whatever other files come and go."""
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:4], "big") % 20 == 0
 
 

@@ -1,5 +1,4 @@
-"""From a dataset's name to shuffled shards: download, convert, shuffle, each a stage of its own that goes on
-where it was stopped.
+"""From a dataset's name to shuffled shards: download, convert, shuffle, each a resumable stage of its own.
 
 DATA_DIR/NAME_raw/                files of the hub
 DATA_DIR/NAME/                    NAME.chunk.00000.jsonl ..., datatrove/
@@ -10,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -26,7 +24,7 @@ from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
 from moe_exp.data.shuffle.shuffle import check_settings, shuffle
-from moe_exp.data.stage import check_free_disk, is_stale, run_stage
+from moe_exp.data.stage import check_free_disk, free_disk, is_stale, run_stage
 from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
@@ -160,36 +158,25 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
 def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
     """Of a conversion, for a table."""
     read, written = manifest["read"], manifest["written"]
-    rows: dict[str, object] = {
-        "input files": len(manifest["inputs"]),
-        "documents read": read["num_documents"],
-    }
+    rows: dict[str, object] = {"input files": len(manifest["inputs"])}
+    rows["documents read"] = read["num_documents"]
     rows |= {f"skipped: {reason}": number for reason, number in read["skipped"].items()}
     rows |= {f"filtered: {name}": tally["num_documents"] for name, tally in manifest["filtered"].items()}
-    size = sum(one["bytes"] for one in manifest["outputs"])
-    rows |= {
-        "documents written": written["num_documents"],
-        "text": filesize.decimal(written["num_text_bytes"]),
-    }
-    return rows | {
-        "chunks": len(manifest["outputs"]),
-        "on disk": filesize.decimal(size),
-        "seconds": manifest["seconds"],
-    }
+    size = filesize.decimal(sum(one["bytes"] for one in manifest["outputs"]))
+    text = filesize.decimal(written["num_text_bytes"])
+    rows |= {"documents written": written["num_documents"], "text": text, "chunks": len(manifest["outputs"])}
+    return rows | {"on disk": size, "seconds": manifest["seconds"]}
 
 
 def plan(wanted: Preparation) -> None:
-    """Prints what `prepare` would do, with disk and time, and writes nothing. Without the files it goes by
-    the size that is listed.
-    """
+    """Prints what `prepare` would do, by the listed size if there are no files yet, and writes nothing."""
     source = wanted.source()
     _check(source, wanted)
     num_files, raw_bytes, text_bytes = _expected(source, wanted)
     num_tasks = wanted.settings.tasks or min(num_files, MAX_DEFAULT_TASKS)
     execution = wanted.execution
-    width = min(
-        num_tasks, num_workers(execution) if execution.executor == "local" else execution.workers or num_tasks
-    )
+    at_once = num_workers(execution) if execution.executor == "local" else execution.workers
+    width = min(num_tasks, at_once or num_tasks)
     disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     (folder, shuffled), num_shards = _made(source, wanted), wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
@@ -205,9 +192,7 @@ def plan(wanted: Preparation) -> None:
 
 
 def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
-    """Number of input files, their bytes, and about those of the JSONL; 0 where nobody knows before the
-    download.
-    """
+    """Number of input files, their bytes, and about those of the JSONL; 0 if unknown before the download."""
     if _is_embedded(source):
         num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
         return 1, num_bytes, num_bytes
@@ -225,8 +210,7 @@ def _about(num_bytes: float) -> str:
 
 
 def _free(folder: Path) -> str:
-    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    return filesize.decimal(shutil.disk_usage(existing).free)
+    return filesize.decimal(free_disk(folder))
 
 
 def _size(paths: Sequence[Path]) -> int:
@@ -238,13 +222,9 @@ def _duration(folder: Path, seconds: float) -> str:
         return "done already, if its settings are these"
     if not seconds:
         return "a time that the download will tell"
-    return (
-        f"about {seconds:.0f} s"
-        if seconds < 120
-        else f"about {seconds / 60:.0f} min"
-        if seconds < 7200
-        else f"about {seconds / 3600:.1f} h"
-    )
+    if seconds < 120:
+        return f"about {seconds:.0f} s"
+    return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"
 
 
 def expected_bytes(inputs: Sequence[Path]) -> int:

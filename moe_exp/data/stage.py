@@ -1,5 +1,4 @@
-"""One step of the corpus, from input files to output files: locked, resumable, published by rename, told in a
-manifest.
+"""One step of the corpus, from input files to output files: locked, resumable, published by rename.
 
 While a stage runs everything it writes is in `OUTPUT.partial/`. When it is done, that becomes OUTPUT (a
 folder with manifest.json in it), or its files get their places beside `OUTPUT.manifest.json`. So what has its
@@ -25,11 +24,13 @@ from typing import Any
 import xxhash
 from filelock import FileLock, Timeout
 
-from moe_exp.host.files import file_hash, sync_folder, write_json
+from moe_exp.host import files
+from moe_exp.host.files import bytes_text, file_hash, sync_folder, write_json
 
 logger = logging.getLogger(__name__)
 
 RUNNING = "running.json"
+MAKE_AGAIN = "give --start-over to make it again"
 # of what stages leave in their working folders: one that another version has begun is not resumed
 _FORMAT = 1
 _BLOCK_BYTES = 2**14
@@ -86,9 +87,7 @@ class Stage:
     def finish_files(
         self, outputs: Sequence[Path], *, hashes: Mapping[Path, str] | None = None, **facts: Any
     ) -> dict[str, Any]:
-        """Moves the files of the working folder beside OUTPUT, then writes `OUTPUT.manifest.json`, and
-        returns it; Args as above.
-        """
+        """Moves the files beside OUTPUT, then writes and returns `OUTPUT.manifest.json`; Args as above."""
         manifest_path = _manifest_path(self.output, is_folder=False)
         self.manifest = self._manifest(outputs, facts, hashes or {})
         manifest_path.unlink(missing_ok=True)  # files without it are not taken for finished
@@ -103,26 +102,18 @@ class Stage:
         self, outputs: Sequence[Path], facts: Mapping[str, Any], hashes: Mapping[Path, str]
     ) -> dict[str, Any]:
         self._check_inputs()
-        files = [
-            {
-                "name": str(path.relative_to(self.folder)),
-                "bytes": path.stat().st_size,
-                "hash": hashes.get(path) or file_hash(path),
-            }
-            for path in outputs
-        ]
-        made = {
-            "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "seconds": round(time.time() - self.started, 1),
-        }
-        return {**self.key, **facts, "outputs": files, **made}
+        files = []
+        for path in outputs:
+            known = {"name": str(path.relative_to(self.folder)), "bytes": path.stat().st_size}
+            files.append(known | {"hash": hashes.get(path) or file_hash(path)})
+        made_at, seconds = time.strftime("%Y-%m-%dT%H:%M:%S%z"), round(time.time() - self.started, 1)
+        return {**self.key, **facts, "outputs": files, "made_at": made_at, "seconds": seconds}
 
     def _check_inputs(self) -> None:
         for path, before in zip(self.inputs, self.key["inputs"], strict=True):
             if fingerprint(path) != before:
-                raise ValueError(
-                    f"{path}: changed while {self.name} read it. Fix: leave it alone, and give --start-over."
-                )
+                fix = "leave it alone, and give --start-over"
+                raise ValueError(f"{path}: changed while {self.name} read it. Fix: {fix}.")
 
 
 @contextmanager
@@ -159,11 +150,8 @@ def run_stage(
     """
     output = _place(output)
     inputs = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
-    key = {
-        "stage": name,
-        "settings": json.loads(json.dumps(settings)),
-        "inputs": [fingerprint(path) for path in inputs],
-    }
+    key = {"stage": name, "settings": json.loads(json.dumps(settings))}
+    key |= {"inputs": [fingerprint(path) for path in inputs]}
     folder = output.with_name(output.name + ".partial")
     with _locked(output):
         done = read_json(_manifest_path(output, is_folder=is_folder), start_over=start_over)
@@ -187,12 +175,9 @@ def run_stage(
             )
             yield Stage(name, output, place, inputs, done, done, was_done=True)
             return
-        if start_over and (
-            found := next(
-                (one for one in (done, begun) if one is not None and one.get("stage", name) != name), None
-            )
-        ):
-            rule = f"is the work of the step {found['stage']}, which {name} does not replace"
+        others = [one["stage"] for one in (done, begun) if one and one.get("stage", name) != name]
+        if start_over and others:
+            rule = f"is the work of the step {others[0]}, which {name} does not replace"
             raise ValueError(f"{output}: {rule}. Fix: choose another output, or remove it.")
         _check_foreign(output, done, is_folder, () if begun or start_over else suffixes)
         if begun is not None and not start_over:
@@ -209,9 +194,7 @@ def run_stage(
 
 
 def _place(output: Path) -> Path:
-    """Absolute, and a link's target where OUTPUT itself is one: it is replaced by a rename. Other links
-    stay.
-    """
+    """Absolute; a link's target if OUTPUT itself is one, as it is replaced by a rename."""
     return output.resolve() if output.is_symlink() else Path(os.path.abspath(output))  # noqa: PTH100
 
 
@@ -222,9 +205,8 @@ def _locked(output: Path) -> Iterator[None]:
     try:
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise ValueError(
-            f"{output}: another process is working on it. Fix: wait for it, or choose another output."
-        ) from error
+        fix = "wait for it, or choose another output"
+        raise ValueError(f"{output}: another process is working on it. Fix: {fix}.") from error
     try:
         yield
     finally:
@@ -245,10 +227,8 @@ def _check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
         size = path.stat().st_size if path.exists() else None
         if size != file["bytes"]:
             found = "is missing" if size is None else f"has {size} bytes"
-            raise ValueError(
-                f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: give --start-over to"
-                " make it again."
-            )
+            fix = "give --start-over to make it again"
+            raise ValueError(f"{path}: {found}, its manifest.json says {file['bytes']} bytes. Fix: {fix}.")
 
 
 def _check_foreign(
@@ -258,24 +238,18 @@ def _check_foreign(
     if done is not None:
         return
     if is_folder and output.exists() and any(output.iterdir()):
-        raise ValueError(
-            f"{output}: is there, without a manifest.json of this program. Fix: choose another folder, or"
-            " remove it."
-        )
+        fix = "choose another folder, or remove it"
+        raise ValueError(f"{output}: is there, without a manifest.json of this program. Fix: {fix}.")
     for path in (Path(f"{output}{suffix}") for suffix in suffixes):
         if path.exists():
-            raise ValueError(
-                f"{path}: is there, without a manifest of this program. Fix: choose another name, or give"
-                " --start-over."
-            )
+            fix = "choose another name, or give --start-over"
+            raise ValueError(f"{path}: is there, without a manifest of this program. Fix: {fix}.")
 
 
 def _check_same(output: Path, found: dict[str, Any], key: dict[str, Any], verb: str) -> None:
     if difference := _difference(found, key):
-        raise ValueError(
-            f"{output}: {verb} {difference}. Fix: give --start-over to make it again, or choose another"
-            " output."
-        )
+        fix = "give --start-over to make it again, or choose another output"
+        raise ValueError(f"{output}: {verb} {difference}. Fix: {fix}.")
 
 
 def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
@@ -287,36 +261,26 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
         if old != new:
             return f"with {field_name}={old}, now it is {new}"
     if found["inputs"] != key["inputs"]:
-        old_files, new_files = (
-            {one["name"]: one for one in inputs} for inputs in (found["inputs"], key["inputs"])
-        )
+        old_files, new_files = ({one["name"]: one for one in side["inputs"]} for side in (found, key))
         changed = [one for one in {**old_files, **new_files} if old_files.get(one) != new_files.get(one)]
-        return (
-            "from other inputs"
-            f" ({f'{changed[0]} is not what it was' if changed else 'their order is another'})"
-        )
+        how = f"{changed[0]} is not what it was" if changed else "their order is another"
+        return f"from other inputs ({how})"
     if "outputs" not in found and found.get("format") != _FORMAT:
         return "by another version of moe_exp"
     return None
 
 
 def is_stale(output: Path, inputs: Iterable[Path]) -> bool:
-    """Whether the folder OUTPUT was made from other files than `inputs` are now, and no call has begun to
-    make it from these.
-    """
+    """Whether OUTPUT was made from other files than `inputs`, and no call has begun to make it from these."""
     output = _place(output)
-    done, begun = (
-        read_json(path, start_over=True)
-        for path in (output / "manifest.json", output.with_name(output.name + ".partial") / RUNNING)
-    )
+    begun = read_json(output.with_name(output.name + ".partial") / RUNNING, start_over=True)
+    done = read_json(output / "manifest.json", start_over=True)
     now = [fingerprint(path) for path in inputs]
     return done is not None and done.get("inputs") != now and (begun is None or begun.get("inputs") != now)
 
 
 def fingerprint(path: Path) -> dict[str, Any]:
-    """Name, size and a hash of four blocks of a file, whenever it was written. 64 KB at most: a corpus may
-    have 30,000 files.
-    """
+    """Name, size and a hash of four blocks of a file: 64 KB at most, as a corpus may have 30,000 files."""
     size = path.stat().st_size
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
@@ -327,11 +291,9 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
-    """What is in a JSON file; None where there is none. A damaged one is an error, or with `start_over` says
-    nothing.
-    """
+    """What is in a JSON file, None if there is none. With `start_over` a damaged one is no error but {}."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return files.read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as error:
@@ -340,14 +302,19 @@ def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
         raise ValueError(f"{path}: is damaged ({error}). Fix: remove it, or give --start-over.") from error
 
 
+def free_disk(folder: Path) -> int:
+    """Free bytes on the disk of `folder`, which need not exist yet."""
+    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:
     """Whether `what` fits on the disk of `folder`, which need not exist yet.
 
     Raises:
         ValueError: it does not.
     """
-    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    free_bytes = shutil.disk_usage(existing).free
+    free_bytes = free_disk(folder)
     if free_bytes < needed_bytes:
-        rule = f"has {free_bytes / 1e9:.1f} GB free, {what} needs {needed_bytes / 1e9:.1f} GB"
+        rule = f"has {bytes_text(free_bytes)} free, {what} needs {bytes_text(needed_bytes)}"
         raise ValueError(f"{folder}: {rule}. Fix: free some space, or choose a folder on another disk.")

@@ -299,7 +299,7 @@ def test_free_disk(tmp_path):
     check_free_disk(folder, 1000, "the test")
     with pytest.raises(
         ValueError,
-        match=r"yet: has [\d.]+ GB free, the test needs 1000000000.0 GB. Fix: free some space, or choose",
+        match=r"yet: has [\d.]+ [GT]B free, the test needs 1 EB. Fix: free some space, or choose",
     ):
         check_free_disk(folder, 10**18, "the test")
     assert not (tmp_path / "not").exists() and shutil.disk_usage(tmp_path).free > 1000

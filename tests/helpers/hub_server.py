@@ -91,6 +91,7 @@ class HubServer:
         faults: taken from the front as requests come that they fit; a list that anyone may append to.
         requests: (method, address) of all requests so far.
         sizes: file to a wrong size for the listing.
+        also_listed: names that are in the listing, and nowhere else.
         held: set when a Fault with hold_after holds.
     """
 
@@ -109,6 +110,7 @@ class HubServer:
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
         self.sizes: dict[str, int] = {}
+        self.also_listed: list[str] = []
         self.held, self.ended = threading.Event(), threading.Event()
         self.commits: dict[str, Path] = {}
         self.lock = threading.Lock()
@@ -224,6 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             if name.endswith(OUTSIDE_OF_GIT):
                 entry["lfs"] = {"oid": sha256, "size": size, "pointerSize": 134}
             entries.append(entry)
+        entries += [{"type": "file", "oid": "0" * 40, "size": 1, "path": name} for name in hub.also_listed]
         headers = {}
         if first + hub.page_entries < len(names):
             path = self.path.partition("?")[0]

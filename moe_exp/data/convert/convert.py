@@ -1,5 +1,4 @@
-"""Parquet or JSONL files to JSONL chunks: filtered, without duplicates if wished, every document accounted
-for.
+"""Parquet or JSONL files to JSONL chunks: filtered, deduplicated if wished, every document accounted for.
 
 `OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file;
 `OUTPUT/datatrove/` has what datatrove tells: completions, logs, stats, executor.json, and counts/ of each
@@ -8,7 +7,6 @@ task. Number of tasks and list of files belong to the output: it cannot be gone 
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -38,7 +36,8 @@ from moe_exp.data.convert.steps import (
     check_counts,
 )
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart
-from moe_exp.data.stage import Stage, fingerprint, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, Stage, fingerprint, run_stage
+from moe_exp.host.files import read_json
 from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
@@ -49,8 +48,7 @@ MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What a conversion keeps. The filters on fields are for metadata as FineWeb's; a document without the
-    field is an error.
+    """What a conversion keeps. A document without the metadata field of a filter is an error.
 
     Args:
         tasks: number of chunks, at most that of input files; default: one per file, at most 64.
@@ -82,22 +80,18 @@ class ConvertSettings:
         for name in ("tasks", "limit", "max_chars"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise ValueError(
-                    f"{name}={value}: must be at least 1. Fix: leave it away, or give a larger one."
-                )
+                fix = "leave it away, or give a larger one"
+                raise ValueError(f"{name}={value}: must be at least 1. Fix: {fix}.")
         if self.max_chars is not None and (self.min_chars or 0) > self.max_chars:
             rule = f"no text has at least min_chars={self.min_chars} and at most {self.max_chars} characters"
             raise ValueError(f"max_chars={self.max_chars}: {rule}. Fix: swap them.")
         if self.min_language_score is not None and not 0 <= self.min_language_score <= 1:
-            raise ValueError(
-                f"min_language_score={self.min_language_score}: must be from 0 to 1. Fix: 0.65 is what"
-                " FineWeb used."
-            )
+            rule = "must be from 0 to 1"
+            fix = "0.65 is what FineWeb used"
+            raise ValueError(f"min_language_score={self.min_language_score}: {rule}. Fix: {fix}.")
         if self.decontaminate is not None and not self.decontaminate.is_file():
-            raise ValueError(
-                f"decontaminate={self.decontaminate}: there is no such file. Fix: give a JSONL file of"
-                " benchmark texts."
-            )
+            fix = "give a JSONL file of benchmark texts"
+            raise ValueError(f"decontaminate={self.decontaminate}: there is no such file. Fix: {fix}.")
 
 
 def convert(
@@ -133,9 +127,9 @@ def convert(
     num_tasks = _num_tasks(settings, inputs)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
-    with run_stage(
-        "convert", output, settings=_key(settings, num_tasks), inputs=inputs, start_over=start_over
-    ) as stage:
+    benchmarks = fingerprint(settings.decontaminate) if settings.decontaminate else None
+    key = {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks}
+    with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:
             return stage.manifest
         passes = _passes(stage, inputs, settings, num_tasks)
@@ -157,9 +151,8 @@ def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
     ordered = sorted(paths, key=lambda path: path.as_posix())
     for path, following in zip(ordered, [*ordered[1:], None], strict=True):
         if not path.name.endswith(INPUT_SUFFIXES):
-            raise ValueError(
-                f"{path}: is not one of {', '.join(INPUT_SUFFIXES)}. Fix: leave it away, or rename it."
-            )
+            fix = "leave it away, or rename it"
+            raise ValueError(f"{path}: is not one of {', '.join(INPUT_SUFFIXES)}. Fix: {fix}.")
         if path == following:
             raise ValueError(f"{path}: is there twice. Fix: give it once.")
     return ordered
@@ -170,11 +163,6 @@ def _num_tasks(settings: ConvertSettings, inputs: Sequence[Path]) -> int:
         rule = f"there are {len(inputs)} input files, and a task reads whole files"
         raise ValueError(f"tasks={settings.tasks}: {rule}. Fix: give at most {len(inputs)}.")
     return settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
-
-
-def _key(settings: ConvertSettings, num_tasks: int) -> dict[str, Any]:
-    benchmarks = fingerprint(settings.decontaminate) if settings.decontaminate else None
-    return {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks}
 
 
 def _passes(stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int) -> list[Pass]:
@@ -206,15 +194,9 @@ def _reader(
     inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int, progress_folder: Path
 ) -> ReadFiles:
     root = _root(inputs)
-    return ReadFiles(
-        str(root),
-        [path.relative_to(root).as_posix() for path in inputs],
-        num_tasks,
-        text_field=settings.text_field,
-        skip_bad=settings.skip_bad,
-        limit=settings.limit,
-        progress_folder=str(progress_folder),
-    )
+    files = [path.relative_to(root).as_posix() for path in inputs]
+    options = {name: getattr(settings, name) for name in ("text_field", "skip_bad", "limit")}
+    return ReadFiles(str(root), files, num_tasks, **options, progress_folder=str(progress_folder))
 
 
 def _root(inputs: Sequence[Path]) -> Path:
@@ -239,12 +221,8 @@ def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]
         return {}
     found = write_contamination_index(settings.decontaminate, _temporary(stage) / "benchmarks")
     if found["num_short"]:
-        logger.warning(
-            "%s: %d of %d texts are too short to be found",
-            settings.decontaminate,
-            found["num_short"],
-            found["num_texts"],
-        )
+        what = "%s: %d of %d texts are too short to be found"
+        logger.warning(what, settings.decontaminate, found["num_short"], found["num_texts"])
     return {"benchmarks": found}
 
 
@@ -252,15 +230,12 @@ def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]
 def _progress(
     stage: Stage, passes: Sequence[Pass], inputs: Sequence[Path], execution: Execution
 ) -> Iterator[None]:
-    """A bar over the input bytes of all passes that read, fed by what the tasks write into their files of 8
-    bytes.
-    """
+    """A bar over the input bytes of all passes that read, from the files that the tasks write them into."""
     if execution.executor == "slurm":
         yield
         return
-    reading = [
-        Path(one.pipeline[0].progress_folder) for one in passes if isinstance(one.pipeline[0], ReadFiles)
-    ]
+    firsts = [one.pipeline[0] for one in passes]
+    reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
     total = len(reading) * sum(path.stat().st_size for path in inputs)
     with progress_of(lambda: _through(reading), f"convert {stage.output.name}", total):
         yield
@@ -271,22 +246,18 @@ def _through(folders: Sequence[Path]) -> int:
 
 
 def _publish(stage: Stage, main: Pass, inputs: Sequence[Path], facts: dict[str, Any]) -> dict[str, Any]:
-    """Checks the sums of all tasks against each other, the inputs and the disk, and gives the folder its
-    name.
-    """
-    counts = [
-        json.loads((main.folder / "counts" / f"{task:05d}.json").read_text())
-        for task in range(main.num_tasks)
-    ]
-    outputs = [stage.folder / f"{stage.output.name}.chunk.{task:05d}.jsonl" for task in range(main.num_tasks)]
+    """Checks the sums of all tasks against each other, the inputs and the disk, and publishes the folder."""
+    counts_folder, tasks = main.folder / "counts", range(main.num_tasks)
+    counts = [read_json(counts_folder / f"{task:05d}.json", fix=MAKE_AGAIN) for task in tasks]
+    outputs = [stage.folder / f"{stage.output.name}.chunk.{task:05d}.jsonl" for task in tasks]
     totals = _check_totals(stage, inputs, counts, outputs)
     merge_stats(main)
     shutil.rmtree(_temporary(stage), ignore_errors=True)
     for left in stage.folder.glob(".*.tmp"):
         left.unlink()
-    tasks = [{name: one[name] for name in ("task", "files", "read", "filtered", "written")} for one in counts]
+    told = [{name: one[name] for name in ("task", "files", "read", "filtered", "written")} for one in counts]
     hashes = {path: one["hash"] for path, one in zip(outputs, counts, strict=True)}
-    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)
+    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=told)
 
 
 def _check_totals(
@@ -294,9 +265,8 @@ def _check_totals(
 ) -> dict[str, Any]:
     fix = "Fix: call it again with --start-over, and check the disk."
     root = _root(inputs)
-    if sorted(name for one in counts for name in one["files"]) != [
-        path.relative_to(root).as_posix() for path in inputs
-    ]:
+    names = [path.relative_to(root).as_posix() for path in inputs]
+    if sorted(name for one in counts for name in one["files"]) != names:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
         raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
@@ -306,11 +276,8 @@ def _check_totals(
     read, written = (_sum(one[name] for one in counts) for name in ("read", "written"))
     filtered = {name: _sum(one["filtered"][name] for one in counts) for name in counts[0]["filtered"]}
     check_counts(str(stage.output), read, filtered, written)
-    return {
-        "read": read.to_json(),
-        "filtered": {name: tally.to_json() for name, tally in filtered.items()},
-        "written": written.to_json(),
-    }
+    dropped = {name: tally.to_json() for name, tally in filtered.items()}
+    return {"read": read.to_json(), "filtered": dropped, "written": written.to_json()}
 
 
 def _sum(counts: Iterator[dict[str, Any]]) -> Tally:

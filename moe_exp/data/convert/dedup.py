@@ -1,6 +1,4 @@
-"""Steps that need a pass of their own before the conversion: exact duplicates and n-grams of benchmarks, by
-datatrove's own blocks.
-"""
+"""Steps that need an earlier pass: exact duplicates and benchmark n-grams, by datatrove's own blocks."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ def _dedup_config() -> Any:
 
 @dataclass
 class SignDocuments:
-    """Last step of the first pass: a 64-bit hash of every text, by ExactDedupSignature, dealt by hash to
-    `num_finders` tasks.
-    """
+    """Last step of the first pass: hashes every text by ExactDedupSignature, for `num_finders` tasks."""
 
     folder: str
     num_finders: int
@@ -104,9 +100,7 @@ def _ngrams_config() -> Any:
 
 
 def _words() -> Any:
-    """Words between spaces: datatrove has normalised the text by then. Its own English tokenizer would need
-    spaCy.
-    """
+    """Words between spaces, as datatrove has normalised the text. Its English tokenizer needs spaCy."""
     from datatrove.utils.word_tokenizers import WordTokenizer
 
     methods = {
@@ -118,8 +112,7 @@ def _words() -> Any:
 
 
 def write_contamination_index(texts: Path, folder: Path) -> dict[str, int]:
-    """Writes the n-grams of a JSONL file of benchmark texts as NGramsDecontIndexer does, which itself needs
-    lighteval and its data sets.
+    """Writes the n-grams of a JSONL file of benchmarks as NGramsDecontIndexer does, which needs lighteval.
 
     Returns:
         `num_texts`, `num_ngrams`, and `num_short`: texts of fewer than NGRAM_WORDS words, which cannot be

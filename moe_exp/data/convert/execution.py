@@ -1,6 +1,4 @@
-"""Where a pipeline of datatrove runs, and what is left of it. What has a file in `completions/` is done,
-wherever it ran.
-"""
+"""Where a pipeline of datatrove runs, and which tasks are left: those without a file in `completions/`."""
 
 from __future__ import annotations
 
@@ -43,25 +41,18 @@ class Execution:
 
     def __post_init__(self) -> None:
         if self.executor not in EXECUTORS:
-            raise ValueError(
-                f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: choose one."
-            )
+            fix = "choose one"
+            raise ValueError(f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: {fix}.")
         if self.workers is not None and self.workers < 1:
-            raise ValueError(
-                f"workers={self.workers}: must be at least 1. Fix: leave it away, or give a number of"
-                " processes."
-            )
+            fix = "leave it away, or give a number of processes"
+            raise ValueError(f"workers={self.workers}: must be at least 1. Fix: {fix}.")
         if self.executor == "slurm" and not self.partition:
-            raise ValueError(
-                "partition=: executor=slurm needs the partition of the jobs. Fix: give --partition; `sinfo`"
-                " lists them."
-            )
+            fix = "give --partition; `sinfo` lists them"
+            raise ValueError(f"partition=: executor=slurm needs the partition of the jobs. Fix: {fix}.")
         # compute nodes may lack it
         if self.executor == "slurm" and not shutil.which("sbatch") and "SLURM_JOB_ID" not in os.environ:
-            raise ValueError(
-                "executor=slurm: there is no command sbatch here. Fix: call it on a login node of the"
-                " cluster."
-            )
+            fix = "call it on a login node of the cluster"
+            raise ValueError(f"executor=slurm: there is no command sbatch here. Fix: {fix}.")
         if self.executor == "ray" and importlib.util.find_spec("ray") is None:
             raise ValueError("executor=ray: the package ray is not installed. Fix: pip install ray.")
         if wrong := next((option for option in self.sbatch if "=" not in option), None):
@@ -78,11 +69,8 @@ class Pass:
 
     def left(self) -> list[int]:
         """Tasks that are not complete."""
-        return [
-            task
-            for task in range(self.num_tasks)
-            if not (self.folder / "completions" / f"{task:05d}").is_file()
-        ]
+        done = self.folder / "completions"
+        return [task for task in range(self.num_tasks) if not (done / f"{task:05d}").is_file()]
 
 
 def num_workers(execution: Execution) -> int:

@@ -1,5 +1,4 @@
-"""Runs the tasks of a datatrove pipeline by datatrove's executors: on this machine, as SLURM jobs, or on a
-Ray cluster.
+"""Runs the tasks of a datatrove pipeline by its executors: here, as SLURM jobs, or on a Ray cluster.
 
 On this machine each worker process is told its tasks one by one, so that the task of one that is killed is
 known at once: the pool of LocalPipelineExecutor.run waits for it forever. What has a file in `completions/`
@@ -9,7 +8,6 @@ is done, wherever it ran.
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
 import signal
@@ -24,6 +22,10 @@ from typing import Any
 
 from moe_exp.data.convert.execution import Execution, Pass, num_workers
 from moe_exp.data.convert.slurm_jobs import submit
+from moe_exp.data.stage import MAKE_AGAIN
+from moe_exp.host.files import read_json
+
+_AGAIN = "call the same command again, it goes on with the tasks that are left"
 
 
 def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bool:
@@ -76,9 +78,7 @@ def _run_local(one: Pass, workers: int) -> None:
 
 
 def _run_task(executor: Any, task: int) -> None:
-    """A task in this process. Its log, with the traceback if it fails, is in logs/; datatrove's copy on
-    stderr is left out.
-    """
+    """Runs a task in this process. Its log is in logs/; datatrove's copy on stderr is left out."""
     from datatrove.utils.logging import logger as datatrove_logger
 
     with Path(os.devnull).open("w") as devnull, contextlib.redirect_stderr(devnull):
@@ -162,16 +162,12 @@ def _check_answer(worker: _Worker, executor: Any) -> None:
         error = worker.orders.recv()
     except (EOFError, ConnectionResetError):
         worker.process.join()
-        code, log = (
-            worker.process.exitcode or 0,
-            executor.logging_dir.resolve_paths(f"logs/task_{worker.task:05d}.log"),
-        )
+        code = worker.process.exitcode or 0
+        log = executor.logging_dir.resolve_paths(f"logs/task_{worker.task:05d}.log")
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        raise ChildProcessError(
-            f"task {worker.task} of {executor.world_size} {how}; SIGKILL may be the kernel's, when memory is"
-            " short. Fix: call the same command again, it goes on with the tasks that are left; fewer"
-            f" --workers need less memory. Log: {log}."
-        ) from None
+        rule = f"{how}; SIGKILL may be the kernel's, when memory is short"
+        fix = f"{_AGAIN}; fewer --workers need less memory. Log: {log}"
+        raise ChildProcessError(f"task {worker.task} of {executor.world_size} {rule}. Fix: {fix}.") from None
     if error is not None:
         raise error
 
@@ -188,9 +184,8 @@ def merge_stats(one: Pass) -> None:
     """Writes stats.json from those of the tasks."""
     from datatrove.utils.stats import PipelineStats
 
-    parts = [
-        json.loads((one.folder / "stats" / f"{task:05d}.json").read_text()) for task in range(one.num_tasks)
-    ]
+    paths = [one.folder / "stats" / f"{task:05d}.json" for task in range(one.num_tasks)]
+    parts = [read_json(path, fix=MAKE_AGAIN) for path in paths]
     merged = sum((PipelineStats.from_json(part) for part in parts), start=PipelineStats())
     with (one.folder / "stats.json").open("w") as file:
         merged.save_to_disk(file)
@@ -205,17 +200,13 @@ def _run_ray(one: Pass, execution: Execution) -> None:
     ray_executor(one, execution).run()
     if left := one.left():
         # RayPipelineExecutor.run returns without an error then
-        raise ChildProcessError(
-            f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all. Fix: see"
-            f" {one.folder}/logs/task_{left[0]:05d}.log, and call the same command again: it goes on with the"
-            " tasks that are left."
-        )
+        rule = f"task {left[0]} of {one.num_tasks} failed or was lost, {len(left)} in all"
+        log = f"{one.folder}/logs/task_{left[0]:05d}.log"
+        raise ChildProcessError(f"{rule}. Fix: see {log}, and {_AGAIN}.")
 
 
 def ray_executor(one: Pass, execution: Execution) -> Any:
-    """datatrove's RayPipelineExecutor for a pass. The cluster is RAY_ADDRESS's, or one that Ray starts
-    here.
-    """
+    """datatrove's RayPipelineExecutor for a pass, on the cluster of RAY_ADDRESS or one that Ray starts."""
     from datatrove.executor.ray import RayPipelineExecutor
 
     return RayPipelineExecutor(

@@ -1,10 +1,7 @@
-"""Tasks as SLURM job arrays by datatrove's SlurmPipelineExecutor, with a last job that goes on from what they
-have made.
-"""
+"""Tasks as SLURM job arrays by datatrove's SlurmPipelineExecutor, and a last job that publishes."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -17,19 +14,18 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.convert.execution import Execution, Pass
-from moe_exp.host.files import write_json
+from moe_exp.host.files import read_json, write_json
 from moe_exp.host.slurm_queue import job_environment, still_there
 
 logger = logging.getLogger(__name__)
 
 _JOBS = "slurm_jobs.json"
+_REMOVE = "see with squeue that none of its jobs is left, and remove it"
 _LAUNCHER = "launch_pickled_pipeline"
 
 
 class _JobIds:
-    """Takes the id from what sbatch prints, and keeps it: datatrove forgets that of the job that merges the
-    stats, which is the last.
-    """
+    """Keeps the ids from what sbatch prints: datatrove forgets that of its last job, which merges stats."""
 
     def __init__(self) -> None:
         self.ids: list[str] = []
@@ -37,9 +33,8 @@ class _JobIds:
     def __call__(self, printed: str) -> str:
         found = re.search(r"\d+", printed)
         if not found:
-            raise ValueError(
-                f"sbatch: printed {printed!r}, which has no job id. Fix: take a wrapper away that hides it."
-            )
+            fix = "take a wrapper away that hides it"
+            raise ValueError(f"sbatch: printed {printed!r}, which has no job id. Fix: {fix}.")
         self.ids.append(found[0])
         return self.ids[-1]
 
@@ -51,38 +46,32 @@ def check_no_jobs(folder: Path) -> None:
         ValueError: they do.
     """
     jobs_file = folder / _JOBS
-    if jobs_file.exists() and (there := still_there(json.loads(jobs_file.read_text()))):
-        raise ValueError(
-            f"{folder}: SLURM jobs still work in it. Fix: scancel {' '.join(there)}, or wait for them."
-        )
+    if jobs_file.exists() and (there := still_there(read_json(jobs_file, fix=_REMOVE))):
+        fix = f"scancel {' '.join(there)}, or wait for them"
+        raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: {fix}.")
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
-    """Submits what is left of the passes, each after the one before it, unless jobs of an earlier call are
-    still there.
+    """Submits what is left of the passes, each after the one before it, unless earlier jobs are still there.
 
     Raises:
         ValueError: sbatch refuses, squeue does not answer, or this is a job itself.
     """
     jobs_file = passes[-1].folder / _JOBS
-    if jobs_file.exists() and (there := still_there(json.loads(jobs_file.read_text()))):
+    if jobs_file.exists() and (there := still_there(read_json(jobs_file, fix=_REMOVE))):
         num_left = sum(len(one.left()) for one in passes)
-        logger.info(
-            "%s: %d tasks are left; SLURM jobs %s are queued or running", name, num_left, ", ".join(there)
-        )
+        what = "%s: %d tasks are left; SLURM jobs %s are queued or running"
+        logger.info(what, name, num_left, ", ".join(there))
         return
     if "SLURM_JOB_ID" in os.environ:
         left = passes[-1].left()
-        raise ValueError(
-            f"executor=slurm: inside a job, and {len(left)} tasks are not complete (the first is {left[0]},"
-            f" see {passes[-1].folder}/logs). Fix: call the same command on a login node, it submits what is"
-            " left."
-        )
+        first = f"the first is {left[0]}, see {passes[-1].folder}/logs"
+        fix = "call the same command on a login node, it submits what is left"
+        rule = f"inside a job, and {len(left)} tasks are not complete ({first})"
+        raise ValueError(f"executor=slurm: {rule}. Fix: {fix}.")
     if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
-        raise ValueError(
-            f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: add the folder where pip"
-            " puts programs."
-        )
+        fix = "add the folder where pip puts programs"
+        raise ValueError(f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: {fix}.")
     job_ids, executor = _JobIds(), None
     try:
         for one in passes:
@@ -92,10 +81,8 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
             _submit_finish(executor, execution, job_ids)
     except subprocess.CalledProcessError as error:
         submitted = f", submitted are {' '.join(job_ids.ids)}" if job_ids.ids else ""
-        raise ValueError(
-            f"sbatch: exit code {error.returncode}, its message is above{submitted}. Fix: change what it"
-            " names."
-        ) from error
+        rule = f"exit code {error.returncode}, its message is above{submitted}"
+        raise ValueError(f"sbatch: {rule}. Fix: change what it names.") from error
     finally:
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
         write_json(jobs_file, job_ids.ids)
@@ -134,9 +121,7 @@ def _sbatch_options(execution: Execution) -> dict[str, str]:
 
 
 def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> None:
-    """One more job behind the last, which counts, publishes and shuffles. datatrove submits its merging of
-    stats in this way.
-    """
+    """Submits one more job behind the last, in datatrove's way: it counts, publishes and shuffles."""
     from datatrove.executor.slurm import launch_slurm_job
 
     options = {name: value for name, value in executor.get_sbatch_args().items() if name != "array"}

@@ -1,5 +1,4 @@
-"""Steps of a datatrove pipeline that lose nothing: readers that stop or count, filters that say what they
-drop, chunks that are read back.
+"""Steps of a datatrove pipeline that lose nothing: readers, filters and writers that count.
 
 datatrove takes any callable of (documents, rank, world size) for a step. These are plain classes: they travel
 to workers by pickle and build datatrove's own blocks (LambdaFilter, ExactDedup..., NGramsDecontFilter,
@@ -34,8 +33,7 @@ _TELL_BYTES = 2**20
 
 @dataclass
 class ReadFiles:
-    """First step: the documents of every `num_tasks`-th file, checked by the rules of
-    `moe_exp.data.documents`.
+    """First step: the documents of every `num_tasks`-th file, by the rules of `moe_exp.data.documents`.
 
     Columns or fields beside text and id become metadata, as datatrove's readers do it. A document without an
     id gets `FILE/NUMBER`.
@@ -67,9 +65,8 @@ class ReadFiles:
         from datatrove.utils.stats import Stats
 
         if world_size != self.num_tasks:
-            raise ValueError(
-                f"tasks={world_size}: the files were dealt to {self.num_tasks} tasks. Fix: keep that number."
-            )
+            rule = f"the files were dealt to {self.num_tasks} tasks"
+            raise ValueError(f"tasks={world_size}: {rule}. Fix: keep that number.")
         self.stats, self.tally = Stats("📖 - READER: checked"), Tally()
         return self._documents(rank)
 
@@ -80,11 +77,9 @@ class ReadFiles:
     def _documents(self, rank: int) -> Iterator[Any]:
         from datatrove.data import Document
 
-        limit = (
-            None
-            if self.limit is None
-            else self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
-        )
+        limit = None
+        if self.limit is not None:
+            limit = self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
         through = _Through(self.progress_folder, rank)
         for name in self.task_files(rank):
             path = Path(self.root, name)
@@ -93,9 +88,8 @@ class ReadFiles:
                 return
             for number, row in enumerate(self._rows(path, through)):
                 text, found_id = row.pop(self.text_field), row.pop("id", None)
-                yield Document(
-                    text, f"{name}/{number}" if found_id is None else found_id, metadata=_metadata(row)
-                )
+                document_id = f"{name}/{number}" if found_id is None else found_id
+                yield Document(text, document_id, metadata=_metadata(row))
                 if limit == self.tally.num_documents:
                     break
             through.end_file(path.stat().st_size)
@@ -103,16 +97,15 @@ class ReadFiles:
             self.stats["documents"].update(self.tally.num_documents - first, "input_file")
 
     def _rows(self, path: Path, through: _Through) -> Iterator[dict[str, Any]]:
+        options: dict[str, Any] = {"text_field": self.text_field, "skip_bad": self.skip_bad}
         if path.suffix == PARQUET_SUFFIX:
-            return read_parquet(
-                path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad, advance=through.advance
-            )
-        return self._lines(path, through.advance if path.suffix == ".jsonl" else None)
+            return read_parquet(path, self.tally, **options, advance=through.advance)
+        return self._lines(path, through.advance if path.suffix == ".jsonl" else None, options)
 
-    def _lines(self, path: Path, advance: Callable[[float], None] | None) -> Iterator[dict[str, Any]]:
-        for line, document in read_objects(
-            path, self.tally, text_field=self.text_field, skip_bad=self.skip_bad
-        ):
+    def _lines(
+        self, path: Path, advance: Callable[[float], None] | None, options: dict[str, Any]
+    ) -> Iterator[dict[str, Any]]:
+        for line, document in read_objects(path, self.tally, **options):
             yield document
             if advance:
                 advance(len(line) + 1)
@@ -167,8 +160,7 @@ def read_parquet(
     skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a Parquet file that are documents, and counts into `tally`: the rules of JSONL, rows
-    in place of lines.
+    """Yields the rows of a Parquet file that are documents, and counts into `tally`, by the rules of JSONL.
 
     Args:
         path, tally, text_field, skip_bad: as for `read_objects`.
@@ -187,10 +179,8 @@ def read_parquet(
         with file:
             num_rows, columns = file.metadata.num_rows, file.schema_arrow.names
             if text_field not in columns:
-                raise ValueError(
-                    f"{path}: there is no column {text_field!r}, but {', '.join(columns)}. Fix: give"
-                    " --text-field."
-                )
+                rule = f"there is no column {text_field!r}, but {', '.join(columns)}"
+                raise ValueError(f"{path}: {rule}. Fix: give --text-field.")
             odd = [one.name for one in file.schema_arrow if one.name != text_field and _is_odd(one.type)]
             for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
                 for row in _batch_documents(batch, path, number, tally, text_field, skip_bad):
@@ -201,9 +191,8 @@ def read_parquet(
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise BadDocument(
-            path, number + 1, f"the Parquet file is damaged or ends early ({_one_line(error)})"
-        ) from error
+        reason = f"the Parquet file is damaged or ends early ({' '.join(str(error).split())})"
+        raise BadDocument(path, number + 1, reason) from error
     found = tally.num_documents + tally.skipped.total() - before
     if found != num_rows:
         raise BadDocument(path, number, f"{found} rows were read, the file says that it has {num_rows}")
@@ -230,10 +219,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
 
 
 def _batch_rows(metadata: Any) -> int:
@@ -301,8 +286,22 @@ class Filter(ABC):
                 self.dropped.add(document.text.encode())
 
 
+class RuleFilter(Filter):
+    """Keeps documents by `keeps`, in datatrove's LambdaFilter."""
+
+    def block(self) -> Any:
+        """LambdaFilter."""
+        from datatrove.pipeline.filters import LambdaFilter
+
+        return LambdaFilter(self.keeps)
+
+    @abstractmethod
+    def keeps(self, document: Any) -> bool:
+        """Whether it stays."""
+
+
 @dataclass
-class FieldFilter(Filter):
+class FieldFilter(RuleFilter):
     """Keeps documents whose metadata field is one of `allowed`, or at least `minimum`.
 
     Raises:
@@ -314,56 +313,36 @@ class FieldFilter(Filter):
     allowed: list[str] | None = None
     minimum: float | None = None
 
-    def block(self) -> Any:
-        """LambdaFilter."""
-        from datatrove.pipeline.filters import LambdaFilter
-
-        return LambdaFilter(self.keeps)
-
     def keeps(self, document: Any) -> bool:
         """Whether it stays."""
         value = document.metadata.get(self.field)
         if value is None:
-            raise ValueError(
-                f"{self.name}: document {document.id} has no field {self.field!r}. Fix: leave this filter"
-                " away."
-            )
+            fix = "leave this filter away"
+            raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: {fix}.")
         if self.allowed is not None:
             return value in self.allowed
         if not isinstance(value, int | float):
-            raise ValueError(
-                f"{self.name}: field {self.field!r} of document {document.id} is {value!r}, no number. Fix:"
-                " leave this filter away."
-            )
+            rule = f"field {self.field!r} of document {document.id} is {value!r}, no number"
+            raise ValueError(f"{self.name}: {rule}. Fix: leave this filter away.")
         return value >= (self.minimum or 0)
 
 
 @dataclass
-class LengthFilter(Filter):
+class LengthFilter(RuleFilter):
     """Keeps texts of so many characters."""
 
     name: str
     min_chars: int = 0
     max_chars: int | None = None
 
-    def block(self) -> Any:
-        """LambdaFilter."""
-        from datatrove.pipeline.filters import LambdaFilter
-
-        return LambdaFilter(self.keeps)
-
     def keeps(self, document: Any) -> bool:
         """Whether it stays."""
-        return (
-            self.min_chars
-            <= len(document.text)
-            <= (self.max_chars if self.max_chars is not None else len(document.text))
-        )
+        num_chars = len(document.text)
+        return self.min_chars <= num_chars and (self.max_chars is None or num_chars <= self.max_chars)
 
 
 class WriteChunk:
-    """Last step: JsonlWriter into a temporary file, which is read back, has its place when every count
-    agrees, and is told in counts/.
+    """Last step: JsonlWriter into a temporary file, published when it is read back and every count agrees.
 
     Args:
         folder: of the chunks.
@@ -376,13 +355,8 @@ class WriteChunk:
     def __init__(
         self, folder: Path, stem: str, reader: ReadFiles, filters: list[Filter], counts_folder: Path
     ):
-        self.folder, self.stem, self.reader, self.filters, self.counts_folder = (
-            folder,
-            stem,
-            reader,
-            filters,
-            counts_folder,
-        )
+        self.folder, self.stem, self.counts_folder = folder, stem, counts_folder
+        self.reader, self.filters = reader, filters
         self.stats: Any = None
 
     def __repr__(self) -> str:
@@ -413,15 +387,10 @@ class WriteChunk:
             pass
         filtered = {step.name: step.dropped for step in self.filters}
         check_counts(f"task {rank}", self.reader.tally, filtered, written)
-        return {
-            "task": rank,
-            "files": self.reader.task_files(rank),
-            "read": self.reader.tally.to_json(),
-            "filtered": {name: tally.to_json() for name, tally in filtered.items()},
-            "written": written.to_json(),
-            "bytes": path.stat().st_size,
-            "hash": file_hash(path),
-        }
+        tallies = {"read": self.reader.tally.to_json(), "written": written.to_json()}
+        tallies["filtered"] = {name: tally.to_json() for name, tally in filtered.items()}
+        files = {"task": rank, "files": self.reader.task_files(rank)}
+        return files | tallies | {"bytes": path.stat().st_size, "hash": file_hash(path)}
 
 
 def check_counts(who: str, read: Tally, filtered: dict[str, Tally], written: Tally) -> None:
@@ -435,10 +404,9 @@ def check_counts(who: str, read: Tally, filtered: dict[str, Tally], written: Tal
         kept += tally
     for what in ("num_documents", "num_text_bytes", "text_hash"):
         if getattr(read, what) != getattr(kept, what):
-            raise ValueError(
-                f"{who}: {what} is {getattr(read, what)} of what was read, {getattr(kept, what)} of what was"
-                " filtered and written. Fix: call it again with --start-over, and check disk and memory."
-            )
+            rule = f"is {getattr(read, what)} of what was read, {getattr(kept, what)} of what was filtered"
+            fix = "call it again with --start-over, and check disk and memory"
+            raise ValueError(f"{who}: {what} {rule} and written. Fix: {fix}.")
 
 
 def chunk_writer(path: Path, label: str) -> Any:

@@ -1,5 +1,4 @@
-"""A dataset's files from the hub: listed at one commit, fetched, compared with the listing, and told in a
-manifest.
+"""A dataset's files from the hub: listed at one commit, fetched, compared, and named in a manifest.
 
 huggingface_hub moves the bytes. What it accepts and this does not: a pattern that matches nothing, a file of
 another size than listed, a server that fails while the folder holds something. Its own retries are few, so
@@ -20,7 +19,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import xxhash
@@ -28,8 +27,9 @@ import xxhash
 from moe_exp.data.download.hub_errors import check_online, endpoint, explained, patiently
 from moe_exp.data.download.hub_progress import silent_bar, watch
 from moe_exp.data.download.sources import DATA_SUFFIXES, Source, chosen_files, local_files
-from moe_exp.data.stage import RUNNING, Stage, check_free_disk, read_json, run_stage
-from moe_exp.host.files import write_json
+from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
+from moe_exp.host.exit_codes import printable
+from moe_exp.host.files import bytes_text, write_json
 from moe_exp.host.progress import print_summary, progress
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 _MANY_FILES = 500
 _CHUNK_BYTES = 2**22
 _LISTING, _CHECKED = ".listing.json", ".checked"
+# what the library and this keep beside the files of the hub
+_RESERVED = frozenset({"manifest.json", RUNNING, _LISTING, _CHECKED, ".cache", ".huggingface"})
+_CHOOSE = "leave it out by --pattern, or choose another dataset"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _Entry = dict[str, Any]  # of a file that was checked: name, bytes, mtime_ns, hash (XXH3-128), sha256
@@ -44,9 +47,7 @@ _Entry = dict[str, Any]  # of a file that was checked: name, bytes, mtime_ns, ha
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file as the hub lists it; `sha256` where it is kept outside of git, `blob` is git's SHA-1
-    otherwise.
-    """
+    """A file as the hub lists it: `sha256` if it is kept outside of git, else `blob`, git's SHA-1."""
 
     name: str
     bytes: int
@@ -60,6 +61,22 @@ class Listing:
 
     commit: str
     files: tuple[HubFile, ...]
+
+    def __post_init__(self) -> None:
+        """Whether every file has a place of its own in a folder, whoever has made the listing.
+
+        Raises:
+            ValueError: one has not.
+        """
+        names = {file.name for file in self.files}
+        for file in self.files:
+            _check_inside(file.name)
+            if (first := file.name.partition("/")[0]) in _RESERVED:
+                raise _refused(file.name, f"{first} is what the download itself keeps there", _CHOOSE)
+            if above := names & {str(folder) for folder in PurePosixPath(file.name).parents}:
+                raise _refused(file.name, f"{min(above)} is a file as well", _CHOOSE)
+            if not isinstance(file.bytes, int) or file.bytes < 0:
+                raise _refused(file.name, f"{file.bytes} is no number of bytes")
 
     @property
     def num_bytes(self) -> int:
@@ -80,8 +97,7 @@ def download(
     max_failures: int = 6,
     bytes_per_second: float = 50e6,
 ) -> list[Path]:
-    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path as they
-    are.
+    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path.
 
     A call that was stopped goes on with the files that are not complete, at the same commit. One that is
     finished makes no request. The token is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server
@@ -107,16 +123,11 @@ def download(
     if source.repository is None:
         return []
     folder = Path(folder)
-    settings = {
-        "repository": source.repository,
-        "revision": source.revision,
-        "patterns": list(source.patterns),
-    }
+    settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
+    settings |= {"patterns": list(source.patterns)}
     if dry_run:
-        listing, complete = (None if start_over else _plan(folder, settings)) or (
-            _list_files(source, max_failures),
-            set(),
-        )
+        known = None if start_over else _plan(folder, settings)
+        listing, complete = known or (_list_files(source, max_failures), set())
         _print_plan(source, folder, listing, complete, bytes_per_second)
         return [folder / file.name for file in listing.files]
     with run_stage(
@@ -142,9 +153,7 @@ def _known_listing(stage: Stage) -> Listing | None:
 
 
 def _first_listing(stage: Stage, source: Source, max_failures: int) -> Listing:
-    """Notes it in the folder, or leaves none that the next call, with a better name or pattern, would be
-    refused for.
-    """
+    """Notes it in the folder; on an error removes that, which a call with other patterns would be refused."""
     try:
         listing = _list_files(source, max_failures)
         check_free_disk(stage.folder, listing.num_bytes, f"the download of {source.name}")
@@ -165,37 +174,19 @@ def _listing_of_manifest(manifest: dict[str, Any]) -> Listing:
 
 def _finish(stage: Stage, source: Source, listing: Listing, entries: dict[str, _Entry]) -> None:
     names = [file.name for file in listing.files]
-    facts: dict[str, Any] = {
-        "commit": listing.commit,
-        "endpoint": endpoint(),
-        "licence": source.licence,
-        "text_field": source.text_field,
-    }
-    facts |= {
-        "num_files": len(names),
-        "num_bytes": listing.num_bytes,
-        "sha256": {name: entries[name]["sha256"] for name in names},
-    }
+    facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
+    facts |= {"text_field": source.text_field, "num_files": len(names), "num_bytes": listing.num_bytes}
+    facts |= {"sha256": {name: entries[name]["sha256"] for name in names}}
     paths = [stage.folder / name for name in names]
-    manifest = stage.finish_folder(
-        paths, hashes={path: entries[name]["hash"] for path, name in zip(paths, names, strict=True)}, **facts
-    )
-    rows = {
-        "dataset": source.repository,
-        "commit": listing.commit,
-        "files": len(names),
-        "bytes": listing.num_bytes,
-    }
-    print_summary(
-        f"Downloaded {source.name}",
-        rows | {"licence": source.licence, "folder": stage.output, "seconds": manifest["seconds"]},
-    )
+    hashes = {path: entries[name]["hash"] for path, name in zip(paths, names, strict=True)}
+    manifest = stage.finish_folder(paths, hashes=hashes, **facts)
+    rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(names)}
+    rows |= {"bytes": listing.num_bytes, "licence": source.licence, "folder": stage.output}
+    print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
 
 
 def _remove_traces(folder: Path) -> None:
-    """What only an interrupted download needs; the library keeps a small file for each of its own in
-    .cache.
-    """
+    """Removes what only an interrupted download needs; the library keeps a file for each in .cache."""
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     for name in (_LISTING, _CHECKED):
         (folder / name).unlink(missing_ok=True)
@@ -218,6 +209,8 @@ def _list_files(source: Source, max_failures: int) -> Listing:
             commit = api.dataset_info(repository, revision=source.revision, timeout=60).sha
         found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
         files = {file.path: file for file in found if isinstance(file, RepoFile)}
+        for name in files:  # also of those that are not wanted: the library walks through all of them
+            _check_inside(name)
         names = chosen_files(list(files), source.patterns, f"{repository} at {source.revision}")
         return Listing(commit or "", tuple(_hub_file(files[name]) for name in names))
 
@@ -225,14 +218,32 @@ def _list_files(source: Source, max_failures: int) -> Listing:
         return patiently(list_once, max_failures)
 
 
+def _check_inside(name: str) -> None:
+    """Whether a name that the hub lists stays inside of the folder that it is put into, and can be printed.
+
+    Raises:
+        ValueError: it does not.
+    """
+    if printable(name) != name or "\n" in name or "\t" in name:
+        raise _refused(name, "it has control characters")
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise _refused(name, "it leads out of the folder of the download")
+    if any(len(part.encode()) > 255 for part in name.split("/")) or len(name.encode()) > 2000:
+        raise _refused(name, "it is longer than a file name may be, 255 bytes")
+
+
+def _refused(name: str, rule: str, fix: str = "choose another dataset") -> ValueError:
+    shown = ascii(name)[1:-1]
+    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
+    return ValueError(f"{shown}: {endpoint()} lists a file of this name, and {rule}. Fix: {fix}.")
+
+
 def _hub_file(file: Any) -> HubFile:
     return HubFile(file.path, file.size, file.lfs.sha256 if file.lfs else None, file.blob_id)
 
 
 def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | None:
-    """What a finished or interrupted download lists, and the names of its files that are there. Writes
-    nothing, asks nobody.
-    """
+    """What a finished or interrupted download lists, and the names of its files that are there."""
     manifest = read_json(folder / "manifest.json")
     partial = folder.with_name(folder.name + ".partial")
     begun, listed = read_json(partial / RUNNING), read_json(partial / _LISTING)
@@ -249,16 +260,14 @@ def _print_plan(
     source: Source, folder: Path, listing: Listing, complete: set[str], bytes_per_second: float
 ) -> None:
     left_bytes = sum(file.bytes for file in listing.files if file.name not in complete)
-    existing = next(parent for parent in [folder, *folder.absolute().parents] if parent.exists())
-    free_bytes = shutil.disk_usage(existing).free
+    free_bytes = free_disk(folder)
+    room = f"{bytes_text(free_bytes)} at {folder}{', too little' if free_bytes < left_bytes else ''}"
     rows = {
         "dataset": f"{source.repository} at {listing.commit}",
         "files": f"{len(listing.files):,}, of which {len(complete):,} are there",
-        "bytes to fetch": f"{left_bytes:,} ({left_bytes / 1e9:.1f} GB)",
-        "free disk": (
-            f"{free_bytes / 1e9:.1f} GB at {folder}{', too little' if free_bytes < left_bytes else ''}"
-        ),
-        "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_per_second / 1e6:g} MB/s",
+        "bytes to fetch": f"{left_bytes:,} ({bytes_text(left_bytes)})",
+        "free disk": room,
+        "time": f"{left_bytes / bytes_per_second / 3600:.1f} hours at {bytes_text(bytes_per_second)}/s",
         "licence": source.licence,
     }
     print_summary(f"To download: {source.name}", rows)
@@ -278,9 +287,7 @@ class _Fetcher:
         return [file for file in self.listing.files if not _has_size(self.folder, file)]
 
     def fetch(self, files: Sequence[HubFile]) -> dict[str, _Entry]:
-        """Gets those of `files` that are missing, checks all of them, and returns what is known of each by
-        name.
-        """
+        """Gets the missing ones of `files`, checks all, and returns what is known of each by name."""
         for attempt in (1, 2):
             if missing := [file for file in files if not _has_size(self.folder, file)]:
                 self._get(missing)
@@ -290,22 +297,15 @@ class _Fetcher:
             for file in wrong:
                 (self.folder / file.name).unlink()
             if attempt == 1:
-                logger.warning(
-                    "%s: %d files have another hash than listed, fetching them again",
-                    wrong[0].name,
-                    len(wrong),
-                )
-        rule = (
-            f"its hash is not what {endpoint()} lists for {self.source.repository} at {self.listing.commit},"
-            " fetched twice"
-        )
+                what = "%s: %d files have another hash than listed, fetching them again"
+                logger.warning(what, wrong[0].name, len(wrong))
+        listed = f"{endpoint()} lists for {self.source.repository} at {self.listing.commit}"
+        rule = f"its hash is not what {listed}, fetched twice"
         raise ValueError(f"{wrong[0].name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
 
     def _get(self, missing: list[HubFile]) -> None:
-        check_online(
-            f"{len(missing)} of {len(self.listing.files)} files are missing in {self.folder}, such as"
-            f" {missing[0].name}"
-        )
+        num_files = f"{len(missing)} of {len(self.listing.files)} files"
+        check_online(f"{num_files} are missing in {self.folder}, such as {missing[0].name}")
         # of a killed process: the library starts such a file anew
         for leftover in (self.folder / ".cache").rglob("*.incomplete"):
             leftover.unlink()
@@ -313,10 +313,9 @@ class _Fetcher:
             (self.folder / file.name).unlink(missing_ok=True)
         left_bytes = sum(file.bytes for file in missing)
         check_free_disk(self.folder, left_bytes, f"the download of {self.source.name}")
-        with (
-            explained(self.source.repository or "", self.source.revision),
-            watch(self.folder, {file.name: file.bytes for file in missing}),
-        ):
+        repository, revision = self.source.repository or "", self.source.revision
+        sizes = {file.name: file.bytes for file in missing}
+        with explained(repository, revision), watch(self.folder, sizes):
             patiently(self._get_once, self.max_failures, lambda: len(self.missing()))
 
     def _get_once(self) -> None:
@@ -346,18 +345,14 @@ class _Fetcher:
             raise _IncompleteError(f"{len(missing)} files did not come, such as {missing[0].name}")
 
     def _check(self, files: Sequence[HubFile]) -> tuple[dict[str, _Entry], list[HubFile]]:
-        """Hashes what was not hashed before the process was killed. Returns (name to what is known, files
-        that are wrong).
-        """
+        """Hashes what has no journal entry yet. Returns (name to what is known, wrong files)."""
         journal = self.folder / _CHECKED
         entries = _read_journal(journal, self.folder)
         todo = [file for file in files if file.name not in entries]
         wrong, lock = [], threading.Lock()
         workers = min(self.max_workers, os.cpu_count() or 1)
-        with (
-            progress("check", sum(file.bytes for file in todo)) as advance,
-            journal.open("a", encoding="utf-8") as log,
-        ):
+        num_bytes = sum(file.bytes for file in todo)
+        with progress("check", num_bytes) as advance, journal.open("a", encoding="utf-8") as log:
 
             def count(num_bytes: int) -> None:
                 with lock:
@@ -390,9 +385,7 @@ def _has_size(folder: Path, file: HubFile) -> bool:
 
 
 def _hash_file(path: Path, file: HubFile, count: Callable[[int], None]) -> _Entry | None:
-    """What is known of a file now, or None where its hash is not that of the listing. Both hashes in one
-    pass.
-    """
+    """What is known of a file now, by one pass; None if its hash is not that of the listing."""
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
     blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
     mtime_ns = path.stat().st_mtime_ns

@@ -1,6 +1,4 @@
-"""What goes wrong with the hub: which failures pass and are waited out, and what the others mean in one
-line.
-"""
+"""What goes wrong with the hub: failures that pass and are waited out, and what the others mean."""
 
 from __future__ import annotations
 
@@ -37,16 +35,12 @@ def check_online(why: str) -> None:
     """
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
-            raise ValueError(
-                f"{name}={os.environ[name]}: {why}. Fix: unset it, or bring the whole folder with its"
-                " manifest.json."
-            )
+            fix = "unset it, or bring the whole folder with its manifest.json"
+            raise ValueError(f"{name}={os.environ[name]}: {why}. Fix: {fix}.")
 
 
 def patiently(action: Callable[[], T], max_failures: int, num_left: Callable[[], int] = lambda: 0) -> T:
-    """Runs it until it succeeds, or has failed `max_failures` times since `num_left()` went down; waits
-    longer each time.
-    """
+    """Runs it until it succeeds, or has failed `max_failures` times since `num_left()` went down."""
     failures, best = 0, num_left()
     while True:
         try:
@@ -60,16 +54,10 @@ def patiently(action: Callable[[], T], max_failures: int, num_left: Callable[[],
             if failures >= (_UNREACHABLE_FAILURES if _is_unreachable(error) else max_failures):
                 raise
             # Jitter: workers of one cluster that were refused together do not come back together.
-            seconds = max(
-                min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)), retry_after(error)
-            ) * random.uniform(1.0, 1.5)
-            logger.warning(
-                "%s. Failure %d of %d, trying again in %.0f s",
-                _first_line(error),
-                failures,
-                max_failures,
-                seconds,
-            )
+            seconds = max(min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)), retry_after(error))
+            seconds *= random.uniform(1.0, 1.5)
+            what = "%s. Failure %d of %d, trying again in %.0f s"
+            logger.warning(what, _first_line(error), failures, max_failures, seconds)
             time.sleep(seconds)
 
 
@@ -79,23 +67,16 @@ def passes(error: BaseException) -> bool:
     if status is not None:
         return status in (408, 429) or status >= 500
     for cause in _causes(error):
-        if (
-            isinstance(cause, OSError)
-            and cause.errno is not None
-            and not isinstance(cause, (ConnectionError, TimeoutError))
-        ):
+        of_network = isinstance(cause, (ConnectionError, TimeoutError))
+        if isinstance(cause, OSError) and cause.errno is not None and not of_network:
             return False  # of this machine: disk full, no permission
     # hf_xet raises RuntimeError.
-    return (
-        isinstance(error, (OSError, RuntimeError))
-        or type(error).__module__.partition(".")[0] in _HTTP_PACKAGES
-    )
+    package = type(error).__module__.partition(".")[0]
+    return isinstance(error, (OSError, RuntimeError)) or package in _HTTP_PACKAGES
 
 
 def _is_unreachable(error: BaseException) -> bool:
-    """Whether there is no way to the server at all; the library has tried for half a minute when it says
-    so.
-    """
+    """Whether there is no way to the server at all, which the library has tried for half a minute."""
     kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
     return _status(error) is None and bool(
         kinds & {"ConnectError", "NewConnectionError", "ConnectionRefusedError", "gaierror"}
@@ -141,30 +122,23 @@ def _explanation(error: Exception, repository: str, revision: str) -> Exception 
     kinds = {kind.__name__ for cause in _causes(error) for kind in type(cause).__mro__}
     status, page = _status(error), f"{endpoint()}/datasets/{repository}"
     if "RevisionNotFoundError" in kinds:
-        return ValueError(
-            f"revision={revision}: {repository} has none of that name. Fix: --revision main, or one of"
-            f" {page}."
-        )
+        fix = f"--revision main, or one of {page}"
+        return ValueError(f"revision={revision}: {repository} has none of that name. Fix: {fix}.")
     if "GatedRepoError" in kinds or status == 403:
         fix = f"accept its licence on {page}, and set HF_TOKEN to a token of that account"
         return ValueError(f"source={repository}: its owner gives access on request. Fix: {fix}.")
     if status in (401, 404):
         rule = f"{endpoint()} has no such dataset, or none that is open to everyone"
-        fix = (
-            "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token that may"
-            " read it"
-        )
+        fix = "check the name (a local folder has to exist); for a private one set HF_TOKEN to a token"
+        fix += " that may read it"
         return ValueError(f"source={repository}: {rule}. Fix: {fix}.")
     if passes(error):
         fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
-        return ConnectionError(
-            f"{repository}: {endpoint()} keeps failing ({_first_line(error)}). Fix: {fix}."
-        )
+        rule = f"keeps failing ({_first_line(error)})"
+        return ConnectionError(f"{repository}: {endpoint()} {rule}. Fix: {fix}.")
     if status is not None:
-        return ValueError(
-            f"source={repository}: {endpoint()} answers {status} ({_first_line(error)}). Fix: check"
-            " HF_ENDPOINT."
-        )
+        rule = f"answers {status} ({_first_line(error)})"
+        return ValueError(f"source={repository}: {endpoint()} {rule}. Fix: check HF_ENDPOINT.")
     return None
 
 

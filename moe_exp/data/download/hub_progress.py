@@ -24,8 +24,7 @@ def silent_bar() -> type:
 
 @contextmanager
 def watch(folder: Path, sizes: dict[str, int]) -> Iterator[None]:
-    """Our progress bar, from what grows on disk: how the library tells its own differs from version to
-    version.
+    """Shows our bar, from what grows on disk: the library's own progress differs between versions.
 
     Args:
         folder: `local_dir` of the download.

@@ -1,5 +1,4 @@
-"""Where documents come from: datasets on the hub by name, files that are there already, and the Python
-standard library.
+"""Where documents come from: datasets on the hub by name, local files, and the Python standard library.
 
 The default corpus needs no network: the standard library is on every host that runs this. Sizes and commits
 of datasets are those of their pages on the hub; a number that is not to the byte is told as "about".
@@ -71,104 +70,63 @@ class Source:
 
 
 _FINEWEB_EDU = Source(
-    "fineweb_edu",
-    "FineWeb-Edu: educational pages of Common Crawl",
-    repository="HuggingFaceFW/fineweb-edu",
-    revision="87f09149ef4734204d70ed1d046ddc9ca3f2b8f9",
-    patterns=("data/*.parquet",),
-    licence="ODC-By 1.0",
-    num_bytes=4_500 * 10**9,
-    num_tokens=1_500 * 10**9,
+    "fineweb_edu", "FineWeb-Edu: educational pages of Common Crawl", repository="HuggingFaceFW/fineweb-edu",
+    revision="87f09149ef4734204d70ed1d046ddc9ca3f2b8f9", patterns=("data/*.parquet",), licence="ODC-By 1.0",
+    num_bytes=4_500 * 10**9, num_tokens=1_500 * 10**9,
     note="Without sample/, whose documents are in data/ too. The first release, 95 crawls, had 3.8 TB.",
-)
+)  # fmt: skip
 _FINEWEB = Source(
-    "fineweb",
-    "FineWeb: Common Crawl, filtered and deduplicated per crawl",
-    repository="HuggingFaceFW/fineweb",
-    revision="9bb295ddab0e05d785b879661af7260fed5140fc",
-    patterns=("data/*.parquet",),
-    licence="ODC-By 1.0",
-    num_bytes=50_000 * 10**9,
-    num_tokens=17_000 * 10**9,
+    "fineweb", "FineWeb: Common Crawl, filtered and deduplicated per crawl",
+    repository="HuggingFaceFW/fineweb", revision="9bb295ddab0e05d785b879661af7260fed5140fc",
+    patterns=("data/*.parquet",), licence="ODC-By 1.0", num_bytes=50_000 * 10**9, num_tokens=17_000 * 10**9,
     note="Without sample/, whose documents are in data/ too. The first release, 96 crawls, had 44 TB.",
-)
+)  # fmt: skip
 _DCLM = Source(
-    "dclm_baseline_1.0",
-    "DCLM-Baseline: Common Crawl, deduplicated and chosen by a classifier",
+    "dclm_baseline_1.0", "DCLM-Baseline: Common Crawl, deduplicated and chosen by a classifier",
     repository="mlfoundations/dclm-baseline-1.0",
     revision="a3b142c183aebe5af344955ae20836eb34dcf69b",  # in earlier ones the files were called .jsonl.zstd
-    patterns=("global-shard_*_of_10/local-shard_*_of_10/*.jsonl.zst",),
-    licence="CC BY 4.0",
-    num_bytes=7_196_105_155_016,
-    num_tokens=4_000 * 10**9,
-    is_exact=True,
-    id_field=None,
+    patterns=("global-shard_*_of_10/local-shard_*_of_10/*.jsonl.zst",), licence="CC BY 4.0", id_field=None,
+    num_bytes=7_196_105_155_016, num_tokens=4_000 * 10**9, is_exact=True,
     note="27,838 files, about 3 billion documents.",
-)
+)  # fmt: skip
 _SLIMPAJAMA = Source(
-    "slimpajama",
-    "SlimPajama-627B: RedPajama, cleaned and deduplicated",
-    repository="cerebras/SlimPajama-627B",
-    revision="2d0accdd58c5d5511943ca1f5ff0e3eb5e293543",
-    patterns=("train/*/*.jsonl.zst",),
-    licence="Apache-2.0, and those of its seven parts",
-    num_bytes=895 * 10**9,
-    num_tokens=627 * 10**9,
-    id_field=None,
+    "slimpajama", "SlimPajama-627B: RedPajama, cleaned and deduplicated",
+    repository="cerebras/SlimPajama-627B", revision="2d0accdd58c5d5511943ca1f5ff0e3eb5e293543",
+    patterns=("train/*/*.jsonl.zst",), licence="Apache-2.0, and those of its seven parts", id_field=None,
+    num_bytes=895 * 10**9, num_tokens=627 * 10**9,
     note=(
         "The training split; validation/ and test/ (500M tokens each, no text of train/ in them) by"
         " --pattern. Was not open to everyone in 2026: ask its owner for access."
     ),
-)
+)  # fmt: skip
 _PYTHON_STDLIB = Source(
-    "python_stdlib",
-    "The Python standard library's sources: the embedded default",
-    licence=PYTHON_STDLIB_LICENSE,
-    num_tokens=3 * 10**6,
-    id_field=None,
+    "python_stdlib", "The Python standard library's sources: the embedded default",
+    licence=PYTHON_STDLIB_LICENSE, num_tokens=3 * 10**6, id_field=None,
     note="On every machine with Python: nothing to download.",
-)
+)  # fmt: skip
 _SAMPLE = ("sample/10BT/*.parquet",)
+_FINEWEB_EDU_10BT = replace(
+    _FINEWEB_EDU, name="fineweb_edu_10bt", description="FineWeb-Edu, the sample of 10 billion tokens",
+    patterns=_SAMPLE, num_bytes=28_518_193_415, num_tokens=10 * 10**9, is_exact=True,
+    note="14 files, 9,672,101 documents.",
+)  # fmt: skip
+_FINEWEB_10BT = replace(
+    _FINEWEB, name="fineweb_10bt", description="FineWeb, the sample of 10 billion tokens",
+    patterns=_SAMPLE, num_bytes=31 * 10**9, num_tokens=10 * 10**9, note="About 14.9 million documents.",
+)  # fmt: skip
+_DCLM_10PRCT = replace(
+    _DCLM, name="dclm_baseline_1.0_10prct", description="The first of the ten parts of DCLM-Baseline",
+    patterns=("global-shard_01_of_10/local-shard_*_of_10/*.jsonl.zst",),
+    num_bytes=720 * 10**9, num_tokens=400 * 10**9, is_exact=False, note="",
+)  # fmt: skip
 
 SOURCES: dict[str, Source] = {
     source.name: source
     for source in (
-        _PYTHON_STDLIB,
-        replace(
-            _FINEWEB_EDU,
-            name="fineweb_edu_10bt",
-            description="FineWeb-Edu, the sample of 10 billion tokens",
-            patterns=_SAMPLE,
-            num_bytes=28_518_193_415,
-            num_tokens=10 * 10**9,
-            is_exact=True,
-            note="14 files, 9,672,101 documents.",
-        ),
-        _FINEWEB_EDU,
-        replace(
-            _FINEWEB,
-            name="fineweb_10bt",
-            description="FineWeb, the sample of 10 billion tokens",
-            patterns=_SAMPLE,
-            num_bytes=31 * 10**9,
-            num_tokens=10 * 10**9,
-            note="About 14.9 million documents.",
-        ),
-        _FINEWEB,
-        replace(
-            _DCLM,
-            name="dclm_baseline_1.0_10prct",
-            description="The first of the ten parts of DCLM-Baseline",
-            patterns=("global-shard_01_of_10/local-shard_*_of_10/*.jsonl.zst",),
-            num_bytes=720 * 10**9,
-            num_tokens=400 * 10**9,
-            is_exact=False,
-            note="",
-        ),
-        _DCLM,
+        _PYTHON_STDLIB, _FINEWEB_EDU_10BT, _FINEWEB_EDU, _FINEWEB_10BT, _FINEWEB, _DCLM_10PRCT, _DCLM,
         _SLIMPAJAMA,
     )
-}
+}  # fmt: skip
 
 
 def resolve_source(
@@ -190,23 +148,18 @@ def resolve_source(
         ValueError: nothing of that name; a revision for what is not on the hub.
     """
     if not name_or_path.strip():
-        raise ValueError(
-            "source=: is empty. Fix: give a name of `moe-exp data list`, a dataset owner/name, a folder or a"
-            " file."
-        )
+        fix = "give a name of `moe-exp data list`, a dataset owner/name, a folder or a file"
+        raise ValueError(f"source=: is empty. Fix: {fix}.")
     source = SOURCES.get(name_or_path) or _local_source(name_or_path) or _hub_source(name_or_path)
     if source is None:
         is_path = name_or_path != os.path.basename(name_or_path)  # noqa: PTH119
         if is_path or name_or_path.endswith(DATA_SUFFIXES):
-            raise ValueError(
-                f"source={name_or_path}: there is no such file or folder, and no dataset of that form. Fix:"
-                " correct the path."
-            )
+            rule = "there is no such file or folder, and no dataset of that form"
+            raise ValueError(f"source={name_or_path}: {rule}. Fix: correct the path.")
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
         rule = "is no source that has a name, no file or folder, and no dataset owner/name"
-        raise ValueError(
-            f"source={name_or_path}: {rule}. Fix: did you mean {nearest}? `moe-exp data list` shows all."
-        )
+        fix = f"did you mean {nearest}? `moe-exp data list` shows all"
+        raise ValueError(f"source={name_or_path}: {rule}. Fix: {fix}.")
     if source.repository is None and revision is not None:
         raise ValueError(f"revision={revision}: {source.name} is not on the hub. Fix: leave it out.")
     if patterns and source.repository is None and source.path is None:
@@ -237,8 +190,7 @@ def _hub_source(name: str) -> Source | None:
 
 
 def local_files(source: Source) -> list[Path]:
-    """The data files of a source with a path, sorted; hidden ones are left out, links to folders are
-    followed.
+    """The data files of a source with a path, sorted, without hidden ones; links to folders are followed.
 
     Raises:
         ValueError: there is none, or a pattern matches none.
@@ -246,9 +198,8 @@ def local_files(source: Source) -> list[Path]:
     assert source.path is not None
     if source.path.is_file():
         if not source.path.name.endswith(DATA_SUFFIXES):
-            raise ValueError(
-                f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: give a file that is."
-            )
+            fix = "give a file that is"
+            raise ValueError(f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: {fix}.")
         return [source.path]
     names = [path.relative_to(source.path).as_posix() for path in _files_below(source.path)]
     files = [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
@@ -257,9 +208,7 @@ def local_files(source: Source) -> list[Path]:
 
 
 def _files_below(root: Path) -> Iterator[Path]:
-    """Files of a folder and its subfolders, those that links lead to as well; each folder once, by its own
-    name where it has one here.
-    """
+    """Files of a folder and its subfolders, links followed; each folder once, by its own name if it can."""
     seen: set[Path] = set()
     folders: list[Path] = [root]
     links: list[Path] = []
@@ -268,11 +217,8 @@ def _files_below(root: Path) -> Iterator[Path]:
         real = folder.resolve()
         # the latter would take in everything around the root
         if real in seen or real in root.resolve().parents:
-            logger.info(
-                "%s: left out, %s",
-                folder,
-                "what it links to is there already" if real in seen else "it links to a folder above",
-            )
+            why = "what it links to is there already" if real in seen else "it links to a folder above"
+            logger.info("%s: left out, %s", folder, why)
             continue
         seen.add(real)
         for path in sorted(folder.iterdir()):
@@ -295,35 +241,27 @@ def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> l
     for pattern in patterns:
         matching = fnmatch.filter(names, pattern)
         if not matching:
-            raise ValueError(
-                f"pattern={pattern}: matches no file of {where}, which has {some}. Fix: choose a pattern that"
-                " matches."
-            )
+            fix = "choose a pattern that matches"
+            raise ValueError(f"pattern={pattern}: matches no file of {where}, which has {some}. Fix: {fix}.")
         other = [name for name in matching if not name.endswith(DATA_SUFFIXES)]
         if other:
             rule = f"matches {other[0]}, which is none of {', '.join(DATA_SUFFIXES)}"
-            raise ValueError(
-                f"pattern={pattern}: {rule}. Fix: end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}."
-            )
+            fix = f"end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}"
+            raise ValueError(f"pattern={pattern}: {rule}. Fix: {fix}.")
         chosen.update(matching)
     if not patterns:
         chosen = {name for name in names if name.endswith(DATA_SUFFIXES)}
         if not chosen:
-            raise ValueError(
-                f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: choose another."
-            )
+            fix = "choose another"
+            raise ValueError(f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: {fix}.")
     return sorted(chosen)
 
 
 def print_sources() -> None:
     """A table of the registered sources, on standard output."""
     console = table_console()
-    table = Table(
-        title="Sources",
-        title_justify="left",
-        caption="Also: a dataset owner/name of the hub, a folder, a file.",
-        caption_justify="left",
-    )
+    also = "Also: a dataset owner/name of the hub, a folder, a file."
+    table = Table(title="Sources", title_justify="left", caption=also, caption_justify="left")
     for heading in ("name", "dataset", "files", "download", "tokens", "licence", "what it is"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "download", "tokens"))
     for source in SOURCES.values():
@@ -344,8 +282,7 @@ def _short(number: int) -> str:
 
 
 def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str]]:
-    """Yields (relative path, text) of the .py files of the standard library of this interpreter, sorted by
-    relative path.
+    """Yields (relative path, text) of the .py files of this interpreter's standard library, sorted by path.
 
     Folders of tests and of installed packages are left out. The text is licensed under PSF-2.0, the Python
     Software Foundation licence (https://docs.python.org/3/license.html). Files that cannot be decoded with
@@ -360,10 +297,8 @@ def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str
     root = root or Path(sysconfig.get_path("stdlib"))
     paths = _python_files(root)
     if not paths:
-        raise ValueError(
-            f"TRAIN_DATA=: the embedded corpus needs the .py files of {root}, which has none. Fix: set"
-            " TRAIN_DATA."
-        )
+        rule = f"the embedded corpus needs the .py files of {root}, which has none"
+        raise ValueError(f"TRAIN_DATA=: {rule}. Fix: set TRAIN_DATA.")
     skipped = []
     for path in paths:
         text = _read(root / path)
@@ -372,13 +307,8 @@ def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str
         else:
             yield path, text
     if skipped:
-        logger.warning(
-            "skipped %d of %d files of %s, not decodable: %s",
-            len(skipped),
-            len(paths),
-            root,
-            ", ".join(skipped),
-        )
+        what = "skipped %d of %d files of %s, not decodable: %s"
+        logger.warning(what, len(skipped), len(paths), root, ", ".join(skipped))
 
 
 def _python_files(root: Path) -> list[str]:

@@ -52,9 +52,7 @@ class Hashes:
 
 
 def difference(one: Hashes, other: Hashes) -> tuple[int, int]:
-    """Documents of `one` that `other` lacks, and the other way round; two equal documents count as two
-    (multisets).
-    """
+    """Documents of `one` that `other` lacks, and the reverse; two equal documents count as two."""
     joined = Hashes()
     joined.extend(one)
     joined.extend(other)

@@ -1,5 +1,4 @@
-"""What is in token files, or in JSONL files: counts, lengths, duplicates, ends of documents, and some
-documents to look at.
+"""What is in token files, or in JSONL files: counts, lengths, duplicates, ends of documents, samples.
 
 Memory: a block of tokens or the longest document, and about 50 bytes per document for lengths and hashes.
 """
@@ -64,22 +63,16 @@ def jsonl_files(path: Path) -> list[Path]:
     Raises:
         ValueError: there is none, or there are Parquet files too, whose documents would be left out.
     """
-    found = (
-        sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES))
-        if path.is_dir()
-        else [path]
-    )
+    found = [path]
+    if path.is_dir():
+        found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES))
     if path.is_dir() and (left_out := sorted(path.glob("*.parquet"))):
-        raise ValueError(
-            f"{left_out[0]}: Parquet files are not read here. Fix: give the folder of JSONL chunks that was"
-            " made from them."
-        )
+        fix = "give the folder of JSONL chunks that was made from them"
+        raise ValueError(f"{left_out[0]}: Parquet files are not read here. Fix: {fix}.")
     check_regular(found)
     if not found:
-        raise ValueError(
-            f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: give such a file, a folder of them, or a"
-            " .bin/.idx prefix."
-        )
+        fix = "give such a file, a folder of them, or a .bin/.idx prefix"
+        raise ValueError(f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: {fix}.")
     return found
 
 
@@ -200,11 +193,8 @@ def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dic
 
 def _spread(num_documents: int, count: int) -> list[int]:
     """Numbers of documents from the first to the last."""
-    return (
-        np.unique(np.linspace(0, num_documents - 1, min(count, num_documents)).astype(int)).tolist()
-        if count > 0
-        else []
-    )
+    places = np.linspace(0, num_documents - 1, min(max(0, count), num_documents))
+    return np.unique(places.astype(int)).tolist()
 
 
 # JSONL files
@@ -221,9 +211,8 @@ def inspect_documents(
     with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
         for path in paths:
             before = tally.num_documents
-            for line, text in documents_with_progress(
-                path, tally, advance, text_field=text_field, skip_bad=True
-            ):
+            how: dict[str, Any] = {"text_field": text_field, "skip_bad": True}
+            for line, text in documents_with_progress(path, tally, advance, **how):
                 data = text.encode()
                 hashes.add(data)
                 lengths.append(len(data))
@@ -251,9 +240,7 @@ def inspect_documents(
 def documents_with_progress(
     path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
 ) -> Iterator[tuple[bytes, str]]:
-    """`documents.read_documents`, telling `advance` of all bytes of the file: as they are read, or at its end
-    if it is compressed.
-    """
+    """`read_documents`, with `advance` called for all bytes of the file; at its end if it is compressed."""
     told = pending = 0
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text
@@ -268,24 +255,14 @@ def documents_with_progress(
 
 
 def length_summary(lengths: Int64Array) -> dict[str, Any]:
-    """Smallest, median, mean and largest, and how many are 0, 1, 2 to 3, 4 to 7 and so on, as (from, to,
-    documents).
-    """
+    """Smallest, median, mean, largest, and numbers of 0, 1, 2 to 3, 4 to 7, ... as (from, to, documents)."""
     if not len(lengths):
         return {"min": 0, "median": 0, "mean": 0, "max": 0, "histogram": []}
     num_bits = np.frexp(lengths.astype(np.float64))[1]  # 0 of 0, 1 of 1, 2 of 2 and 3
-    histogram = [
-        (1 << bits >> 1, max(0, (1 << bits) - 1), count)
-        for bits, count in enumerate(np.bincount(num_bits).tolist())
-        if bits >= int(num_bits.min())
-    ]
-    return {
-        "min": int(lengths.min()),
-        "median": float(np.median(lengths)),
-        "mean": round(float(lengths.mean()), 1),
-        "max": int(lengths.max()),
-        "histogram": histogram,
-    }
+    counts = list(enumerate(np.bincount(num_bits).tolist()))[int(num_bits.min()) :]
+    histogram = [(1 << bits >> 1, max(0, (1 << bits) - 1), count) for bits, count in counts]
+    middle = {"median": float(np.median(lengths)), "mean": round(float(lengths.mean()), 1)}
+    return {"min": int(lengths.min()), **middle, "max": int(lengths.max()), "histogram": histogram}
 
 
 # For people
@@ -298,10 +275,8 @@ def print_inspection(report: dict[str, Any]) -> None:
     print_summary(title, _token_rows(report) if is_tokens else _document_rows(report))
     lengths = report["lengths"]
     unit = "tokens" if is_tokens else "bytes of text"
-    rule = (
-        f"min {lengths['min']:,}, median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}, max"
-        f" {lengths['max']:,}"
-    )
+    middle = f"median {lengths['median']:,.0f}, mean {lengths['mean']:,.0f}"
+    rule = f"min {lengths['min']:,}, {middle}, max {lengths['max']:,}"
     table = Table("from", "to", "documents", "", title=f"Lengths in {unit}: {rule}", title_justify="left")
     most = max((count for *_, count in lengths["histogram"]), default=1)
     for begin, end, count in lengths["histogram"]:
@@ -321,43 +296,27 @@ def _token_rows(report: dict[str, Any]) -> dict[str, object]:
         rows |= {"vocabulary": report["vocab_size"], "ids out of the vocabulary": report["out_of_vocabulary"]}
     rows["EOD"] = f"none: {report['eod_from']}" if eod is None else f"{eod} ({report['eod_from']})"
     if eod is not None:
-        rows |= {
-            "documents that end with EOD": report["end_with_eod"],
-            "EODs elsewhere": report["eods_inside"],
-        }
-    return rows | {
-        "empty documents": report["empty_documents"],
-        "duplicates of another document": report["duplicate_documents"],
-    }
+        rows["documents that end with EOD"] = report["end_with_eod"]
+        rows["EODs elsewhere"] = report["eods_inside"]
+    rows["empty documents"] = report["empty_documents"]
+    return rows | {"duplicates of another document": report["duplicate_documents"]}
 
 
 def _document_rows(report: dict[str, Any]) -> dict[str, object]:
-    rows: dict[str, object] = {
-        "documents": report["documents"],
-        "bytes": report["bytes"],
-        "bytes of text": report["text_bytes"],
-    }
+    rows: dict[str, object] = {name: report[name] for name in ("documents", "bytes")}
+    rows["bytes of text"] = report["text_bytes"]
     rows |= {f"skipped: {reason}": count for reason, count in report["skipped"].items()}
     rows["duplicates of another document"] = report["duplicate_documents"]
-    fields = (
-        f"{name}" if count == report["fields_of"] else f"{name} ({count:,})"
-        for name, count in report["fields"].items()
-    )
-    return rows | {
-        f"fields of the first {report['fields_of']:,}": ", ".join(fields),
-        "text hash": report["text_hash"],
-    }
+    in_all = report["fields_of"]
+    fields = (name if count == in_all else f"{name} ({count:,})" for name, count in report["fields"].items())
+    rows[f"fields of the first {in_all:,}"] = ", ".join(fields)
+    return rows | {"text hash": report["text_hash"]}
 
 
 def _sample_text(sample: dict[str, Any]) -> str:
-    where = (
-        f"document {sample['document']:,}, {sample['tokens']:,} tokens"
-        if "document" in sample
-        else f"{sample['file']}"
-    )
+    where = sample.get("file") or f"document {sample['document']:,}, {sample['tokens']:,} tokens"
     text = sample.get("text")
     if text is None:
-        text = " ".join(map(str, sample["first_ids"])) + (
-            " ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else ""
-        )
+        text = " ".join(map(str, sample["first_ids"]))
+        text += " ... " + " ".join(map(str, sample["last_ids"])) if sample["last_ids"] else ""
     return f"[bold]{escape(where)}[/bold]\n{escape(text)}"

@@ -7,7 +7,6 @@ about 50 a document of both sides.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,7 +20,7 @@ from moe_exp.data.inspect.hashes import Hashes, difference
 from moe_exp.data.inspect.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokens import bin_idx_problem
-from moe_exp.host.files import file_hash
+from moe_exp.host.files import file_hash, read_json
 from moe_exp.host.progress import progress
 
 _DATA_SUFFIXES = (*JSONL_SUFFIXES, ".bin", ".idx")
@@ -88,22 +87,19 @@ def find_manifest(path: Path) -> Manifest:
             found = _read_manifest(candidate, only=path.name)
             if found.outputs:
                 return found
-    raise ValueError(
-        f"{path}: has no manifest.json, and no manifest.json lists it. Fix: give a folder or file that"
-        " moe-exp data has made."
-    )
+    fix = "give a folder or file that moe-exp data has made"
+    raise ValueError(f"{path}: has no manifest.json, and no manifest.json lists it. Fix: {fix}.")
 
 
 def _read_manifest(path: Path, only: str = "") -> Manifest:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if not isinstance(content["outputs"], list):
             raise TypeError("outputs is no list")
     except (ValueError, KeyError, TypeError) as error:
         fix = "make the files again, or look at them with moe-exp data inspect"
-        raise ValueError(
-            f"{path}: is no manifest with a list of outputs ({type(error).__name__}: {error}). Fix: {fix}."
-        ) from error
+        rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
+        raise ValueError(f"{path}: {rule}. Fix: {fix}.") from error
     return Manifest(path, path.parent, content, only)
 
 
@@ -111,8 +107,7 @@ def _read_manifest(path: Path, only: str = "") -> Manifest:
 
 
 def verify(path: Path) -> Iterator[Finding]:
-    """Checks what `path` names against its manifest: sizes and hashes, token files, documents, validation
-    against training.
+    """Checks `path` against its manifest: sizes, hashes, token files, documents, validation against training.
 
     Raises:
         ValueError: there is no manifest, or it is damaged; or a line of JSONL is no document.
@@ -129,15 +124,11 @@ def verify(path: Path) -> Iterator[Finding]:
 
 def _file_findings(manifest: Manifest) -> list[Finding]:
     found = []
-    with progress(
-        f"hashing what {manifest.path} lists", sum(int(one["bytes"]) for one in manifest.outputs)
-    ) as advance:
+    num_bytes = sum(int(one["bytes"]) for one in manifest.outputs)
+    with progress(f"hashing what {manifest.path} lists", num_bytes) as advance:
         for one in manifest.outputs:
-            found.append(
-                Finding(
-                    one["name"], _file_problem(manifest.folder / one["name"], one), f"{one['bytes']:,} bytes"
-                )
-            )
+            wrong = _file_problem(manifest.folder / one["name"], one)
+            found.append(Finding(one["name"], wrong, f"{one['bytes']:,} bytes"))
             advance(int(one["bytes"]))
     return found
 
@@ -147,11 +138,8 @@ def _file_problem(path: Path, entry: dict[str, Any]) -> str:
         return "is missing"
     if (size := path.stat().st_size) != entry["bytes"]:
         return f"has {size:,} bytes, the manifest says {entry['bytes']:,}"
-    return (
-        ""
-        if file_hash(path) == entry["hash"]
-        else "has other content than when it was made: its hash differs"
-    )
+    is_same = file_hash(path) == entry["hash"]
+    return "" if is_same else "has other content than when it was made: its hash differs"
 
 
 def _files_without_entry(manifest: Manifest) -> Iterator[Finding]:
@@ -178,24 +166,20 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
             for count_name, count in seen.items()
             if manifest.content.get(count_name, count) != count
         )
-        yield Finding(
-            prefix.name, wrong, f"{seen['num_documents']:,} documents, {seen['num_tokens']:,} tokens"
-        )
+        facts = f"{seen['num_documents']:,} documents, {seen['num_tokens']:,} tokens"
+        yield Finding(prefix.name, wrong, facts)
 
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
-    """Reads the documents of JSONL outputs: their number per file, all of them together, and none on both
-    sides.
-    """
+    """Reads the documents of JSONL outputs: number per file, all together, and none on both sides."""
     names = [one["name"] for one in manifest.outputs if one["name"].endswith(JSONL_SUFFIXES)]
     if not names:
         return []
     expected = manifest.content.get("num_documents")
     reader = _Documents(manifest.text_field)
     found = []
-    with progress(
-        "reading the documents", sum((manifest.folder / name).stat().st_size for name in names)
-    ) as advance:
+    num_bytes = sum((manifest.folder / name).stat().st_size for name in names)
+    with progress("reading the documents", num_bytes) as advance:
         # Those for validation first, as the others are compared with them.
         for name in sorted(names, key=lambda name: not is_validation_file(Path(name))):
             count = reader.read(manifest.folder / name, advance)
@@ -205,21 +189,14 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     if not manifest.only:
         found.append(_total_finding(manifest, reader.total))
     if len(reader.valid) and len(names) > 1:
-        wrong = (
-            f"{reader.num_shared:,} training documents are equal to one for validation"
-            if reader.num_shared
-            else ""
-        )
-        found.append(
-            Finding("validation against training", wrong, f"none of {len(reader.valid):,} is in training")
-        )
+        wrong = f"{reader.num_shared:,} training documents are equal to one for validation"
+        facts = f"none of {len(reader.valid):,} is in training"
+        found.append(Finding("validation against training", wrong if reader.num_shared else "", facts))
     return found
 
 
 class _Documents:
-    """Counts documents, and those of training that are also for validation, whose files have to be read
-    first.
-    """
+    """Counts documents, and those of training that are also for validation, which is read first."""
 
     def __init__(self, text_field: str):
         self.text_field = text_field
@@ -243,9 +220,8 @@ class _Documents:
 def _total_finding(manifest: Manifest, total: Tally) -> Finding:
     expected = _written(manifest.content)
     if expected is None:
-        return Finding(
-            "all documents", "", f"{total.num_documents:,}; the manifest has no counts to compare with"
-        )
+        facts = f"{total.num_documents:,}; the manifest has no counts to compare with"
+        return Finding("all documents", "", facts)
     counts, expected_counts = total.to_json(), expected.to_json()
     wrong = "; ".join(
         f"{name} is {counts[name]}, the manifest says {expected_counts[name]}"
@@ -256,15 +232,9 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 
 
 def _written(content: dict[str, Any]) -> Tally | None:
-    """What a step says that it wrote: `train` and `valid`, `written`, the manifest itself, or else all that
-    it read.
-    """
-    for parts in (
-        [content.get("train"), content.get("valid")],
-        [content.get("written")],
-        [content],
-        [content.get("read")],
-    ):
+    """What a step says that it wrote: `train` and `valid`, `written`, the manifest itself, or `read`."""
+    sides = [content.get("train"), content.get("valid")]
+    for parts in (sides, [content.get("written")], [content], [content.get("read")]):
         if all(isinstance(part, dict) and "text_hash" in part for part in parts):
             total = Tally()
             for part in parts:
@@ -307,17 +277,12 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
     """
     is_tokens = [_is_prefix(one) for one in (path, other)]
     if is_tokens[0] != is_tokens[1]:
-        raise ValueError(
-            f"{path}: can only be compared with the same kind. Fix: give two prefixes of .bin/.idx, or JSONL"
-            " on both sides."
-        )
+        fix = "give two prefixes of .bin/.idx, or JSONL on both sides"
+        raise ValueError(f"{path}: can only be compared with the same kind. Fix: {fix}.")
     hashes = [_all_hashes(one, text_field) for one in (path, other)]
     only_here, only_there = difference(*hashes)
-    wrong = (
-        f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here"
-        if only_here or only_there
-        else ""
-    )
+    wrong = f"{only_here:,} documents are not in {other}, {only_there:,} of it are not here"
+    wrong = wrong if only_here or only_there else ""
     return Finding(f"{path} against {other}", wrong, f"the same {len(hashes[0]):,} documents")
 
 

@@ -21,10 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_exp.data.tokens.files import Share, share_range
-from moe_exp.data.tokens.tokens import bin_idx_problem
-
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from moe_exp.data.tokens.files import Share, TokenFiles, share_range
 
 Int64Array = npt.NDArray[np.int64]
 _Word = TypeVar("_Word", int, npt.NDArray[Any])
@@ -116,9 +113,8 @@ class SampleStream:
 
     def _place(self, index: int) -> tuple[_Corpus, int]:
         if index < 0:
-            raise ValueError(
-                f"sample index {index}: must be 0 or more. Fix: count samples from the start of the run."
-            )
+            fix = "count samples from the start of the run"
+            raise ValueError(f"sample index {index}: must be 0 or more. Fix: {fix}.")
         position, local = blend_position(index, self._cumulative_weights)
         return self._corpora[position], local
 
@@ -139,15 +135,14 @@ class SampleStream:
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """16 hex digits that tell token files apart by their sizes, document lengths and ends, not by their
-    paths.
+    """16 hex digits that tell token files apart by sizes, document lengths and ends, not by their paths.
 
     Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
     """
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
-        files = IndexedDataset(prefix)
-        _add_files(digest, prefix, files, _document_bounds(files))
+        files = TokenFiles(prefix)
+        _add_files(digest, prefix, files.dtype, files.document_bounds)
     return digest.hexdigest()
 
 
@@ -170,8 +165,8 @@ def content_of(prefixes: Sequence[str]) -> str:
     return digest.hexdigest()
 
 
-def _add_files(digest: hashlib.blake2b, prefix: str, files: IndexedDataset, bounds: Int64Array) -> None:
-    digest.update(f"{files.index.dtype.__name__} {len(bounds)} {bounds[-1]}".encode())
+def _add_files(digest: hashlib.blake2b, prefix: str, dtype: np.dtype[Any], bounds: Int64Array) -> None:
+    digest.update(f"{dtype.name} {len(bounds)} {bounds[-1]}".encode())
     digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
     path = Path(f"{prefix}.bin")
     with path.open("rb") as file:
@@ -191,19 +186,17 @@ def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
         shape [B, S].
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
+    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
     return {
         "tokens": tokens_BS,
         "labels": tokens_BS1[:, 1:].contiguous(),
         "loss_mask": torch.ones(tokens_BS.shape, dtype=torch.float32, device=tokens_BS.device),
-        "position_ids": (
-            torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS).contiguous()
-        ),
+        "position_ids": positions_S.expand_as(tokens_BS).contiguous(),
     }
 
 
 def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: int) -> dict[str, torch.Tensor]:
-    """What a context parallel rank has of a batch: of the 2C pieces of each sequence its own and the one as
-    far from the end.
+    """A context parallel rank's two of the 2C pieces of each sequence: its own and the one opposite.
 
     So every rank has as much to do where tokens attend to those before them. Megatron's
     `get_batch_on_this_cp_rank` gives the same, by arguments that differ between its versions.
@@ -252,10 +245,8 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:
     if bad := [weight for weight in weights if not 0 < weight < float("inf")]:
-        raise ValueError(
-            f"weight {bad[0]}: must be greater than 0 and finite. Fix: give another weight or leave the"
-            " prefix out."
-        )
+        fix = "give another weight or leave the prefix out"
+        raise ValueError(f"weight {bad[0]}: must be greater than 0 and finite. Fix: {fix}.")
     # By way of the text, so that 0.3 is 3/10 and not the binary fraction next to it.
     fractions = [Fraction(str(float(weight))) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))
@@ -265,19 +256,9 @@ def _integer_weights(weights: Sequence[float]) -> list[int]:
 # One data set
 
 
-def _document_bounds(files: IndexedDataset) -> Int64Array:
-    """Where each document begins, in tokens, and where the last one ends."""
-    # Sequences of a document follow one another in the file, and so do the documents.
-    sequence_bounds = np.concatenate([[0], np.cumsum(files.sequence_lengths, dtype=np.int64)])
-    bounds: Int64Array = sequence_bounds[files.document_indices]
-    return bounds
-
-
 @dataclass(frozen=True)
 class _Epoch:
-    """The order of documents in one epoch, and the position in the epoch's text at which each of them ends,
-    in tokens.
-    """
+    """The order of documents in one epoch, where each ends in its text, in tokens, and the key of windows."""
 
     documents: Int64Array
     ends: Int64Array
@@ -285,37 +266,26 @@ class _Epoch:
 
 
 class _Corpus:
-    """The windows of one prefix, epoch after epoch. Memory: 8 bytes per document, and 16 more per cached
-    epoch.
-    """
+    """The windows of one prefix, epoch after epoch. Memory: 8 bytes a document, 16 more per cached epoch."""
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
-        if wrong := bin_idx_problem(prefix):
-            raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
-        self.prefix = prefix
-        self.seq_len = seq_len
-        self.key = key
-        self.shuffle = shuffle
-        self._files = IndexedDataset(prefix)
-        self._bounds = _document_bounds(self._files)
+        self.prefix, self.seq_len, self.key, self.shuffle = prefix, seq_len, key, shuffle
+        files = TokenFiles(prefix)
+        self._dtype, self._bounds = files.dtype, files.document_bounds
         self._first, self._end = share_range(len(self._bounds) - 1, share)
         num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
         self.num_windows = (num_tokens - 1) // seq_len
         if self.num_windows < 1:
-            part = (
-                ""
-                if share == (0.0, 1.0)
-                else f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
-            )
+            part = f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
+            part = "" if share == (0.0, 1.0) else part
             rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
+        self._tokens = np.memmap(f"{prefix}.bin", self._dtype, mode="r")
         self._epochs: dict[int, _Epoch] = {}
 
     def add_to(self, digest: hashlib.blake2b) -> None:
-        """Adds what tells the files apart; the index is in memory already. About half a second for 50 million
-        documents.
-        """
-        _add_files(digest, self.prefix, self._files, self._bounds)
+        """Adds what tells the files apart. About half a second for 50 million documents."""
+        _add_files(digest, self.prefix, self._dtype, self._bounds)
 
     def window(self, index: int) -> Int64Array:
         """Token ids [S1] of window `index`, counted over all epochs."""
@@ -343,17 +313,9 @@ class _Corpus:
             document, end = int(epoch.documents[place]), int(epoch.ends[place])
             count = min(stop, end) - (start + filled)
             begin = int(self._bounds[document + 1]) - (end - start - filled)
-            tokens[filled : filled + count] = self._tokens(begin, count)
+            tokens[filled : filled + count] = self._tokens[begin : begin + count]
             filled += count
         return tokens
-
-    def _tokens(self, begin: int, count: int) -> npt.NDArray[np.integer]:
-        # Not IndexedDataset.get, which knows sequences but not documents.
-        index = self._files.index
-        part: npt.NDArray[np.integer] = self._files.bin_reader.read(
-            dtype=index.dtype, count=count, offset=begin * index.dtype_size
-        )
-        return part
 
     def _epoch(self, number: int) -> _Epoch:
         number = number if self.shuffle else 0
@@ -389,9 +351,7 @@ def _key(text: str) -> int:
 
 
 def _mix(x: _Word) -> _Word:
-    """splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195), a bijection of 64-bit words that looks
-    random.
-    """
+    """splitmix64 (Steele et al. 2014, doi:10.1145/2660193.2660195), a bijection of 64-bit words."""
     x = (x + 0x9E3779B97F4A7C15) & _MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64

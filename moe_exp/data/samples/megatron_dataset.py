@@ -1,5 +1,4 @@
-"""Training and validation samples in the order of Megatron-LM, by megatron-core's own GPTDataset and
-BlendedDataset.
+"""Samples in the order of Megatron-LM, by megatron-core's own GPTDataset and BlendedDataset.
 
 For those who compare with a run of Megatron-LM, or go on from one: same files, SEED, SEQ_LEN, TRAIN_ITERS and
 GBSZ, same samples.
@@ -65,9 +64,8 @@ class MegatronSamples:
         """
         if not 0 <= index < len(self._dataset):
             rule = f"Megatron's order was built for {len(self._dataset)} samples"
-            raise ValueError(
-                f"sample index {index}: {rule}. Fix: start with the TRAIN_ITERS that the run is to have."
-            )
+            fix = "start with the TRAIN_ITERS that the run is to have"
+            raise ValueError(f"sample index {index}: {rule}. Fix: {fix}.")
         item = self._dataset[index]
         return np.append(item["tokens"].numpy(), item["labels"][-1].numpy())
 
@@ -88,10 +86,8 @@ class MegatronSamples:
         dataset = self._dataset
         if isinstance(dataset, BlendedDataset):
             dataset[index]  # which opens its index files
-            dataset, index = (
-                dataset.datasets[dataset.dataset_index[index]],
-                int(dataset.dataset_sample_index[index]),
-            )
+            part, index = dataset.dataset_index[index], int(dataset.dataset_sample_index[index])
+            dataset = dataset.datasets[part]
         _, documents = dataset._query_document_sample_shuffle_indices(index)
         return Origin(str(dataset.dataset_path), tuple(int(document) for document in documents))
 
@@ -125,8 +121,7 @@ class MegatronOrder:
 
 
 def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSamples, MegatronSamples | None]:
-    """Training and validation samples. Called by every rank of the job, which has to be initialised if there
-    are several prefixes.
+    """Training and validation samples. Collective: every rank calls it; torch.distributed is up if several.
 
     The first call for an order writes about 12 bytes a sample and 4 a document and epoch under `cache_dir`;
     rank 0 does, so the nodes of a job have to share that folder.
@@ -143,13 +138,10 @@ def megatron_samples(order: MegatronOrder, cache_dir: Path) -> tuple[MegatronSam
         ("VALID_DATA", order.valid or order.train, valid, order.num_valid_samples),
     ):
         if dataset is not None and len(dataset) < num_samples:
-            rule = (
-                f"without weights Megatron reads prefixes once, {len(dataset)} samples, and the run takes"
-                f" {num_samples}"
-            )
-            raise ValueError(
-                f"{name}={text}: {rule}. Fix: give each prefix a weight, or set DATA_ORDER=stream."
-            )
+            rule = f"without weights Megatron reads prefixes once, {len(dataset)} samples"
+            rule += f", and the run takes {num_samples}"
+            fix = "give each prefix a weight, or set DATA_ORDER=stream"
+            raise ValueError(f"{name}={text}: {rule}. Fix: {fix}.")
     return MegatronSamples(train, prefixes[0]), (
         None if valid is None else MegatronSamples(valid, prefixes[-1])
     )
@@ -159,20 +151,16 @@ def _check_parts(order: MegatronOrder) -> None:
     """Megatron itself would look for samples of an empty part without end."""
     shares = parse_split(order.split)[:2] if order.split else [(0.0, 1.0)] * len(order.prefixes)
     if order.split and order.num_valid_samples and shares[1] is None:
-        raise ValueError(
-            f"SPLIT={order.split}: leaves nothing for validation. Fix: set EVAL_INTERVAL=0, or for instance"
-            " SPLIT=99,1."
-        )
+        fix = "set EVAL_INTERVAL=0, or for instance SPLIT=99,1"
+        raise ValueError(f"SPLIT={order.split}: leaves nothing for validation. Fix: {fix}.")
     for position, share in enumerate(shares):
         for prefix in order.prefixes[min(position, len(order.prefixes) - 1)]:
             if share is not None and (position == 0 or order.num_valid_samples):
                 num_tokens = part_tokens(TokenFiles(prefix), share, by_sequence=True)
                 if num_tokens <= order.seq_len:
                     what = "validation" if position else "training"
-                    rule = (
-                        f"has {num_tokens} tokens for {what}, one sample needs SEQ_LEN + 1 ="
-                        f" {order.seq_len + 1}"
-                    )
+                    needs = f"one sample needs SEQ_LEN + 1 = {order.seq_len + 1}"
+                    rule = f"has {num_tokens} tokens for {what}, {needs}"
                     raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
 
 
@@ -248,9 +236,7 @@ def _from_first(make: Any) -> Any:
 
 
 class _NoTokenizer:
-    """Stands where Megatron asks for a tokenizer: the token files have their own type, and neither padding
-    nor EOD is masked.
-    """
+    """Stands in for Megatron's tokenizer: files have their own type, and nothing is masked."""
 
     vocab_size = None
     eod = None
@@ -264,9 +250,8 @@ def _build(order: MegatronOrder, folder: Path) -> tuple[Any, Any]:
     has_validation = order.num_valid_samples > 0
     files: dict[str, Any] = {"split": order.split, "blend": _blend(order.train)}
     if not order.split:
-        files = {
-            "blend_per_split": [_blend(order.train), _blend(order.valid) if has_validation else None, None]
-        }
+        valid_blend = _blend(order.valid) if has_validation else None
+        files = {"blend_per_split": [_blend(order.train), valid_blend, None]}
     config = GPTDatasetConfig(
         random_seed=order.seed,
         sequence_length=order.seq_len,

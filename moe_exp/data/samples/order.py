@@ -1,5 +1,4 @@
-"""What sample number i of a run is a function of: kept with every checkpoint, and compared where training
-goes on from one.
+"""What sample number i of a run is a function of: kept with checkpoints, compared where training resumes.
 
 A checkpoint knows how many samples were consumed. That number means something only in the order in which they
 were counted: in another one, training would see some samples twice and others not at all, and nothing in its
@@ -8,13 +7,15 @@ loss would tell.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, problem
-from moe_exp.data.tokens.files import parse_split
+from moe_exp.data.tokens.files import manifest_of, parse_split
 from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import parse_blend
 
@@ -34,6 +35,7 @@ class SampleOrder:
         num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
         tokenizer: `tokenizer_fingerprint` of TOKENIZER; None where that is not set.
         content: of the tokens (`dataset.content_of`).
+        manifest: of all their bytes, as the manifests of the files have them; None where one has no manifest.
     """
 
     fingerprint: str
@@ -45,6 +47,7 @@ class SampleOrder:
     num_samples: int | None
     tokenizer: str | None = None
     content: str = ""
+    manifest: str | None = None
 
     @classmethod
     def of(cls, config: Config, fingerprint: str, content: str) -> SampleOrder:
@@ -60,6 +63,7 @@ class SampleOrder:
             num_samples=config.train_iters * config.gbsz if is_megatrons else None,
             tokenizer=tokenizer_fingerprint(config.tokenizer) if config.tokenizer else None,
             content=content,
+            manifest=_manifest(config.train_data),
         )
 
     def facts(self) -> dict[str, Any]:
@@ -73,7 +77,8 @@ def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 
 
 def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
-    return {name for name, value in facts.items() if name in saved and saved[name] != value}
+    differing = {name for name, value in facts.items() if name in saved and saved[name] != value}
+    return differing - {"manifest"} if None in (facts.get("manifest"), saved.get("manifest")) else differing
 
 
 @dataclass(frozen=True)
@@ -93,16 +98,14 @@ class Change:
     def problem(self) -> str:
         """Why training does not go on with it, in one line."""
         rule = f"{self.rule}, so {self.consequence}"
-        return problem(
-            self.name, self.value, rule, f"{self.fix}, or ALLOW_OTHER_DATA=true to go on with other data"
-        )
+        fix = f"{self.fix}, or ALLOW_OTHER_DATA=true to go on with other data"
+        return problem(self.name, self.value, rule, fix)
 
 
 def order_changes(
     config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str
 ) -> list[Change]:
-    """How `order`, that of `config`, differs from the one of a checkpoint; empty: training goes on with the
-    next sample.
+    """How `order`, that of `config`, differs from the one of a checkpoint; empty: training resumes in it.
 
     Args:
         config: settings of this start.
@@ -119,53 +122,41 @@ def order_changes(
             f"its files hold other tokens than those of {checkpoint}, with the same lengths of documents"
             f" (content {order.content} instead of {saved['content']})"
         )
+        fix = "give back the old files"
+        changes.append(Change("TRAIN_DATA", config.train_data, rule, fix, "the loss would jump"))
+    elif "manifest" in differing:
+        rule = (
+            f"its files hold other tokens than those of {checkpoint} by their manifests ({order.manifest}"
+            f" instead of {saved['manifest']}), though a sample of them is the same"
+        )
+        fix = "give back the old files; moe-exp data verify tells whether files are what their manifest says"
         changes.append(
-            Change("TRAIN_DATA", config.train_data, rule, "give back the old files", "the loss would jump")
+            Change("TRAIN_DATA", config.train_data, rule, fix, "the order of samples means others")
         )
     elif "weights" in differing:  # weights by size follow the files
         rule = f"blends its files as {_blend(order.weights)}, {checkpoint} as {_blend(saved['weights'])}"
         changes.append(Change("TRAIN_DATA", config.train_data, rule, "give back the old weights"))
     if "share" in differing:
-        rule = (
-            f"trains on the documents from {_part(order.share)} of each file, {checkpoint} on those from"
-            f" {_part(saved['share'])}"
-        )
+        parts = [f"{share[0]:.4g} to {share[1]:.4g}" for share in (order.share, saved["share"])]
+        rule = f"trains on the documents from {parts[0]} of each file, {checkpoint} on those from {parts[1]}"
         changes.append(Change("SPLIT", config.split, rule, "give back the old SPLIT"))
     for name in ("seed", "seq_len", "data_order"):
         if name in differing:
             setting, before = name.upper(), saved[name]
-            changes.append(
-                Change(
-                    setting,
-                    getattr(config, name),
-                    f"{checkpoint} has {setting}={before}",
-                    f"set {setting}={before}",
-                )
-            )
+            rule = f"{checkpoint} has {setting}={before}"
+            changes.append(Change(setting, getattr(config, name), rule, f"set {setting}={before}"))
     if order.tokenizer and saved.get("tokenizer") and "tokenizer" in differing:
-        rule = (
-            f"is not the tokenizer of {checkpoint} (fingerprint {order.tokenizer} instead of"
-            f" {saved['tokenizer']})"
-        )
-        changes.append(
-            Change(
-                "TOKENIZER",
-                config.tokenizer,
-                rule,
-                "give back the old tokenizer",
-                "ids would stand for other text",
-            )
-        )
+        prints = f"fingerprint {order.tokenizer} instead of {saved['tokenizer']}"
+        rule, fix = f"is not the tokenizer of {checkpoint} ({prints})", "give back the old tokenizer"
+        changes.append(Change("TOKENIZER", config.tokenizer, rule, fix, "ids would stand for other text"))
     if "num_samples" in differing and "data_order" not in differing:
         changes.append(_other_length(config, order, saved, checkpoint))
     return changes
 
 
 def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:
-    rule = (
-        f"its files are not those of {checkpoint} (fingerprint {order.fingerprint} instead of"
-        f" {saved['fingerprint']})"
-    )
+    prints = f"fingerprint {order.fingerprint} instead of {saved['fingerprint']}"
+    rule = f"its files are not those of {checkpoint} ({prints})"
     fix = "give back the old files, in their old order"
     if not config.train_data:
         fix = "start with the Python version that made the embedded corpus"
@@ -177,12 +168,22 @@ def _other_length(config: Config, order: SampleOrder, saved: Mapping[str, Any], 
         f"DATA_ORDER=megatron orders the {order.num_samples} samples of TRAIN_ITERS * GBSZ otherwise than the"
         f" {saved['num_samples']} of {checkpoint}, a limit that a run with DATA_ORDER=stream does not have"
     )
-    return Change(
-        "TRAIN_ITERS",
-        config.train_iters,
-        rule,
-        f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again",
-    )
+    fix = f"set TRAIN_ITERS and GBSZ to {saved['num_samples']} samples again"
+    return Change("TRAIN_ITERS", config.train_iters, rule, fix)
+
+
+def _manifest(train_data: str) -> str | None:
+    """16 hex digits of the hashes in all manifests, which unlike `content_of` are of whole files."""
+    digest = hashlib.blake2b(digest_size=8)
+    for _, prefix in parse_blend(train_data) if train_data else []:
+        listed = manifest_of(prefix).get("outputs")
+        entries = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+        hashes = {Path(str(one.get("name"))).name: one.get("hash") for one in entries}
+        for suffix in (".bin", ".idx"):
+            if (found := hashes.get(Path(prefix).name + suffix)) is None:
+                return None
+            digest.update(f"{found}\n".encode())
+    return digest.hexdigest() if train_data else None
 
 
 def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
@@ -198,7 +199,3 @@ def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
 
 def _blend(weights: list[str]) -> str:
     return " : ".join(weights) or "one after the other"
-
-
-def _part(share: list[float]) -> str:
-    return f"{share[0]:.4g} to {share[1]:.4g}"

@@ -1,5 +1,4 @@
-"""Processes that read the next micro-batches of a rank while it computes. The numbers are those of reading in
-the rank itself.
+"""Processes that read the next micro-batches of a rank while it computes, with the same numbers.
 
 `ReadAhead` answers `batch(first, count)` as the samples that it wraps, and guesses which call comes next; a
 wrong guess costs a restart of the processes, not a wrong sample.
@@ -30,8 +29,7 @@ from moe_exp.data.samples.dataset import Int64Array, Origin, Samples
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
-    """First sample of micro-batch `index` of a data parallel rank, in the iteration that begins after
-    `consumed_samples`.
+    """First sample of micro-batch `index` of a data parallel rank in the iteration after `consumed_samples`.
 
     A micro-batch is MBSZ samples in a row, so an iteration has the same set of micro-batches at any number of
     ranks.
@@ -85,11 +83,8 @@ class ReadAhead:
         num_workers: int,
         pin_memory: bool = False,
     ):
-        self._samples = samples
-        self._count = count
-        self._starts = starts
-        self._num_workers = num_workers
-        self._pin_memory = pin_memory
+        self._samples, self._count, self._starts = samples, count, starts
+        self._num_workers, self._pin_memory = num_workers, pin_memory
         self._batches: Iterator[torch.Tensor] | None = None
         self._expected: Iterator[int] = iter(())
         self._next_first: int | None = None
@@ -126,10 +121,7 @@ class ReadAhead:
         except RuntimeError as error:
             if not str(error).startswith("DataLoader worker"):  # it comes from the samples
                 raise
-            rule = (
-                f"a process that reads ahead has died ({error}), killed or out of memory, or of space in"
-                " /dev/shm"
-            )
+            rule = f"a process that reads ahead has died ({error}), killed or out of memory or of /dev/shm"
             fix = "see the kernel's log, or set NUM_WORKERS=0 to read in the rank itself"
             raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
         self._next_first = next(self._expected)

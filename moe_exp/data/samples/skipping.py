@@ -97,13 +97,8 @@ class SkippingSamples:
         ranges = stream_ranges(first, first + count, self.skipped)
         if len(ranges) == 1 and (self._length is None or ranges[0][1] <= self._length):
             return self._samples.batch(ranges[0][0], count)
-        return torch.cat(
-            [
-                self._samples.batch(self._within(number), 1)
-                for begin, end in ranges
-                for number in range(begin, end)
-            ]
-        )
+        numbers = (number for begin, end in ranges for number in range(begin, end))
+        return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
 
     def fingerprint(self) -> str:
         """Of the files; what is skipped is no part of it."""

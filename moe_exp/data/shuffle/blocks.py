@@ -1,5 +1,4 @@
-"""Documents of JSONL files in large blocks: what `documents.read_documents` reads, checks and counts, at a
-fraction of its CPU.
+"""What `documents.read_documents` reads, checks and counts, in large blocks at a fraction of its CPU.
 
 A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. What
 is done for each line is finding its end, parsing it and two hashes; everything else is done for a block at a
@@ -19,17 +18,7 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from moe_exp.data.documents import (
-    BLANK_LINE,
-    BOM,
-    DAMAGE,
-    EMPTY_TEXT,
-    BadDocument,
-    Tally,
-    damaged,
-    read_chunks,
-    text_of,
-)
+from moe_exp.data.documents import BOM, DAMAGE, Tally, damaged, read_chunks, skip_or_raise, text_of
 
 DIGEST_BYTES = 16
 # Of memory per line of a block while it is worked on, besides the line: two digests, places as Python's and
@@ -46,8 +35,7 @@ _LF, _CR = 10, 13
 
 
 class LineBlocks:
-    """Reads files in blocks of whole lines, all into `buffer`: what a block holds is valid until the next one
-    is asked for.
+    """Reads files in blocks of whole lines, all into `buffer`: a block is valid until the next is asked for.
 
     Args:
         block_bytes: size of the buffer. It grows for a line that does not fit.
@@ -183,13 +171,8 @@ class DocumentBlocks:
         skip_bad: bool = False,
         most_lines: int = _MOST_LINES,
     ):
-        self.lines, self.tally, self.text_field, self.skip_bad, self.most_lines = (
-            lines,
-            tally,
-            text_field,
-            skip_bad,
-            most_lines,
-        )
+        self.lines, self.tally, self.most_lines = lines, tally, most_lines
+        self.text_field, self.skip_bad = text_field, skip_bad
 
     def read(self, path: Path, *, start: int = 0, num_lines: int = 0) -> Iterator[Documents]:
         """Yields the documents of each block, in parts where it has more than `most_lines`.
@@ -215,16 +198,11 @@ class DocumentBlocks:
             raise damaged(path, num_lines + 1, error) from error
 
     def _parse(self, path: Path, begin: int, end: int, num_lines: int) -> Documents:
-        """The loop over lines: everything in it counts, so names are local and lists are appended to without
-        looking them up.
-        """
+        """The loop over lines: everything in it counts, so names are local."""
         buffer, view, text_field = self.lines.buffer, self.lines.view, self.text_field
         find, loads, digest = buffer.find, orjson.loads, xxhash.xxh3_128_digest
-        begins: list[int] = []
-        ends: list[int] = []
-        text_bytes: list[int] = []
-        text_digests: list[bytes] = []
-        line_digests: list[bytes] = []
+        begins, ends, text_bytes = list[int](), list[int](), list[int]()
+        text_digests, line_digests = list[bytes](), list[bytes]()
         has_cr = find(b"\r", begin, end) >= 0  # in JSON only between tokens: there are none in most blocks
         position, number, last_number = begin, num_lines, num_lines + self.most_lines
         while position < end and number < last_number:
@@ -255,16 +233,11 @@ class DocumentBlocks:
         return Documents(sizes[0], sizes[1], *digests, sizes[2], position, number - num_lines)
 
     def _text_of(self, path: Path, number: int, line: memoryview) -> bytes:
-        """The text of a line that the fast way has none for, or nothing where it is skipped: `documents` says
-        why.
-        """
+        """The text of a line by the slow way, which raises; empty if the line is skipped."""
         try:
             return text_of(bytes(line), self.text_field).encode()
         except ValueError as error:
-            reason = str(error)
-            if not self.skip_bad and reason not in (BLANK_LINE, EMPTY_TEXT):
-                raise BadDocument(path, number, reason) from error
-            self.tally.skipped[reason] += 1
+            skip_or_raise(path, number, str(error), self.tally, skip_bad=self.skip_bad)
             return b""
 
 

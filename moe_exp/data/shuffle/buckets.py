@@ -1,5 +1,4 @@
-"""The order of a shuffle, and its two passes: documents are spread over buckets by their keys, and each
-bucket is dealt out in key order.
+"""The order of a shuffle, and its two passes: documents to buckets by key, then buckets in key order.
 
 Every document gets a 64-bit key from the seed and its place among all documents that were read. The shuffled
 order is the order of the keys, so it is the same however many buckets there are and however much memory. Keys
@@ -50,9 +49,7 @@ def mix(values: Keys) -> Keys:
 
 
 def document_keys(seed: int, first: int, count: int) -> Keys:
-    """Keys of the documents `first`, `first + 1`, ...: outputs of splitmix64 that starts at a hash of the
-    seed.
-    """
+    """Keys of documents `first`, `first + 1`, ...: splitmix64's outputs from a hash of the seed."""
     start = xxhash.xxh3_64_intdigest(f"order {seed}".encode()) + _GAMMA * (first + 1)
     return mix(np.uint64(start % NUM_KEYS) + np.arange(count, dtype=np.uint64) * np.uint64(_GAMMA))
 
@@ -65,8 +62,7 @@ def text_choices(seed: int, text_digests: bytes) -> Keys:
 
 @dataclass
 class ValidTally:
-    """Counts the validation documents: those with a choice under `threshold`, or where there are none, those
-    with the smallest one.
+    """Counts the documents with a choice under `threshold`, or if there are none, with the smallest one.
 
     Args:
         threshold: the wanted fraction of 2**64.
@@ -139,25 +135,16 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """For a file."""
-        valid = {
-            **vars(self.valid),
-            "below": self.valid.below.to_json(),
-            "at_smallest": self.valid.at_smallest.to_json(),
-        }
-        return {**vars(self), "read": self.read.to_json(), "valid": valid}
+        tallies = {"below": self.valid.below.to_json(), "at_smallest": self.valid.at_smallest.to_json()}
+        return vars(self) | {"read": self.read.to_json(), "valid": vars(self.valid) | tallies}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
         """The other way round."""
         valid = content["valid"]
         tallies = {name: Tally.from_json(valid[name]) for name in ("below", "at_smallest")}
-        return cls(
-            **{
-                **content,
-                "read": Tally.from_json(content["read"]),
-                "valid": ValidTally(**{**valid, **tallies}),
-            }
-        )
+        valid_tally = ValidTally(**valid | tallies)
+        return cls(**content | {"read": Tally.from_json(content["read"]), "valid": valid_tally})
 
 
 def bucket_paths(folder: Path, bucket: int) -> tuple[Path, Path]:
@@ -193,8 +180,7 @@ def spread(
     save: Callable[[], None],
     save_bytes: int,
 ) -> Iterator[int]:
-    """First pass: every document goes to the bucket of its key. Yields the decompressed bytes read since it
-    last did.
+    """First pass: every document goes to the bucket of its key. Yields the decompressed bytes just read.
 
     Args:
         state: where to go on; it is kept up to date.
@@ -205,9 +191,8 @@ def spread(
         save: saves the state.
         save_bytes: that are read between two calls of `save`.
     """
-    bounds = np.array(
-        [first_key(bucket, state.num_buckets) for bucket in range(state.num_buckets)], dtype=np.uint64
-    )
+    first_keys = [first_key(bucket, state.num_buckets) for bucket in range(state.num_buckets)]
+    bounds = np.array(first_keys, dtype=np.uint64)
     state.bucket_sizes = state.bucket_sizes or [[0, 0] for _ in bounds]
     unsaved_bytes = 0
     with ExitStack() as stack:
@@ -216,17 +201,14 @@ def spread(
             paths = bucket_paths(folder, bucket)
             for path, size in zip(paths, sizes, strict=True):
                 restore(path, size)
-            files.append(
-                [(path, stack.enter_context(path.open("ab", buffering=0)).fileno()) for path in paths]
-            )
+            opened = [stack.enter_context(path.open("ab", buffering=0)) for path in paths]
+            files.append([(path, file.fileno()) for path, file in zip(paths, opened, strict=True)])
         while state.input < len(inputs):
             for documents in reader.read(inputs[state.input], start=state.start, num_lines=state.num_lines):
                 records = _records(state, seed, documents)
                 _append(records, documents, reader.lines.view, bounds, files, state.bucket_sizes)
-                state.start, state.num_lines = (
-                    state.start + documents.num_bytes,
-                    state.num_lines + documents.num_lines,
-                )
+                state.start += documents.num_bytes
+                state.num_lines += documents.num_lines
                 unsaved_bytes += documents.num_bytes
                 if unsaved_bytes >= save_bytes:
                     save()
@@ -256,9 +238,7 @@ def _append(
     files: Sequence[Sequence[tuple[Path, int]]],
     sizes: list[list[int]],
 ) -> None:
-    """Appends the lines of a block and their records to the buckets, in one call for all lines of a
-    bucket.
-    """
+    """Appends the lines of a block and their records to the buckets, with one call per bucket."""
     buckets = np.searchsorted(bounds, records["key"], side="right") - 1
     order = np.argsort(buckets, kind="stable")
     begins, ends, records = documents.begins[order].tolist(), documents.ends[order].tolist(), records[order]
@@ -314,8 +294,7 @@ def _read_records(path: Path, low: int, end: int) -> Iterator[tuple[NDArray[Any]
 
 
 class Dealer:
-    """Second pass: reads the buckets piece by piece and writes their documents, in the order of the keys, to
-    shards and validation file.
+    """Second pass: reads the buckets piece by piece and writes their documents in the order of the keys.
 
     Args:
         state: where to go on; it is kept up to date.
@@ -328,13 +307,8 @@ class Dealer:
     def __init__(
         self, state: State, folder: Path, outputs: Sequence[Path], memory_bytes: int, save: Callable[[], None]
     ):
-        self.state, self.folder, self.outputs, self.memory_bytes, self.save = (
-            state,
-            folder,
-            outputs,
-            memory_bytes,
-            save,
-        )
+        self.state, self.folder, self.outputs = state, folder, outputs
+        self.memory_bytes, self.save = memory_bytes, save
         self.num_train = state.read.num_documents - state.valid.total().num_documents
         self.num_shards = len(outputs) - 1
         self.view = memoryview(b"")
@@ -355,9 +329,8 @@ class Dealer:
             if state.dealt_key < end:
                 for path, size in zip((lines_path, records_path), sizes, strict=True):
                     restore(path, size)
-                for piece_low, piece_end in pieces(
-                    records_path, max(low, state.dealt_key), end, self.memory_bytes
-                ):
+                first = max(low, state.dealt_key)
+                for piece_low, piece_end in pieces(records_path, first, end, self.memory_bytes):
                     yield self._deal_piece(lines_path, records_path, piece_low, piece_end)
                     state.dealt_key = piece_end
                     self.save()
@@ -385,12 +358,9 @@ class Dealer:
         self._write(0, begins, ends, order[is_valid])
         order = order[~is_valid]
         while len(order):
-            shard = next(
-                shard
-                for shard in range(self.num_shards)
-                if self.shard_start(shard + 1) > self.state.num_dealt
-            )
-            count = self.shard_start(shard + 1) - self.state.num_dealt
+            dealt = self.state.num_dealt
+            shard = next(one for one in range(self.num_shards) if self.shard_start(one + 1) > dealt)
+            count = self.shard_start(shard + 1) - dealt
             self._write(shard + 1, begins, ends, order[:count])
             self.state.num_dealt += len(order[:count])
             order = order[count:]
@@ -413,13 +383,10 @@ class Dealer:
         run_ends = np.append(begins[firsts[1:]], ends[-1])
         with path.open("rb", buffering=0) as file:
             for first in range(0, len(firsts), _LINES_AT_ONCE):
-                some, some_ends = (
-                    firsts[first : first + _LINES_AT_ONCE],
-                    run_ends[first : first + _LINES_AT_ONCE],
-                )
-                for place, begin, end in zip(
-                    places[some].tolist(), begins[some].tolist(), some_ends.tolist(), strict=True
-                ):
+                some = firsts[first : first + _LINES_AT_ONCE]
+                some_ends = run_ends[first : first + _LINES_AT_ONCE].tolist()
+                runs = zip(places[some].tolist(), begins[some].tolist(), some_ends, strict=True)
+                for place, begin, end in runs:
                     self._read_run(file.fileno(), path, place, begin, end)
 
     def _read_run(self, descriptor: int, path: Path, place: int, begin: int, end: int) -> None:
@@ -436,8 +403,6 @@ class Dealer:
         with path.open("ab", buffering=0) as file:
             for first in range(0, len(order), _LINES_AT_ONCE):
                 some = order[first : first + _LINES_AT_ONCE]
-                slices = [
-                    view[begin:end]
-                    for begin, end in zip(begins[some].tolist(), ends[some].tolist(), strict=True)
-                ]
+                places = zip(begins[some].tolist(), ends[some].tolist(), strict=True)
+                slices = [view[begin:end] for begin, end in places]
                 self.state.output_sizes[output] += write_all(file.fileno(), slices, path)

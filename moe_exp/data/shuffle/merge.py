@@ -6,7 +6,6 @@ are checked one by one, and written without BOM and CR, each with an LF.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,8 @@ import xxhash
 
 from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_regular, estimate_line_bytes
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
-from moe_exp.data.stage import Stage, check_free_disk, run_stage
-from moe_exp.host.files import write_json
+from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
+from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 2**20
@@ -55,20 +54,10 @@ def merge(
     output = _without_suffix(output)
     shards, manifest = find_shards(input_dir, valid_file_name)
     _check_output(input_dir, output)
-    settings = {
-        "valid_file_name": _without_suffix(Path(valid_file_name)).name,
-        "text_field": text_field,
-        "skip_bad": skip_bad,
-    }
-    with run_stage(
-        "merge",
-        output,
-        settings=settings,
-        inputs=shards,
-        is_folder=False,
-        start_over=start_over,
-        suffixes=(".jsonl",),
-    ) as stage:
+    valid_name = _without_suffix(Path(valid_file_name)).name
+    settings = {"valid_file_name": valid_name, "text_field": text_field, "skip_bad": skip_bad}
+    what: dict[str, Any] = {"settings": settings, "inputs": shards, "start_over": start_over}
+    with run_stage("merge", output, **what, is_folder=False, suffixes=(".jsonl",)) as stage:
         if stage.was_done:
             return stage.manifest or {}
         merging = Merging(stage, shards, manifest)
@@ -84,11 +73,8 @@ def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str) -> di
     _check_output(input_dir, output)
     shards, manifest = find_shards(input_dir, valid_file_name)
     num_bytes = estimate_line_bytes(shards)
-    return {
-        "num_shards": len(shards),
-        "disk_bytes": num_bytes,
-        "seconds": 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None]),
-    }
+    seconds = 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])
+    return {"num_shards": len(shards), "disk_bytes": num_bytes, "seconds": seconds}
 
 
 def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict[str, Any] | None]:
@@ -105,30 +91,23 @@ def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict
     valid_name = _without_suffix(Path(valid_file_name)).name
     shards = [path for path in files if _without_suffix(path).name != valid_name]
     if len(shards) == len(files):
-        similar = next(
-            (path.name for path in files if ".val" in path.name), "the name of the validation file"
-        )
-        raise ValueError(
-            f"valid_file_name={valid_file_name}: there is no such file in {input_dir}. Fix: give {similar}."
-        )
+        similar = [path.name for path in files if ".val" in path.name] or ["the name of the validation file"]
+        rule = f"there is no such file in {input_dir}"
+        raise ValueError(f"valid_file_name={valid_file_name}: {rule}. Fix: give {similar[0]}.")
     if not shards:
-        raise ValueError(
-            f"input_dir={input_dir}: there is only the validation file. Fix: a folder with shards."
-        )
+        fix = "a folder with shards"
+        raise ValueError(f"input_dir={input_dir}: there is only the validation file. Fix: {fix}.")
     return shards, _checked_manifest(input_dir, files, valid_name)
 
 
 def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> dict[str, Any] | None:
     path = input_dir / "manifest.json"
-    manifest: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    manifest: dict[str, Any] = read_json(path, fix="shuffle again, or remove it") if path.exists() else {}
     if manifest.get("stage") != "shuffle":
         return None
     if manifest["valid_file"] != f"{valid_name}.jsonl":
-        rule = "its documents would be in the merged file"
-        raise ValueError(
-            f"valid_file_name={valid_name}: the validation file is {manifest['valid_file']}, {rule}. Fix:"
-            " give that."
-        )
+        rule = f"the validation file is {manifest['valid_file']}, its documents would be in the merged file"
+        raise ValueError(f"valid_file_name={valid_name}: {rule}. Fix: give that.")
     listed = {one["name"] for one in manifest["outputs"]}
     found = {file.name for file in files}
     for name in sorted(listed ^ found):
@@ -140,15 +119,12 @@ def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> di
 
 def _check_output(input_dir: Path, output: Path) -> None:
     if input_dir.resolve() == output.parent.resolve():
-        raise ValueError(
-            f"output={output}: is in the folder that is merged. Fix: a path outside {input_dir}."
-        )
+        fix = f"a path outside {input_dir}"
+        raise ValueError(f"output={output}: is in the folder that is merged. Fix: {fix}.")
 
 
 def _without_suffix(path: Path) -> Path:
-    suffix = next(
-        (suffix for suffix in sorted(JSONL_SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), ""
-    )
+    suffix = next((one for one in JSONL_SUFFIXES[::-1] if path.name.endswith(one)), "")
     return path.with_name(path.name.removesuffix(suffix))
 
 
@@ -166,7 +142,7 @@ class Merging:
         self.path = stage.folder / f"{stage.output.name}.jsonl"
         self.state_path = stage.folder / "state.json"
         nothing: dict[str, Any] = {"parts": [], "read": Tally().to_json()}
-        state = json.loads(self.state_path.read_text()) if self.state_path.exists() else nothing
+        state = read_json(self.state_path, fix=MAKE_AGAIN) if self.state_path.exists() else nothing
         # One for each shard that is written: its bytes, hash and documents.
         self.parts: list[dict[str, Any]] = state["parts"]
         self.read = Tally.from_json(state["read"])
@@ -183,10 +159,8 @@ class Merging:
     def run(self) -> dict[str, Any]:
         """Everything that is left to do; returns the manifest."""
         done = sum(path.stat().st_size for path in self.shards[: len(self.parts)])
-        with (
-            progress("merge", sum(path.stat().st_size for path in self.shards), done=done) as advance,
-            self.path.open("ab", 0) as file,
-        ):
+        num_bytes = sum(path.stat().st_size for path in self.shards)
+        with progress("merge", num_bytes, done=done) as advance, self.path.open("ab", 0) as file:
             for shard in self.shards[len(self.parts) :]:
                 blocks = self._copied(shard) if self.manifest else self._checked(shard)
                 self.parts.append(_write(file.fileno(), self.path, blocks))
@@ -195,25 +169,18 @@ class Merging:
                 advance(shard.stat().st_size)
         num_documents = sum(part["num_documents"] for part in self.parts)
         if not num_documents:
-            raise ValueError(
-                f"input_dir={self.shards[0].parent}: there is no document in the shards. Fix: another folder."
-            )
+            rule = "there is no document in the shards"
+            raise ValueError(f"input_dir={self.shards[0].parent}: {rule}. Fix: another folder.")
         whole_hash = self._check_written()
         train = self.manifest["train"] if self.manifest else self.read.to_json()
         if num_documents != train["num_documents"]:
-            rule = (
-                f"{num_documents} lines were merged, its manifest.json says {train['num_documents']}"
-                " documents"
-            )
+            told = f"its manifest.json says {train['num_documents']} documents"
+            rule = f"{num_documents} lines were merged, {told}"
             raise ValueError(f"{self.shards[0].parent}: {rule}. Fix: shuffle again.")
-        counts = {
-            shard.name: part["num_documents"] for shard, part in zip(self.shards, self.parts, strict=True)
-        }
-        facts = {
-            "read": train,
-            "num_documents": counts,
-            "checked_by": "manifest" if self.manifest else "lines",
-        }
+        names = [shard.name for shard in self.shards]
+        counts = dict(zip(names, (part["num_documents"] for part in self.parts), strict=True))
+        checked_by = "manifest" if self.manifest else "lines"
+        facts = {"read": train, "num_documents": counts, "checked_by": checked_by}
         return self.stage.finish_files([self.path], hashes={self.path: whole_hash}, **facts)
 
     def _copied(self, shard: Path) -> Iterator[tuple[list[memoryview], int]]:
@@ -228,9 +195,8 @@ class Merging:
         """Lines of the documents of each block of a shard, and their number."""
         settings = self.stage.key["settings"]
         lines = LineBlocks(_BLOCK_BYTES, _LONGEST_BYTES)
-        reader = DocumentBlocks(
-            lines, self.read, text_field=settings["text_field"], skip_bad=settings["skip_bad"]
-        )
+        options = {name: settings[name] for name in ("text_field", "skip_bad")}
+        reader = DocumentBlocks(lines, self.read, **options)
         for documents in reader.read(shard):
             self.read += documents.tally()
             places = zip(documents.begins.tolist(), documents.ends.tolist(), strict=True)
@@ -242,20 +208,16 @@ class Merging:
             return
         listed = next(one for one in self.manifest["outputs"] if one["name"] == shard.name)
         part = self.parts[-1]
-        if (
-            part["hash"] != listed["hash"]
-            or part["num_documents"] != self.manifest["num_documents"][shard.name]
-        ):
+        num_documents = self.manifest["num_documents"][shard.name]
+        if (part["hash"], part["num_documents"]) != (listed["hash"], num_documents):
             fix = "shuffle again, or remove manifest.json to merge what is there, document by document"
             raise ValueError(f"{shard}: is not what manifest.json says, it was changed since. Fix: {fix}.")
 
     def _check_written(self) -> str:
         """Reads the file back: each part has to be what was written. Returns its hash."""
         buffer, whole = memoryview(bytearray(_BLOCK_BYTES)), xxhash.xxh3_128()
-        with (
-            progress("merge, check", self.path.stat().st_size) as advance,
-            self.path.open("rb", buffering=0) as file,
-        ):
+        num_bytes = self.path.stat().st_size
+        with progress("merge, check", num_bytes) as advance, self.path.open("rb", buffering=0) as file:
             for shard, part in zip(self.shards, self.parts, strict=True):
                 digest, left = xxhash.xxh3_128(), part["bytes"]
                 while left and (num_bytes := file.readinto(buffer[:left])):
@@ -265,10 +227,8 @@ class Merging:
                     advance(num_bytes)
                 if digest.hexdigest() != part["hash"]:
                     rule = f"what was written of {shard.name} is not what was read back"
-                    raise ValueError(
-                        f"{self.path}: {rule}: the disk, or another program, has changed it. Fix: give"
-                        " --start-over."
-                    )
+                    fix = "the disk, or another program, has changed it. Fix: give --start-over"
+                    raise ValueError(f"{self.path}: {rule}: {fix}.")
         return whole.hexdigest()
 
 
@@ -287,10 +247,5 @@ def merge_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
     file = manifest["outputs"][0]
     counts = {"documents": manifest["read"]["num_documents"], "shards": len(manifest["num_documents"])}
     skipped = {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}
-    return {
-        "file": file["name"],
-        **counts,
-        "MB": round(file["bytes"] / 1e6, 1),
-        **skipped,
-        "seconds": manifest["seconds"],
-    }
+    size = bytes_text(file["bytes"])
+    return {"file": file["name"], **counts, "size": size, **skipped, "seconds": manifest["seconds"]}

@@ -11,22 +11,21 @@ and there is always one. Lines are written as they were read, without BOM and CR
 
 from __future__ import annotations
 
-import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart, estimate_line_bytes, jsonl_files_in
+from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.shuffle.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
-from moe_exp.data.stage import Stage, check_free_disk, run_stage
-from moe_exp.host.files import write_json
+from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
+from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -62,43 +61,8 @@ class Memory:
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
-        return cls(
-            budget_bytes, budget_bytes // 16, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4
-        )
-
-
-def find_jsonl(paths: Iterable[Path]) -> list[Path]:
-    """Files as they are, folders as their .jsonl, .jsonl.gz and .jsonl.zst files, sorted by name, without
-    *.val.jsonl.
-
-    Raises:
-        ValueError: there is none, one is of another kind or there twice.
-    """
-    files: list[Path] = []
-    for path in paths:
-        found = jsonl_files_in(path) if path.is_dir() else [path]
-        if not found:
-            raise ValueError(
-                f"input={path}: the folder has no file that ends with {' or '.join(JSONL_SUFFIXES)}. Fix:"
-                " another folder."
-            )
-        files += found
-    if not files:
-        raise ValueError("input=: no file is given. Fix: give JSONL files or folders of them.")
-    for path, times in Counter(file.resolve() for file in files).items():
-        if not path.is_file():
-            raise ValueError(f"input={path}: there is no such file. Fix: check the path.")
-        if not path.name.endswith(JSONL_SUFFIXES):
-            raise ValueError(
-                f"input={path}: does not end with {' or '.join(JSONL_SUFFIXES)}. Fix: convert it, or"
-                " rename it."
-            )
-        if times > 1:
-            raise ValueError(
-                f"input={path}: is given {times} times, its documents would be there as often. Fix: give it"
-                " once."
-            )
-    return files
+        piece_bytes = (budget_bytes - _FIXED_BYTES) * 3 // 4
+        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, piece_bytes)
 
 
 def shuffle(
@@ -150,11 +114,9 @@ def shuffle(
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
-    """What a shuffle will take: input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets,
-    disk_bytes and seconds.
-    """
+    """input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets, disk_bytes and seconds."""
     memory = Memory.of(_checked_memory(memory_bytes))
-    sizes = {path: path.stat().st_size for path in find_jsonl(inputs)}
+    sizes = {path: path.stat().st_size for path in find_inputs(inputs)}
     line_bytes = estimate_line_bytes(sizes)
     num_buckets = _num_buckets(line_bytes, memory)
     return {
@@ -177,9 +139,8 @@ def _checked_memory(memory_bytes: int | None) -> int:
     if memory_bytes is None:
         return max(SMALLEST_MEMORY_BYTES, available_memory_bytes() // 4)
     if memory_bytes < SMALLEST_MEMORY_BYTES:
-        raise ValueError(
-            f"memory={memory_bytes / 2**20:g}MB: must be at least 16 MB. Fix: give 256MB or more."
-        )
+        fix = "give 256MB or more"
+        raise ValueError(f"memory={memory_bytes / 2**20:g}MB: must be at least 16 MB. Fix: {fix}.")
     return memory_bytes
 
 
@@ -193,7 +154,7 @@ def check_shuffle(inputs: Iterable[Path], output: Path, **settings: Any) -> list
     Raises:
         ValueError: one of them cannot be used.
     """
-    files = find_jsonl(inputs)
+    files = find_inputs(inputs)
     check_settings(**settings)
     check_apart(files, output)
     return files
@@ -217,24 +178,18 @@ def check_settings(
     if num_shards < 1:
         raise ValueError(f"num_shards={num_shards}: must be at least 1. Fix: give 32.")
     if not 0 < valid_fraction < 1:
-        raise ValueError(
-            f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: give {DEFAULT_VALID_FRACTION}."
-        )
+        fix = f"give {DEFAULT_VALID_FRACTION}"
+        raise ValueError(f"valid_fraction={valid_fraction}: must be between 0 and 1. Fix: {fix}.")
 
 
 def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
     """Rows of the table at the end."""
     train, valid = manifest["train"], manifest["valid"]
-    rows: dict[str, object] = {
-        "training documents": train["num_documents"],
-        "validation documents": valid["num_documents"],
-    }
+    rows: dict[str, object] = {"training documents": train["num_documents"]}
+    rows |= {"validation documents": valid["num_documents"]}
     rows |= {f"skipped: {reason}": count for reason, count in manifest["read"]["skipped"].items()}
-    text_bytes = {
-        "training text, MB": train["num_text_bytes"],
-        "validation text, MB": valid["num_text_bytes"],
-    }
-    rows |= {name: round(num_bytes / 1e6, 1) for name, num_bytes in text_bytes.items()}
+    rows |= {"training text": bytes_text(train["num_text_bytes"])}
+    rows |= {"validation text": bytes_text(valid["num_text_bytes"])}
     return rows | {"shards": len(manifest["outputs"]) - 1, "seconds": manifest["seconds"]}
 
 
@@ -253,15 +208,12 @@ class Shuffling:
         self.settings = stage.key["settings"]
         name, num_shards = self.settings["name"], self.settings["num_shards"]
         width = max(2, len(str(num_shards - 1)))
-        names = [
-            f"{name}.val.jsonl",
-            *(f"{name}.chunk.{shard:0{width}d}.jsonl" for shard in range(num_shards)),
-        ]
-        self.outputs = [stage.folder / file_name for file_name in names]
+        shards = (f"{name}.chunk.{shard:0{width}d}.jsonl" for shard in range(num_shards))
+        self.outputs = [stage.folder / file_name for file_name in (f"{name}.val.jsonl", *shards)]
         self.state_path = stage.folder / "state.json"
-        self.state = (
-            State.from_json(json.loads(self.state_path.read_text())) if self.state_path.exists() else None
-        )
+        self.state: State | None = None
+        if self.state_path.exists():
+            self.state = State.from_json(read_json(self.state_path, fix=MAKE_AGAIN))
 
     def bytes_on_disk(self) -> int:
         """What an interrupted call has written."""
@@ -284,10 +236,8 @@ class Shuffling:
             for num_bytes in dealer.deal():
                 advance(num_bytes)
         del dealer.view
-        return self._finish(
-            state,
-            [dealer.shard_start(shard + 1) - dealer.shard_start(shard) for shard in range(dealer.num_shards)],
-        )
+        starts = [dealer.shard_start(shard) for shard in range(dealer.num_shards + 1)]
+        return self._finish(state, [end - start for start, end in pairwise(starts)])
 
     def _save(self) -> None:
         assert self.state is not None
@@ -303,64 +253,44 @@ class Shuffling:
         reader = DocumentBlocks(lines, state.read, **options, most_lines=most_lines)
         seed, done = self.settings["seed"], sum(size for size, _ in state.bucket_sizes)
         with progress("shuffle, pass 1 of 2", line_bytes, done=done) as advance:
-            passes = spread(
-                state,
-                self.inputs,
-                self.stage.folder,
-                reader,
-                seed=seed,
-                save=self._save,
-                save_bytes=self.save_bytes,
-            )
+            saving: dict[str, Any] = {"save": self._save, "save_bytes": self.save_bytes}
+            passes = spread(state, self.inputs, self.stage.folder, reader, seed=seed, **saving)
             for num_bytes in passes:
                 advance(num_bytes)
 
     def _check_split(self, state: State) -> None:
         num_documents, num_valid = state.read.num_documents, state.valid.total().num_documents
         if not num_documents:
-            raise ValueError(
-                f"input={self.inputs[0]}: there is no document in the input. Fix: another input."
-            )
+            fix = "another input"
+            raise ValueError(f"input={self.inputs[0]}: there is no document in the input. Fix: {fix}.")
         if num_valid == num_documents:
             rule = f"all {num_documents} documents are for validation, none is left for training"
             fix = "give a smaller fraction, or more documents with different texts"
             raise ValueError(f"valid_fraction={self.settings['valid_fraction']}: {rule}. Fix: {fix}.")
         if num_documents - num_valid < self.settings["num_shards"]:
-            logger.warning(
-                "%d documents for training in %d shards: some are empty",
-                num_documents - num_valid,
-                self.settings["num_shards"],
-            )
+            what = "%d documents for training in %d shards: some are empty"
+            logger.warning(what, num_documents - num_valid, self.settings["num_shards"])
 
     def _finish(self, state: State, shard_counts: list[int]) -> dict[str, Any]:
         valid = state.valid.total()
-        hashes = check_outputs(
-            dict(zip(self.outputs, [valid.num_documents, *shard_counts], strict=True)), state.line_hash
-        )
+        counts = dict(zip(self.outputs, [valid.num_documents, *shard_counts], strict=True))
+        hashes = check_outputs(counts, state.line_hash)
         read = state.read
         train_hash = (read.text_hash - valid.text_hash) % 2**128
         train = Tally(
             read.num_documents - valid.num_documents, read.num_text_bytes - valid.num_text_bytes, train_hash
         )
         self.state_path.unlink()
+        tallies = {"read": read.to_json(), "train": train.to_json(), "valid": valid.to_json()}
+        facts = {"line_hash": f"{state.line_hash:032x}", "valid_file": self.outputs[0].name}
+        num_documents = {path.name: count for path, count in counts.items()}
         return self.stage.finish_folder(
-            self.outputs,
-            hashes=hashes,
-            read=read.to_json(),
-            train=train.to_json(),
-            valid=valid.to_json(),
-            line_hash=f"{state.line_hash:032x}",
-            valid_file=self.outputs[0].name,
-            num_documents={
-                path.name: count
-                for path, count in zip(self.outputs, [valid.num_documents, *shard_counts], strict=True)
-            },
+            self.outputs, hashes=hashes, **tallies, **facts, num_documents=num_documents
         )
 
 
 def check_outputs(counts: dict[Path, int], line_hash: int) -> dict[Path, str]:
-    """Reads files back and returns their hashes, if their lines are as many as they should be, and together
-    those that were read.
+    """Reads files back, checks the number of their lines and that these are the input's; returns hashes.
 
     Args:
         counts: number of lines of each.
@@ -410,8 +340,7 @@ _UNKNOWN_BYTES = 2 * 2**30
 
 
 def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """What this process may still use: of the machine, and of the container's or job's control group (version
-    2 or 1), the smaller.
+    """What this process may still use: the least of the machine's and its control groups' (version 2 or 1).
 
     Where neither says (macOS), 2 GB.
     """
@@ -439,19 +368,14 @@ def _of_groups(proc: Path, cgroup: Path) -> list[int | None]:
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
         root = cgroup if not controllers else cgroup / "memory"
-        names = (
-            ("memory.max", "memory.current")
-            if not controllers
-            else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        )
+        names = ("memory.max", "memory.current")
+        if controllers:
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
         folder = root / name.lstrip("/")
         # In a container the group's name may be one of the host, which is not there to be seen: then the root
         # is the container's.
-        left += [
-            _left(group, *names)
-            for group in (folder, *folder.parents)
-            if group == root or root in group.parents
-        ]
+        groups = [group for group in (folder, *folder.parents) if group == root or root in group.parents]
+        left += [_left(group, *names) for group in groups]
     return left
 
 

@@ -1,5 +1,4 @@
-"""Texts to token ids: by the package that defines the tokenizer, or by gigatoken, which is checked against
-it.
+"""Texts to token ids: by the package that defines the tokenizer, or by gigatoken, checked against it.
 
 gigatoken 0.10 and tokenizers 0.23 have tables of different Unicode versions: of some 260,000 code points 359,
 the letters and digits that Unicode 17 added, are split from their neighbours by one and not by the other.
@@ -23,8 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from moe_exp.config import problem
-from moe_exp.data.tokens.tokenizer import TextTokenizer
+from moe_exp.data.tokens.tokenizer import TextTokenizer, setting_error
 
 BACKENDS = ("auto", "gigatoken", "tokenizers")
 
@@ -40,29 +38,9 @@ _ODD = (
     "\u202f\u2060\u2160\u24b6\u3000\u3007\ufe0f\ufeff\ufffd世界かな한글אבجि\U00010348\U0001d518🙂👩🏽🇩🇪"
 )
 _PLAIN = [
-    "a",
-    "B",
-    "the",
-    "def ",
-    " return",
-    "'s",
-    "'LL",
-    " ",
-    "  ",
-    "   ",
-    "\n",
-    "\n\n",
-    "\r\n",
-    "\t",
-    "1",
-    "2026",
-    "3.14",
-    "(",
-    '"',
-    "#",
-    "-",
-    "_",
-]
+    "a", "B", "the", "def ", " return", "'s", "'LL", " ", "  ", "   ", "\n", "\n\n", "\r\n", "\t", "1",
+    "2026", "3.14", "(", '"', "#", "-", "_",
+]  # fmt: skip
 _NUM_PROBES = 300
 
 # A character between neighbours of each class, and the vocabulary in which it is seen whether they were
@@ -89,9 +67,7 @@ class Probe:
 
 
 class Encoders:
-    """The encoders of a tokenizer, loaded when they are needed. They work in the calling thread (see
-    `one_thread`).
-    """
+    """The encoders of a tokenizer, loaded when needed. They work in the calling thread (see `one_thread`)."""
 
     def __init__(self, tokenizer: TextTokenizer):
         self.tokenizer = tokenizer
@@ -114,8 +90,7 @@ class Encoders:
 
 
 class CheckedGigatoken:
-    """gigatoken, but for documents with characters that it does not split as the tokenizer's own package
-    does.
+    """gigatoken, but for documents with characters that it splits unlike the tokenizer's own package.
 
     Args:
         encoders: of the tokenizer.
@@ -135,9 +110,7 @@ class CheckedGigatoken:
         self._splitters = (_gigatoken(probe), _huggingface(probe)) if probe else None
 
     def __call__(self, texts: Sequence[str]) -> Encoded:
-        """As every encoder; counts in `num_rerouted` the documents that went to the tokenizer's own
-        package.
-        """
+        """As every encoder; counts in `num_rerouted` the documents that went to the other package."""
         rerouted = [
             index for index, text in enumerate(texts) if not text.isascii() and self._is_split_otherwise(text)
         ]
@@ -184,8 +157,7 @@ def one_thread() -> Iterator[None]:
 
 
 def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> Probe:
-    """Chooses the backend, by whether gigatoken gives the same ids as the tokenizer's own package, and
-    measures it on the sample.
+    """Chooses the backend, by whether gigatoken gives the same ids, and measures it on the sample.
 
     Args:
         encoders: of the tokenizer.
@@ -211,11 +183,9 @@ def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[s
         return "tokenizers", "bytes need no package"
     try:
         wrong = find_differences(encoders.get("gigatoken"), encoders.get("tokenizers"), texts)
-        why = (
-            f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package"
-            if wrong
-            else None
-        )
+        why = None
+        if wrong:
+            why = f"it encodes {texts[wrong[0]][:40]!r} otherwise than the tokenizer's own package"
     except ModuleNotFoundError as error:
         if error.name != "gigatoken":
             raise
@@ -225,9 +195,8 @@ def _choose(encoders: Encoders, requested: str, texts: Sequence[str]) -> tuple[s
     if why is None:
         return "gigatoken", f"the ids of {len(texts)} texts are those of the tokenizer's own package"
     if requested == "gigatoken":
-        raise ValueError(
-            problem("backend", requested, f"gigatoken cannot be used: {why}", "give --backend tokenizers")
-        )
+        rule = f"gigatoken cannot be used: {why}"
+        raise setting_error("backend", requested, rule, "give --backend tokenizers")
     return "tokenizers", f"not gigatoken: {why}"
 
 
@@ -248,11 +217,8 @@ def find_differences(encoder: Encoder, reference: Encoder, texts: Sequence[str])
     reference_ids, reference_lengths = reference(texts)
     if np.array_equal(lengths, reference_lengths) and np.array_equal(ids, reference_ids):
         return []
-    pairs = zip(
-        np.split(ids, np.cumsum(lengths)[:-1]),
-        np.split(reference_ids, np.cumsum(reference_lengths)[:-1]),
-        strict=True,
-    )
+    sides = [(ids, lengths), (reference_ids, reference_lengths)]
+    pairs = zip(*(np.split(ids, np.cumsum(lengths)[:-1]) for ids, lengths in sides), strict=True)
     return [index for index, (one, other) in enumerate(pairs) if not np.array_equal(one, other)]
 
 
@@ -316,21 +282,15 @@ def _gigatoken_json(tokenizer: TextTokenizer) -> str:
 
 
 def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
-    """The tokenizer with a vocabulary that shows where it splits; None where it does not split by classes of
-    characters.
-    """
+    """The tokenizer with a vocabulary that shows its splits; None if it has no classes of characters."""
     content = orjson.loads(tokenizer.content) if tokenizer.kind == "huggingface" else {}
     if b'"ByteLevel"' not in orjson.dumps(content.get("pre_tokenizer")) or content["model"]["type"] != "BPE":
         return None
     names = _byte_names()
     vocab = {name: byte for byte, name in enumerate(names)}
     high = names[128:]
-    merges = [
-        pair
-        for one in _SPLIT_NEIGHBOURS
-        for byte in high
-        for pair in ((names[ord(one)], byte), (byte, names[ord(one)]))
-    ]
+    pairs = [(names[ord(one)], byte) for one in _SPLIT_NEIGHBOURS for byte in high]
+    merges = [pair for first, second in pairs for pair in ((first, second), (second, first))]
     vocab |= {first + second: len(names) + index for index, (first, second) in enumerate(merges)}
     content["added_tokens"] = []
     content["model"] |= {"vocab": vocab, "merges": merges, "unk_token": None, "ignore_merges": False}
@@ -340,9 +300,7 @@ def _splitting_tokenizer(tokenizer: TextTokenizer) -> TextTokenizer | None:
 
 
 def _byte_names() -> list[str]:
-    """What ByteLevel calls the 256 bytes: printable Latin-1 characters are themselves, the others come from
-    256 on, in order.
-    """
+    """ByteLevel's names of the 256 bytes: printable Latin-1 as it is, the others from 256 on, in order."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -6,7 +6,6 @@ have one.
 
 from __future__ import annotations
 
-import json
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.data.tokens.tokens import bin_idx_problem, read_index
+from moe_exp.host.files import read_json
 
 Int64Array = npt.NDArray[np.int64]
 Share = tuple[float, float]
@@ -53,37 +53,39 @@ class TokenFiles:
         return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
-        """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory as long as there is
-        room.
-        """
+        """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory."""
         return np.fromfile(
             f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
         )
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What the program that made the files says of them, beside them or in their folder; empty where it
-        says nothing.
-        """
-        for path in (Path(f"{self.prefix}.manifest.json"), Path(self.prefix).parent / "manifest.json"):
-            if path.is_file():
-                content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-                return content
-        return {}
+        """As of `manifest_of`."""
+        return manifest_of(self.prefix)
 
     def tokenizer_fact(self, name: str) -> int | None:
-        """`vocab_size` or `eod_id` of the tokenizer that made the files; None where the manifest does not
-        have it.
-        """
+        """`vocab_size` or `eod_id` of the files' tokenizer; None if the manifest lacks it."""
         for place in (self.manifest.get("settings", {}).get("tokenizer"), self.manifest):
             if isinstance(place, dict) and isinstance(value := place.get(name), int):
                 return value
         return None
 
 
+def manifest_of(prefix: str) -> dict[str, Any]:
+    """The manifest beside the token files or in their folder; empty if there is none.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
+        if path.is_file():
+            content = read_json(path, fix="restore it, or remove it")
+            return content if isinstance(content, dict) else {}
+    return {}
+
+
 def parse_split(text: str) -> list[Share | None]:
-    """SPLIT as the part of the documents (begin and end, of 0 to 1) for training, for validation and for
-    test, None where it is empty.
+    """SPLIT as parts of the documents (begin and end, of 0 to 1) for training, validation and test, or None.
 
     Sums in the order in which Megatron has them, so that a document at a bound falls to the same side.
 
@@ -94,11 +96,8 @@ def parse_split(text: str) -> list[Share | None]:
         weights = [float(word) for word in text.split(",")]
     except ValueError:
         weights = []
-    if (
-        not 0 < len(weights) <= _MOST_PARTS
-        or weights[0] == 0
-        or not all(0 <= weight < float("inf") for weight in weights)
-    ):
+    are_finite = all(0 <= weight < float("inf") for weight in weights)
+    if not 0 < len(weights) <= _MOST_PARTS or weights[0] == 0 or not are_finite:
         rule = "must be up to three numbers for training, validation and test, the first over 0"
         raise ValueError(f"SPLIT={text}: {rule}. Fix: set for instance SPLIT=99,1.")
     total = sum(weights)
@@ -110,17 +109,13 @@ def parse_split(text: str) -> list[Share | None]:
 
 
 def share_range(count: int, share: Share) -> tuple[int, int]:
-    """The first of `count` documents that belong to a share, and the first that no longer do: contiguous,
-    rounded as Megatron does.
-    """
+    """The first of `count` documents in a share, and the first after it: rounded as Megatron does."""
     begin, end = share
     return round(begin * count), round(end * count)
 
 
 def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -> int:
-    """Tokens of the documents that belong to a share; `by_sequence` counts sequences as documents, as
-    Megatron's GPTDataset does.
-    """
+    """Tokens of the documents in a share; `by_sequence` counts sequences as Megatron's GPTDataset does."""
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])

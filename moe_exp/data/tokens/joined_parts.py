@@ -6,7 +6,6 @@ so that the disk holds them once. What a crash leaves is verified by the parts' 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.data.tokens.parts import Part, PartCounts, PartSettings, write_all
 from moe_exp.data.tokens.tokens import write_index
-from moe_exp.host.files import write_json
+from moe_exp.host.files import read_json, write_json
 
 _COPY_BYTES = 2**22
 
@@ -49,11 +49,8 @@ class JoinedParts:
         if not self.bin_path.exists() and published.exists() and (self.folder / "joined.json").exists():
             published.replace(self.bin_path)
         self.bin_path.touch()
-        num_joined = (
-            json.loads((self.folder / "joined.json").read_text())["num_parts"]
-            if (self.folder / "joined.json").exists()
-            else 0
-        )
+        joined_path = self.folder / "joined.json"
+        num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
         with self.bin_path.open("rb+") as file:
             for part in parts[:num_joined]:
                 counts = self._read_counts(part)
@@ -81,10 +78,8 @@ class JoinedParts:
             os.fsync(file.fileno())
         if digest.hexdigest() != counts.token_hash:
             (self.folder / f"{part.stem}.json").unlink()
-            raise ValueError(
-                f"{path}: is not what was written. Fix: check the disk, and call it again: the part is made"
-                " again."
-            )
+            fix = "check the disk, and call it again: the part is made again"
+            raise ValueError(f"{path}: is not what was written. Fix: {fix}.")
         self._add(counts)
         write_json(self.folder / "joined.json", {"num_parts": self.num_parts})
         path.unlink()
@@ -95,9 +90,8 @@ class JoinedParts:
         Raises:
             ValueError: counts do not agree.
         """
-        lengths = np.concatenate(
-            [np.fromfile(self.folder / f"{part.stem}.lengths", np.int32) for part in parts]
-        )
+        paths = [self.folder / f"{part.stem}.lengths" for part in parts]
+        lengths = np.concatenate([np.fromfile(path, np.int32) for path in paths])
         counts, tally = self.counts, self.counts.tally
         facts = {
             "parts": (self.num_parts, len(parts)),
@@ -109,14 +103,12 @@ class JoinedParts:
             facts["end-of-document tokens"] = (counts.num_eods, tally.num_documents)
         for what, (found, expected) in facts.items():
             if found != expected:
-                raise ValueError(
-                    f"{self.bin_path}: {found} {what} instead of {expected}. Fix: check the disk, and give"
-                    " --start-over."
-                )
+                fix = "check the disk, and give --start-over"
+                raise ValueError(f"{self.bin_path}: {found} {what} instead of {expected}. Fix: {fix}.")
         write_index(self.idx_path, lengths, self.settings.dtype)
 
     def _read_counts(self, part: Part) -> PartCounts:
-        return PartCounts.from_json(json.loads((self.folder / f"{part.stem}.json").read_text()))
+        return PartCounts.from_json(read_json(self.folder / f"{part.stem}.json", fix=MAKE_AGAIN))
 
     def _add(self, counts: PartCounts) -> None:
         self.counts += counts

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from moe_exp.config import problem
-from moe_exp.data.stage import check_free_disk, run_stage
+from moe_exp.data.stage import check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens.parts import write_all
+from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.data.tokens.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
+from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary, progress
 
 _COPY_BYTES = 2**22
 
 
-def merge_token_files(
-    prefixes: Sequence[Path],
-    output: Path,
-    *,
-    start_over: bool = False,
-    facts: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Joins token files of shards into the files that one run over all of them would have made, and returns
-    the manifest.
+def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: bool = False) -> dict[str, Any]:
+    """Joins token files of shards into those of one run over all of them, and returns the manifest.
 
     Args:
         prefixes: of the shards, in order; those of other programs too.
         output: path without suffix.
         start_over: replace what is there.
-        facts: what else the manifest says.
 
     Raises:
         ValueError: a file is missing or damaged, types differ, or `output` is one of the shards.
@@ -41,15 +33,8 @@ def merge_token_files(
     dtype = _check(prefixes, output)
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
     needed_bytes = sum(path.stat().st_size for path in inputs)
-    with run_stage(
-        "merge-tokens",
-        output,
-        settings={},
-        inputs=inputs,
-        is_folder=False,
-        start_over=start_over,
-        suffixes=(".bin", ".idx"),
-    ) as stage:
+    what: dict[str, Any] = {"settings": {}, "inputs": inputs, "is_folder": False, "start_over": start_over}
+    with run_stage("merge-tokens", output, **what, suffixes=(".bin", ".idx")) as stage:
         if stage.was_done:
             return stage.manifest or {}
         check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
@@ -62,24 +47,20 @@ def merge_token_files(
                         advance(len(chunk))
             os.fsync(file.fileno())
         num_documents, num_tokens = _merge_indices(prefixes, paths[1])
-        counts: dict[str, Any] = {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
-        return stage.finish_files(paths, **counts, **(facts or {}))
+        return stage.finish_files(paths, num_documents=num_documents, num_tokens=num_tokens, dtype=dtype)
 
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
-    """Prints documents, tokens, bytes and free disk; writes nothing. Args and Raises as `merge_token_files`;
-    the disk is too small.
-    """
+    """Prints documents, tokens, bytes and free disk; writes nothing. Raises as `merge_token_files`."""
     dtype = _check(prefixes, output)
     needed_bytes = sum(
         Path(f"{prefix}{suffix}").stat().st_size for prefix in prefixes for suffix in (".bin", ".idx")
     )
-    existing = next(parent for parent in output.absolute().parents if parent.exists())
     rows = {
         "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
         "documents": sum(len(read_index(prefix)[2]) - 1 for prefix in prefixes),
         "tokens": sum(bin_idx_tokens(prefix) for prefix in prefixes),
-        "disk": f"{needed_bytes / 1e6:,.1f} MB, of {shutil.disk_usage(existing).free / 1e9:,.1f} GB free",
+        "disk": f"{bytes_text(needed_bytes)}, of {bytes_text(free_disk(output.parent))} free",
         "output": f"{output}.bin, {output}.idx",
     }
     print_summary("merge: what it would do", rows)
@@ -90,15 +71,15 @@ def _check(prefixes: Sequence[Path], output: Path) -> str:
     """The type of the tokens."""
     for prefix in prefixes:
         if wrong := bin_idx_problem(prefix):
-            raise ValueError(problem("merge", prefix, wrong, "tokenize that shard again"))
+            raise setting_error("merge", prefix, wrong, "tokenize that shard again")
         if prefix.absolute() == output.absolute():
-            raise ValueError(problem("output_prefix", output, "is one of the shards", "give another prefix"))
+            raise setting_error("output_prefix", output, "is one of the shards", "give another prefix")
     dtypes = {read_index(prefix)[0].name: str(prefix) for prefix in prefixes}
     if len(dtypes) > 1:
         rule = (
             f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
         )
-        raise ValueError(problem("merge", prefixes[0], rule, "merge shards of one tokenizer"))
+        raise setting_error("merge", prefixes[0], rule, "merge shards of one tokenizer")
     return next(iter(dtypes))
 
 
@@ -107,9 +88,6 @@ def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:
     indices = [read_index(prefix) for prefix in prefixes]
     sizes = np.concatenate([sizes for _, sizes, _ in indices])
     firsts = np.cumsum([0, *(len(sizes) for _, sizes, _ in indices)])
-    documents = [
-        np.zeros(1, np.int64),
-        *(first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False)),
-    ]
-    write_index(path, sizes, indices[0][0], np.concatenate(documents))
+    ends = [first + ends[1:] for first, (_, _, ends) in zip(firsts, indices, strict=False)]
+    write_index(path, sizes, indices[0][0], np.concatenate([np.zeros(1, np.int64), *ends]))
     return sum(len(ends) - 1 for _, _, ends in indices), int(sizes.sum(dtype=np.int64))

@@ -1,6 +1,4 @@
-"""A range of a JSONL file becomes a part: its tokens, the lengths of its documents, its counts. It is
-complete when its .json is there.
-"""
+"""A range of a JSONL file as a part: tokens, lengths of documents, counts. It is complete with its .json."""
 
 from __future__ import annotations
 
@@ -16,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from moe_exp.config import problem
-from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
+from moe_exp.data.documents import BLANK_LINE, BOM, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
-from moe_exp.data.tokens.tokenizer import TextTokenizer, special_token_reason
+from moe_exp.data.tokens.tokenizer import TextTokenizer, setting_error, special_token_reason
 from moe_exp.data.tokens.tokens import TokenDtype, token_dtype
 from moe_exp.host.files import write_json
 
@@ -28,7 +25,6 @@ BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes ab
 
 _BUFFER_BYTES = 2**20
 _COPY_BYTES = 2**22
-_BOM = b"\xef\xbb\xbf"
 # The sample of the largest part that is compared with the tokenizer's own package, which takes about 0.1 s
 # per 200 KB.
 _NUM_SAMPLED, _NUM_ODD, _CLIP_CHARACTERS = 32, 16, 4096
@@ -40,9 +36,7 @@ _ODD_CHARACTERS = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """Lines of a file that start at `start` or later and before `end` (None: of the whole file, which is
-    compressed).
-    """
+    """Lines that start at `start` or later and before `end` (None: all of a compressed file)."""
 
     index: int
     path: Path
@@ -95,12 +89,9 @@ class PartCounts:
 
 
 def default_part_bytes(paths: Sequence[Path]) -> int:
-    """So that there is work for many workers; a function of the inputs alone, as a run that goes on needs the
-    same parts.
-    """
-    return min(
-        LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, sum(path.stat().st_size for path in paths) // NUM_PARTS)
-    )
+    """Enough parts for many workers; by the inputs alone, as a resumed run needs the same parts."""
+    num_bytes = sum(path.stat().st_size for path in paths)
+    return min(LARGEST_PART_BYTES, max(SMALLEST_PART_BYTES, num_bytes // NUM_PARTS))
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
@@ -132,8 +123,8 @@ def part_lines(part: Part) -> Iterator[tuple[int, bytes]]:
         while position < part.end and (line := file.readline()):
             number += 1
             position += len(line)
-            if position == len(line) and line.startswith(_BOM):
-                line = line[len(_BOM) :]
+            if position == len(line) and line.startswith(BOM):
+                line = line[len(BOM) :]
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
 
 
@@ -172,7 +163,12 @@ class PartSettings:
     def __post_init__(self) -> None:
         if self.append_eod and self.tokenizer.eod_id is None:
             rule = f"the tokenizer {self.tokenizer.name} names no end-of-sequence token"
-            raise ValueError(problem("append_eod", True, rule, "name it with --eod-token"))
+            raise setting_error("append_eod", True, rule, "name it with --eod-token")
+
+    def facts(self) -> dict[str, Any]:
+        """For a manifest: everything that the tokens depend on."""
+        given = {"json_key": self.json_key, "append_eod": self.append_eod, "skip_bad": self.skip_bad}
+        return {"tokenizer": self.tokenizer.facts()} | given
 
     @property
     def dtype(self) -> TokenDtype:
@@ -277,18 +273,14 @@ class PartEncoder:
             counts.num_rerouted += self._encoder.num_rerouted
             self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
-            raise ValueError(
-                f"{tokenizer.name}: gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}. Fix:"
-                " mend its files."
-            )
+            rule = f"gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}"
+            raise ValueError(f"{tokenizer.name}: {rule}. Fix: mend its files.")
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
         if self.settings.append_eod and tokenizer.eod_id is not None:
-            ids, lengths = (
-                np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id),
-                lengths + 1,
-            )
+            ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id)
+            lengths = lengths + 1
             counts.num_eods += len(lengths)
         counts.num_tokens += len(ids)
         return ids.astype(self.settings.dtype, copy=False), lengths.astype(np.int32)
@@ -301,9 +293,7 @@ class PartEncoder:
         lengths: npt.NDArray[np.int64],
         tally: Tally,
     ) -> Encoded:
-        """The batch without the documents whose text gave special tokens: models read as such what their own
-        vocabulary has.
-        """
+        """The batch without the documents whose text gave special tokens."""
         found = np.flatnonzero(self._is_special[ids])
         if not len(found):
             return ids, lengths
@@ -369,9 +359,7 @@ def is_complete(part: Part, folder: Path) -> bool:
 
 
 def write_all(file: Any, content: Any) -> None:
-    """Writes all bytes of an array or of bytes to an unbuffered file; a full disk is an OSError here and
-    nowhere later.
-    """
+    """Writes an array or bytes to an unbuffered file; a full disk is an OSError here and not later."""
     rest = memoryview(content).cast("B") if len(content) else memoryview(b"")
     while len(rest):
         rest = rest[file.write(rest) :]

@@ -1,5 +1,4 @@
-"""JSONL files to Megatron's .bin/.idx by worker processes: the same bytes for any number of them, and after
-any crash.
+"""JSONL files to .bin/.idx by worker processes: the same bytes for any number of them, after any crash.
 
 The inputs are cut into parts (parts.py), workers make them in any order, and this process joins them in the
 order of the inputs.
@@ -7,8 +6,6 @@ order of the inputs.
 
 from __future__ import annotations
 
-import glob
-import json
 import logging
 import multiprocessing
 import os
@@ -24,9 +21,8 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import problem
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file, jsonl_files_in, text_of
-from moe_exp.data.stage import Stage, check_free_disk, run_stage
+from moe_exp.data.documents import Tally, text_of
+from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.tokens.joined_parts import JoinedParts
 from moe_exp.data.tokens.parts import (
@@ -38,7 +34,8 @@ from moe_exp.data.tokens.parts import (
     part_lines,
     plan_parts,
 )
-from moe_exp.host.files import write_json
+from moe_exp.data.tokens.tokenizer import setting_error
+from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import print_summary, progress
 
 logger = logging.getLogger(__name__)
@@ -47,61 +44,11 @@ _SAMPLED_PLACES, _SAMPLE_BYTES, _DRY_RUN_SAMPLE_BYTES = 8, 2**16, 2**20
 _POLL_SECONDS = 0.5
 _PENDING_PER_WORKER = 4  # parts that have been submitted: each wait() goes through all of them
 _INDEX_BYTES_PER_DOCUMENT = 20
-_JSON_SUFFIXES = (".json", ".json.gz", ".json.zst")
 
 
 def tokenized_prefix(output_prefix: str | Path, json_key: str = "text") -> Path:
     """The prefix of the token files by Megatron's rule: PREFIX_text_document."""
     return Path(f"{output_prefix}_{json_key}_document")
-
-
-def find_inputs(names: Sequence[str | Path]) -> list[Path]:
-    """The files that names stand for: files, folders (their JSONL files by name, but for *.val.jsonl, which
-    is for validation) and globs.
-
-    JSONL files are often called .json; such ones are taken where they are named, but not from a folder, where
-    other JSON may lie.
-
-    Raises:
-        ValueError: a name stands for nothing, a file is no JSONL file, or comes twice.
-    """
-    found: list[Path] = []
-    for name in names:
-        path = Path(name)
-        if path.is_dir():
-            matches = jsonl_files_in(path)
-        elif path.is_file():
-            matches = [path]
-        else:  # not Path.glob, which takes no absolute pattern
-            matches = sorted(Path(one) for one in glob.glob(str(name)) if Path(one).is_file())  # noqa: PTH207
-        if not matches:
-            raise ValueError(
-                problem(
-                    "input", name, "there are no JSONL files", "give files, folders or patterns in quotes"
-                )
-            )
-        found += matches
-    for path in found:
-        if not path.name.endswith(JSONL_SUFFIXES + _JSON_SUFFIXES):
-            fix = (
-                "call it .jsonl if each of its lines is a JSON object, else convert it (moe-exp data prepare)"
-            )
-            raise ValueError(
-                problem("input", path, f"its name does not end in {', '.join(JSONL_SUFFIXES)}", fix)
-            )
-    seen: set[Path] = set()
-    for path in found:
-        if path.resolve() in seen:
-            raise ValueError(
-                problem("input", path, "is given twice, its documents would be too", "name it once")
-            )
-        seen.add(path.resolve())
-    if len(found) > 1 and any(map(is_validation_file, found)):
-        logger.warning(
-            "%s is for validation, by its name, and is tokenized with the others",
-            next(filter(is_validation_file, found)),
-        )
-    return found
 
 
 def tokenize_files(
@@ -114,8 +61,7 @@ def tokenize_files(
     start_over: bool = False,
     part_bytes: int | None = None,
 ) -> dict[str, Any]:
-    """Writes `output`.bin, .idx and .manifest.json and returns the manifest. One sequence per document, in
-    the order of the inputs.
+    """Writes `output`.bin, .idx and .manifest.json, a sequence per document in order; returns the manifest.
 
     Args:
         inputs: .jsonl, .jsonl.gz and .jsonl.zst files.
@@ -131,22 +77,10 @@ def tokenize_files(
             disk is too small.
     """
     _check_how(workers, backend)
-    key = {
-        "tokenizer": settings.tokenizer.facts(),
-        "json_key": settings.json_key,
-        "append_eod": settings.append_eod,
-    }
     part_bytes = part_bytes or default_part_bytes(inputs)
-    key |= {"skip_bad": settings.skip_bad, "part_bytes": part_bytes}
-    with run_stage(
-        "tokenize",
-        output,
-        settings=key,
-        inputs=inputs,
-        is_folder=False,
-        start_over=start_over,
-        suffixes=(".bin", ".idx"),
-    ) as stage:
+    key, suffixes = settings.facts() | {"part_bytes": part_bytes}, (".bin", ".idx")
+    what: dict[str, Any] = {"settings": key, "inputs": inputs, "is_folder": False, "suffixes": suffixes}
+    with run_stage("tokenize", output, **what, start_over=start_over) as stage:
         if stage.was_done:
             return stage.manifest or {}
         for leftover in stage.folder.glob("*.tmp"):
@@ -157,40 +91,41 @@ def tokenize_files(
         with _Workers(settings, min(_usable(workers), max(1, len(parts)))) as pool:
             chosen = _pinned_backend(stage, pool, backend, inputs, settings)
             _make_parts(pool, chosen, parts, joined, stage.folder)
-        if not joined.counts.tally.num_documents:
-            raise ValueError(
-                problem("input", inputs[0], "the inputs have no documents", "give files with text")
-            )
-        joined.write_index(parts)
-        facts = {
-            "num_tokens": joined.counts.num_tokens,
-            "num_eods": joined.counts.num_eods,
-            "dtype": settings.dtype.name,
-        }
-        facts |= {
-            "backend": chosen,
-            "num_checked": joined.counts.num_checked,
-            "num_rerouted": joined.counts.num_rerouted,
-        }
-        facts |= joined.counts.tally.to_json()
-        return stage.finish_files([joined.bin_path, joined.idx_path], **facts)
+        return publish(stage, joined, parts, backend=chosen)
+
+
+def publish(stage: Stage, joined: JoinedParts, parts: Sequence[Part], *, backend: str) -> dict[str, Any]:
+    """Writes the index of all parts, which are joined, and finishes the stage; returns the manifest.
+
+    Raises:
+        ValueError: there is no document, or counts do not agree.
+    """
+    counts = joined.counts
+    if not counts.tally.num_documents:
+        rule = "the inputs have no documents"
+        raise setting_error("input", stage.inputs[0], rule, "give files with text")
+    joined.write_index(parts)
+    facts = {
+        "num_tokens": counts.num_tokens,
+        "num_eods": counts.num_eods,
+        "dtype": joined.settings.dtype.name,
+    }
+    facts |= {"backend": backend, "num_checked": counts.num_checked, "num_rerouted": counts.num_rerouted}
+    return stage.finish_files([joined.bin_path, joined.idx_path], **facts, **counts.tally.to_json())
 
 
 def _check_how(workers: int, backend: str) -> None:
     if workers < 1:
-        raise ValueError(problem("workers", workers, "must be at least 1", "give 1 or more"))
+        raise setting_error("workers", workers, "must be at least 1", "give 1 or more")
     if backend not in BACKENDS:
-        raise ValueError(
-            problem("backend", backend, f"must be one of {', '.join(BACKENDS)}", "choose one of them")
-        )
+        raise setting_error("backend", backend, f"must be one of {', '.join(BACKENDS)}", "choose one of them")
 
 
 def _usable(workers: int) -> int:
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers > available:
-        logger.info(
-            "%d workers asked for, %d are started: as many as this process has cores", workers, available
-        )
+        what = "%d workers asked for, %d are started: as many as this process has cores"
+        logger.info(what, workers, available)
     return min(workers, available)
 
 
@@ -200,10 +135,10 @@ def _pinned_backend(
     """The backend of the call that began; chosen, and the disk checked, where this is the first."""
     path = stage.folder / "backend.json"
     if path.exists():
-        begun: str = json.loads(path.read_text())["backend"]
+        begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
         if requested not in ("auto", begun):
             rule = f"{stage.output} was begun with {begun}"
-            raise ValueError(problem("backend", requested, rule, f"give --backend {begun}, or --start-over"))
+            raise setting_error("backend", requested, rule, f"give --backend {begun}, or --start-over")
         logger.info("backend: %s, as %s was begun with it", begun, stage.output)
         return begun
     sample = sample_texts(inputs, settings.json_key, _SAMPLE_BYTES)
@@ -298,10 +233,7 @@ def _told_of_death() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
-        fix = (
-            "give fewer --workers if the memory was not enough, and call it again: it goes on where it"
-            " stopped"
-        )
+        fix = "give fewer --workers if the memory was not enough, and call it again: it goes on"
         raise ValueError(f"tokenize: a worker process died. Fix: {fix}.") from error
 
 
@@ -385,16 +317,13 @@ def dry_run(
     with one_thread():
         probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
     workers = _usable(workers)
-    estimate = _Estimate(inputs, sample, probe, settings, workers)
+    estimate, made_by = _Estimate(inputs, sample, probe, settings, workers), settings.tokenizer
     rows = {
-        "inputs": f"{len(inputs)} files, {estimate.input_bytes / 1e6:,.1f} MB",
-        "tokenizer": (
-            f"{settings.tokenizer.name}, {settings.tokenizer.vocab_size:,} tokens, EOD"
-            f" {settings.tokenizer.eod_token}"
-        ),
+        "inputs": f"{len(inputs)} files, {bytes_text(estimate.input_bytes)}",
+        "tokenizer": f"{made_by.name}, {made_by.vocab_size:,} tokens, EOD {made_by.eod_token}",
         "backend": f"{probe.backend}: {probe.reason}",
         "tokens": f"about {estimate.num_tokens:,} at most ({probe.tokens_per_byte:.3f} per byte of text)",
-        "disk": f"about {estimate.disk_bytes / 1e6:,.1f} MB",
+        "disk": f"about {bytes_text(estimate.disk_bytes)}",
         "time": f"about {estimate.seconds_of_one / workers:,.0f} s with {workers} workers at most",
         "output": f"{output}.bin, {output}.idx",
     }
@@ -403,9 +332,7 @@ def dry_run(
 
 
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[str]:
-    """Documents from a few places of the inputs; what is no document is left for the run to complain
-    about.
-    """
+    """Documents from a few places of the inputs, without what is no document."""
     halves = [
         Part(0, path, start, path.stat().st_size)
         for path in _evenly(inputs, _SAMPLED_PLACES)
@@ -429,28 +356,20 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[
 
 
 def _evenly(inputs: Sequence[Path], number: int) -> list[Path]:
-    return (
-        [inputs[index * len(inputs) // number] for index in range(number)]
-        if len(inputs) > number
-        else list(inputs)
-    )
+    if len(inputs) <= number:
+        return list(inputs)
+    return [inputs[index * len(inputs) // number] for index in range(number)]
 
 
 def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:
     """The table at the end of a run."""
     tally = Tally.from_json(manifest)
     rows: dict[str, object] = {"documents": tally.num_documents, "tokens": manifest["num_tokens"]}
-    rows |= {
-        "end-of-document tokens": manifest["num_eods"],
-        "tokens per byte": f"{manifest['num_tokens'] / tally.num_text_bytes:.3f}",
-    }
-    rows |= {
-        "tokens/s": f"{manifest['num_tokens'] / max(seconds, 1e-3):,.0f}",
-        "backend": manifest["backend"],
-    }
+    num_tokens = manifest["num_tokens"]
+    rows["end-of-document tokens"] = manifest["num_eods"]
+    rows["tokens per byte"] = f"{num_tokens / tally.num_text_bytes:.3f}"
+    rows |= {"tokens/s": f"{num_tokens / max(seconds, 1e-3):,.0f}", "backend": manifest["backend"]}
     if manifest["backend"] == "gigatoken":
-        rows |= {
-            "documents compared": manifest["num_checked"],
-            "documents left to the slower package": manifest["num_rerouted"],
-        }
+        rows["documents compared"] = manifest["num_checked"]
+        rows["documents left to the slower package"] = manifest["num_rerouted"]
     return rows | {f"skipped: {reason}": number for reason, number in sorted(tally.skipped.items())}

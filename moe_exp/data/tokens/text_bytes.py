@@ -1,5 +1,4 @@
-"""How many bytes of UTF-8 text tokens stand for: what makes losses of different tokenizers comparable, as
-bits per byte.
+"""How many bytes of UTF-8 text tokens stand for, so that losses of different tokenizers compare.
 
 By a table with two numbers per token, so that text that a window cuts in the middle of a character is counted
 exactly, and nothing has to be decoded. The numbers add up to the length of the text that the tokenizer
@@ -58,9 +57,7 @@ class TokenBytes:
         return int((np.where(is_first, self.first_V[ids], self.inside_V[ids]) * known).sum())
 
     def count_samples(self, tokens: npt.NDArray[np.integer[Any]]) -> int:
-        """Bytes of the labels of training samples, [B, S1]: of all tokens but the first; a document begins
-        after an end of one.
-        """
+        """Bytes of the labels of samples [B, S1]: of all but the first token, with documents by EOD."""
         before, labels = tokens[:, :-1], tokens[:, 1:]
         return self.count(
             labels, before == self.eod_id if self.eod_id is not None else np.zeros(labels.shape, dtype=bool)
@@ -132,9 +129,7 @@ def _of_byte_level(
 
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:
-    """What a text grows by when a token follows a word, and the token alone: decoders treat the beginning of
-    a text differently.
-    """
+    """What a text grows by when a token follows a word, and the token alone, as decoders differ there."""
     from tokenizers import Tokenizer
 
     backend, ids = Tokenizer.from_str(tokenizer.content.decode()), range(tokenizer.vocab_size)

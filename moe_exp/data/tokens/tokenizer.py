@@ -1,5 +1,4 @@
-"""Tokenizers as the corpus tools use them: which files make one, how large its vocabulary is, and which token
-ends a document.
+"""Tokenizers as the corpus tools use them: their files, vocabulary size and end-of-document token.
 
 What is loaded here encodes the text and nothing else: truncation, padding, dropout and post-processors (which
 add BOS) are taken out, as Megatron encodes with `add_special_tokens=False`. Special tokens that occur in a
@@ -25,25 +24,24 @@ from moe_exp.config import problem
 logger = logging.getLogger(__name__)
 
 TOKENIZER_TYPES = (
-    "HuggingFaceTokenizer",
-    "GPT2BPETokenizer",
-    "SentencePieceTokenizer",
-    "Llama2Tokenizer",
+    "HuggingFaceTokenizer", "GPT2BPETokenizer", "SentencePieceTokenizer", "Llama2Tokenizer",
     "ByteLevelTokenizer",
-)
+)  # fmt: skip
 
 # Names of end-of-document tokens that are taken where the files of a tokenizer do not say which token it is.
 USUAL_EOD_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<EOD>", "<eod>")
 _HUB_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
     "config.json",
-]
+]  # fmt: skip
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NUM_BYTES = 256
 _NO_TOKENIZER = (OSError, ValueError, KeyError, TypeError, AttributeError)
+
+
+def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
+    """The error for a setting, as `config.problem` words it."""
+    return ValueError(problem(name, value, rule, fix))
 
 
 @dataclass(frozen=True)
@@ -69,9 +67,7 @@ class TextTokenizer:
     allow_special: bool = False
 
     def special_tokens(self) -> dict[int, str]:
-        """Id to token of what no text may give: nothing with `allow_special`. Unknown words, which texts do
-        have, are not among it.
-        """
+        """Id to token of what no text may give, without unknown words; none with `allow_special`."""
         if self.allow_special:
             return {}
         tokens = {}
@@ -88,13 +84,9 @@ class TextTokenizer:
 
     def facts(self) -> dict[str, Any]:
         """For a manifest: everything that the tokens depend on."""
-        return {
-            "kind": self.kind,
-            "hash": xxhash.xxh3_128_hexdigest(self.content),
-            "vocab_size": self.vocab_size,
-            "eod_id": self.eod_id,
-            "eod_token": self.eod_token,
-            "allow_special": self.allow_special,
+        names = ("kind", "vocab_size", "eod_id", "eod_token", "allow_special")
+        return {"hash": xxhash.xxh3_128_hexdigest(self.content)} | {
+            name: getattr(self, name) for name in names
         }
 
 
@@ -129,16 +121,14 @@ def load_tokenizer(
     """
     if tokenizer_type not in TOKENIZER_TYPES:
         rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
-        raise ValueError(problem("tokenizer_type", tokenizer_type, rule, "choose one of them"))
+        raise setting_error("tokenizer_type", tokenizer_type, rule, "choose one of them")
     if tokenizer_type == "ByteLevelTokenizer":
         return _byte_level(eod_token, allow_special)
     if tokenizer_type == "GPT2BPETokenizer":
         content = _gpt2_json(_existing("vocab_file", vocab_file), _existing("merge_file", merge_file))
         return _from_json(content, str(vocab_file), None, eod_token, allow_special)
     if model is None:
-        raise ValueError(
-            problem("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model")
-        )
+        raise setting_error("tokenizer_model", "", f"{tokenizer_type} needs it", "give --tokenizer-model")
     if tokenizer_type == "HuggingFaceTokenizer":
         path = _tokenizer_json(str(model))
         return _from_json(_read_tokenizer_json(path), str(model), path.parent, eod_token, allow_special)
@@ -146,8 +136,7 @@ def load_tokenizer(
 
 
 def load_named_tokenizer(name: str, *, allow_special: bool = False) -> TextTokenizer:
-    """Loads what TOKENIZER and --tokenizer name: a tokenizer.json or a folder with it, a SentencePiece .model
-    file, or `bytes`.
+    """Loads what TOKENIZER names: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`.
 
     Raises:
         ValueError: it is no tokenizer.
@@ -173,8 +162,7 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """16 hex digits that tell tokenizers apart by what makes ids of a text, not by paths, or by settings of
-    padding and truncation.
+    """16 hex digits that tell tokenizers apart by what makes ids of a text, not by paths or padding.
 
     Raises:
         ValueError: as `tokenizer_vocab_size`.
@@ -182,10 +170,8 @@ def tokenizer_fingerprint(path: str | Path) -> str:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     try:
         content = orjson.loads(file.read_bytes())
-        parts = [
-            content.get(name)
-            for name in ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
-        ]
+        names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
+        parts = [content.get(name) for name in names]
     except _NO_TOKENIZER as error:
         raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
     return xxhash.xxh3_64_hexdigest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
@@ -207,9 +193,8 @@ def _vocab_size(content: dict[str, Any]) -> int:
 
 def _existing(field: str, path: str | Path | None) -> Path:
     if path is None or not Path(path).is_file():
-        raise ValueError(
-            problem(field, path or "", "is no file", f"give --{field.replace('_', '-')}, a file that exists")
-        )
+        rule = "is no file"
+        raise setting_error(field, path or "", rule, f"give --{field.replace('_', '-')}, a file that exists")
     return Path(path)
 
 
@@ -220,18 +205,12 @@ def _tokenizer_json(model: str) -> Path:
         return path
     if not path.is_dir():
         if not _HUB_NAME.fullmatch(model):
-            raise ValueError(
-                problem(
-                    "tokenizer_model", model, "is no file and no folder", "give one, or a name on the hub"
-                )
-            )
+            rule = "is no file and no folder"
+            raise setting_error("tokenizer_model", model, rule, "give one, or a name on the hub")
         path = _download(model)
     if not (path / "tokenizer.json").is_file():
-        fix = (
-            "give a folder with one (save_pretrained writes it), or use GPT2BPETokenizer or"
-            " SentencePieceTokenizer"
-        )
-        raise ValueError(problem("tokenizer_model", model, "has no tokenizer.json", fix))
+        fix = "give a folder with one (save_pretrained writes it), or use another --tokenizer-type"
+        raise setting_error("tokenizer_model", model, "has no tokenizer.json", fix)
     return path / "tokenizer.json"
 
 
@@ -243,9 +222,8 @@ def _download(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         rule = f"is no local path, and the hub does not give it ({' '.join(str(error).split())[:200]})"
-        raise ValueError(
-            problem("tokenizer_model", name, rule, "check the name, HF_TOKEN and HF_ENDPOINT")
-        ) from error
+        fix = "check the name, HF_TOKEN and HF_ENDPOINT"
+        raise setting_error("tokenizer_model", name, rule, fix) from error
 
 
 def _read_tokenizer_json(path: Path) -> dict[str, Any]:
@@ -264,9 +242,8 @@ def _gpt2_json(vocab_file: Path, merge_file: Path) -> dict[str, Any]:
         tokenizer = Tokenizer(models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # tokenizers raises plain Exception
         rule = f"with {merge_file} is not a GPT-2 vocabulary ({error})"
-        raise ValueError(
-            problem("vocab_file", vocab_file, rule, "give GPT-2's vocab.json and merges.txt")
-        ) from error
+        fix = "give GPT-2's vocab.json and merges.txt"
+        raise setting_error("vocab_file", vocab_file, rule, fix) from error
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     content: dict[str, Any] = orjson.loads(tokenizer.to_str())
@@ -278,31 +255,21 @@ def _from_json(
 ) -> TextTokenizer:
     for setting in ("truncation", "padding"):
         if content.get(setting) is not None:
-            logger.warning(
-                "tokenizer %s: %s is set in its tokenizer.json, switched off here: documents are tokenized"
-                " whole",
-                name,
-                setting,
-            )
+            what = "tokenizer %s: %s is set in its tokenizer.json, switched off here: documents stay whole"
+            logger.warning(what, name, setting)
             content[setting] = None
     if content["model"].get("dropout"):
-        logger.warning(
-            "tokenizer %s: BPE dropout %s is set, switched off here", name, content["model"]["dropout"]
-        )
+        what = "tokenizer %s: BPE dropout %s is set, switched off here"
+        logger.warning(what, name, content["model"]["dropout"])
         content["model"]["dropout"] = None
     content["post_processor"] = None
     eod_id = None
     if eod_token is None:
-        eod_token = next(
-            (token for token in _eod_candidates(content, folder) if _token_id(content, token) is not None),
-            None,
-        )
+        candidates = _eod_candidates(content, folder)
+        eod_token = next((token for token in candidates if _token_id(content, token) is not None), None)
     elif _token_id(content, eod_token) is None:
-        raise ValueError(
-            problem(
-                "eod_token", eod_token, f"the tokenizer {name} has no such token", "give one of its tokens"
-            )
-        )
+        rule = f"the tokenizer {name} has no such token"
+        raise setting_error("eod_token", eod_token, rule, "give one of its tokens")
     if eod_token is not None:
         eod_id = _token_id(content, eod_token)
         # Some files have it as an added token that is not special, and then a text could contain it.
@@ -314,9 +281,7 @@ def _from_json(
 
 
 def _eod_candidates(content: dict[str, Any], folder: Path | None) -> Iterator[str]:
-    """What may be the end-of-document token, the surest first: what the files beside tokenizer.json say, then
-    the usual names.
-    """
+    """Possible end-of-document tokens, the surest first: by the tokenizer's files, then the usual names."""
     files = {name: _optional_json(folder / name) if folder else {} for name in _HUB_FILES[1:]}
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         token = files[name].get("eos_token")
@@ -335,9 +300,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except ValueError as error:
-        raise ValueError(
-            problem("tokenizer_model", path, f"is not valid JSON ({error})", "fetch it again")
-        ) from error
+        rule = f"is not valid JSON ({error})"
+        raise setting_error("tokenizer_model", path, rule, "fetch it again") from error
     return content if isinstance(content, dict) else {}
 
 
@@ -356,30 +320,22 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
 
     if allow_special:
         rule = "SentencePiece reads no control symbols in a text"
-        raise ValueError(
-            problem("allow_special", allow_special, rule, "leave it out, or use a tokenizer.json")
-        )
+        raise setting_error("allow_special", allow_special, rule, "leave it out, or use a tokenizer.json")
     content = path.read_bytes()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
     except RuntimeError as error:
-        raise ValueError(
-            problem("tokenizer_model", path, "is not a SentencePiece model", "give a .model file")
-        ) from error
+        rule = "is not a SentencePiece model"
+        raise setting_error("tokenizer_model", path, rule, "give a .model file") from error
     candidates = [processor.id_to_piece(processor.eos_id())] if processor.eos_id() >= 0 else []
     names = [eod_token] if eod_token is not None else [*candidates, *USUAL_EOD_TOKENS]
     ids = [processor.piece_to_id(name) for name in names]
     # The id of a piece that is not there is that of the unknown piece.
-    found = next(
-        ((name, index) for name, index in zip(names, ids, strict=True) if index != processor.unk_id()),
-        (None, None),
-    )
+    known = [(name, index) for name, index in zip(names, ids, strict=True) if index != processor.unk_id()]
+    found = known[0] if known else (None, None)
     if eod_token is not None and found[1] is None:
-        raise ValueError(
-            problem(
-                "eod_token", eod_token, f"the tokenizer {path} has no such piece", "give one of its pieces"
-            )
-        )
+        rule = f"the tokenizer {path} has no such piece"
+        raise setting_error("eod_token", eod_token, rule, "give one of its pieces")
     return TextTokenizer("sentencepiece", str(path), content, processor.get_piece_size(), found[1], found[0])
 
 
@@ -387,5 +343,5 @@ def _byte_level(eod_token: str | None, allow_special: bool) -> TextTokenizer:
     if eod_token is not None or allow_special:
         rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends a document"
         field, value = ("eod_token", eod_token) if eod_token is not None else ("allow_special", allow_special)
-        raise ValueError(problem(field, value, rule, "leave it out"))
+        raise setting_error(field, value, rule, "leave it out")
     return TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")

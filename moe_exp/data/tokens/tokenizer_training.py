@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from moe_exp.config import problem
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.stage import run_stage
+from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -26,8 +26,7 @@ _PIECE_CHARACTERS = 2**16
 def train_bpe(
     texts: Iterable[str], vocab_size: int, *, special_tokens: Sequence[str] = (EOD_TOKEN,)
 ) -> Tokenizer:
-    """Trains a byte-level BPE tokenizer; the special tokens have the first ids. The same texts give the same
-    tokenizer.
+    """Trains a byte-level BPE tokenizer, deterministically; the special tokens have the first ids.
 
     Args:
         texts: the training documents.
@@ -39,14 +38,8 @@ def train_bpe(
     """
     smallest = len(pre_tokenizers.ByteLevel.alphabet()) + len(special_tokens)
     if vocab_size < smallest:
-        raise ValueError(
-            problem(
-                "vocab_size",
-                vocab_size,
-                f"a byte-level BPE has at least {smallest} tokens",
-                f"set {smallest} or more",
-            )
-        )
+        rule = f"a byte-level BPE has at least {smallest} tokens"
+        raise setting_error("vocab_size", vocab_size, rule, f"set {smallest} or more")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -73,8 +66,7 @@ def train_tokenizer(
     skip_bad: bool = False,
     start_over: bool = False,
 ) -> dict[str, Any]:
-    """Trains a byte-level BPE on JSONL files and writes a folder that AutoTokenizer loads; returns its
-    manifest.
+    """Trains a byte-level BPE on JSONL files, writes a folder for AutoTokenizer, and returns its manifest.
 
     Documents are streamed; what grows with the text is the table of its different words. Of every file the
     same share is read, from its start, so that the texts are `max_bytes` at most.
@@ -97,23 +89,12 @@ def train_tokenizer(
     """
     special_tokens = [token for token in (eos_token, bos_token, pad_token) if token]
     if len(set(special_tokens)) < len(special_tokens):
-        raise ValueError(
-            problem(
-                "pad_token", pad_token, "EOS, BOS and padding must be different tokens", "give another name"
-            )
-        )
-    settings = {
-        "vocab_size": vocab_size,
-        "json_key": json_key,
-        "special_tokens": special_tokens,
-        "max_bytes": max_bytes,
-    }
+        rule = "EOS, BOS and padding must be different tokens"
+        raise setting_error("pad_token", pad_token, rule, "give another name")
+    settings = {"vocab_size": vocab_size, "json_key": json_key, "special_tokens": special_tokens}
+    settings |= {"max_bytes": max_bytes, "skip_bad": skip_bad}
     with run_stage(
-        "train-tokenizer",
-        output,
-        settings=settings | {"skip_bad": skip_bad},
-        inputs=inputs,
-        start_over=start_over,
+        "train-tokenizer", output, settings=settings, inputs=inputs, start_over=start_over
     ) as stage:
         if stage.was_done and stage.manifest is not None:
             return stage.manifest
@@ -124,16 +105,11 @@ def train_tokenizer(
             )
             tokenizer = train_bpe(texts, vocab_size, special_tokens=special_tokens)
         if not tally.num_documents:
-            raise ValueError(
-                problem("input", inputs[0], "the inputs have no documents", "give files with text")
-            )
+            raise setting_error("input", inputs[0], "the inputs have no documents", "give files with text")
         tokenizer.save(str(stage.folder / "tokenizer.json"))
         names = {"eos_token": eos_token, "bos_token": bos_token, "pad_token": pad_token}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            "model_max_length": 10**30,
-        }
+        config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30}
+        config["clean_up_tokenization_spaces"] = False
         config |= {name: token for name, token in names.items() if token}
         (stage.folder / "tokenizer_config.json").write_text(
             json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"

@@ -23,16 +23,9 @@ import numpy.typing as npt
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 
 __all__ = [
-    "EOD_ID",
-    "BinIdxWriter",
-    "bin_idx_problem",
-    "bin_idx_tokens",
-    "parse_blend",
-    "read_index",
-    "token_dtype",
-    "tokenizer_vocab_size",
-    "write_index",
-]
+    "EOD_ID", "BinIdxWriter", "bin_idx_problem", "bin_idx_tokens", "parse_blend", "read_index", "token_dtype",
+    "tokenizer_vocab_size", "write_index",
+]  # fmt: skip
 
 EOD_ID = 0
 
@@ -85,10 +78,8 @@ class BinIdxWriter:
         document = np.append(np.asarray(ids, dtype=np.int64), self.eod_id)
         if document.min() < 0 or document.max() >= self.vocab_size:
             worst = document.max() if document.max() >= self.vocab_size else document.min()
-            raise ValueError(
-                f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: give the size of the"
-                " tokenizer's vocabulary."
-            )
+            fix = "give the size of the tokenizer's vocabulary"
+            raise ValueError(f"token id {worst}: must be in 0..{self.vocab_size - 1}. Fix: {fix}.")
         self._bin.write(document.astype(self.dtype).tobytes())
         self._sizes.append(len(document))
         self.num_tokens += len(document)
@@ -161,9 +152,7 @@ def write_index(
 
 
 def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-    """Type of the tokens, sizes in tokens of the sequences, document indices of `prefix`.idx, which must be a
-    sound index.
-    """
+    """Token dtype, sequence sizes in tokens and document indices of `prefix`.idx, a sound index."""
     path = Path(f"{prefix}.idx")
     _, _, code, num_sequences, num_indices = _read_header(path)
     sizes = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,))
@@ -196,11 +185,9 @@ def _header_problem(path: Path) -> str | None:
         return f"{path} has no documents"
     expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_indices
     # A multimodal index goes on with one byte per sequence, so more is fine.
-    return (
-        f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
-        if actual_bytes < expected_bytes
-        else None
-    )
+    if actual_bytes >= expected_bytes:
+        return None
+    return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
 
 
 def _size_problem(prefix: str) -> str | None:
@@ -208,10 +195,8 @@ def _size_problem(prefix: str) -> str | None:
     offset = _HEADER.size + 12 * num_sequences
     indices = np.memmap(f"{prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(num_indices,))
     if indices[0] != 0 or indices[-1] != num_sequences:
-        return (
-            f"{prefix}.idx is damaged: its documents cover sequences {indices[0]} to {indices[-1]} of"
-            f" {num_sequences}"
-        )
+        covered = f"sequences {indices[0]} to {indices[-1]} of {num_sequences}"
+        return f"{prefix}.idx is damaged: its documents cover {covered}"
     expected_bytes = bin_idx_tokens(prefix) * np.dtype(_DTYPES[code]).itemsize
     actual_bytes = Path(f"{prefix}.bin").stat().st_size
     if actual_bytes == expected_bytes:
@@ -222,12 +207,9 @@ def _size_problem(prefix: str) -> str | None:
 
 def bin_idx_tokens(prefix: str | Path) -> int:
     """Number of tokens by the sizes in `prefix`.idx, which must be a sound index."""
-    num_sequences = _read_header(Path(f"{prefix}.idx"))[3]
-    return int(
-        np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=(num_sequences,)).sum(
-            dtype=np.int64
-        )
-    )
+    shape = (_read_header(Path(f"{prefix}.idx"))[3],)
+    sizes = np.memmap(f"{prefix}.idx", dtype="<i4", mode="r", offset=_HEADER.size, shape=shape)
+    return int(sizes.sum(dtype=np.int64))
 
 
 def _read_header(path: Path) -> tuple[bytes, int, int, int, int]:
@@ -257,31 +239,25 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
         return _by_size([_strip_suffix(word) for word in words])
     if not words or len(words) % 2:
         raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
-    return [
-        (_weight(word, text), _prefix(word_after, text))
-        for word, word_after in zip(words[0::2], words[1::2], strict=True)
-    ]
+    pairs = zip(words[0::2], words[1::2], strict=True)
+    return [(_weight(word, text), _prefix(word_after, text)) for word, word_after in pairs]
 
 
 def _weight(word: str, text: str) -> float:
     weight = _number(word)
     if weight is None:
-        raise ValueError(
-            f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: give every prefix a weight, or none."
-        )
+        fix = "give every prefix a weight, or none"
+        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: {fix}.")
     if not 0 < weight < math.inf:
-        raise ValueError(
-            f"'{text}': weight {word} must be greater than 0 and finite. Fix: give another weight or leave"
-            " the prefix out."
-        )
+        fix = "give another weight or leave the prefix out"
+        raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: {fix}.")
     return weight
 
 
 def _prefix(word: str, text: str) -> str:
     if _number(word) is not None:
-        raise ValueError(
-            f"'{text}': {_BLEND_RULE}, and {word} is not a prefix. Fix: put a path after each weight."
-        )
+        fix = "put a path after each weight"
+        raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a prefix. Fix: {fix}.")
     return _strip_suffix(word)
 
 
@@ -301,8 +277,6 @@ def _by_size(prefixes: list[str]) -> list[tuple[float, str]]:
         return [(1.0, prefixes[0])]
     for prefix in prefixes:
         if wrong := bin_idx_problem(prefix):
-            raise ValueError(
-                f"'{' '.join(prefixes)}': {wrong}. Fix: correct the path, or give a weight before each"
-                " prefix."
-            )
+            fix = "correct the path, or give a weight before each prefix"
+            raise ValueError(f"'{' '.join(prefixes)}': {wrong}. Fix: {fix}.")
     return [(float(bin_idx_tokens(prefix)), prefix) for prefix in prefixes]

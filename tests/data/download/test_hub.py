@@ -398,7 +398,7 @@ def test_disk_too_small(server, tmp_path, monkeypatch, capsys):
     download(source(), tmp_path / "raw", dry_run=True)
     assert "too little" in capsys.readouterr().out
     with pytest.raises(
-        ValueError, match=r"has 0\.0 GB free, the download of fineweb-edu needs .* Fix: free some space"
+        ValueError, match=r"has [\d.]+ \w+ free, the download of fineweb-edu needs .* Fix: free some space"
     ):
         download(source(), tmp_path / "raw")
     assert server.downloads() == []
@@ -497,3 +497,45 @@ def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     assert bool([path for _, path in server.requests if "/revision/main" in path]) == (point == "listing")
     assert not any(leftovers), "the disk is checked while parts of a dead process lie there"
     assert sorted(hashed) == (NAMES[1:] if point == "checking" else NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("../out.jsonl", "it leads out of the folder"),
+        ("sample/10BT/../../../out.parquet", "it leads out of the folder"),
+        ("/tmp/out.jsonl", "it leads out of the folder"),
+        ("sample/10BT//out.parquet", "it leads out of the folder"),
+        ("./out.jsonl", "it leads out of the folder"),
+        ("../out.txt", "it leads out of the folder"),
+        ("sample/10BT/a\nb.parquet", "it has control characters"),
+        ("sample/10BT/\x1b[2J.parquet", "it has control characters"),
+        ("sample/10BT/\ud800.parquet", "it has control characters"),
+        ("x" * 300 + ".jsonl", "it is longer than a file name may be"),
+        ("manifest.json/x.jsonl", "manifest.json is what the download itself keeps there"),
+        ("running.json/x.jsonl", "running.json is what the download itself keeps there"),
+        (".cache/huggingface/x.jsonl", ".cache is what the download itself keeps there"),
+        ("extra.jsonl/x.jsonl", "extra.jsonl is a file as well"),
+    ],
+)
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_hostile_names_are_refused_before_any_file_is_asked_for(name, rule, dry_run, server, tmp_path):
+    server.also_listed = [name]
+    with pytest.raises(ValueError) as error:
+        download(source("*.jsonl", "*.parquet"), tmp_path / "data/raw", dry_run=dry_run)
+    assert rule in str(error.value)
+    assert str(error.value).isprintable() and len(str(error.value)) < 600
+    assert not server.downloads()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.suffix != ".lock"]
+
+
+def test_a_listing_on_disk_is_checked_too(server, tmp_path):
+    """A folder that somebody else has begun."""
+    download(source(), tmp_path / "raw")
+    manifest = tmp_path / "raw/manifest.json"
+    content = json.loads(manifest.read_text())
+    content["outputs"][0]["name"] = "../../gone"
+    content["sha256"]["../../gone"] = "0" * 64
+    manifest.write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"^\.\./\.\./gone: .* leads out of the folder"):
+        download(source(), tmp_path / "raw")

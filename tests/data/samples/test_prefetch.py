@@ -22,7 +22,7 @@ from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_starts
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.engine.optim import BatchSchedule
+from moe_exp.engine.optimizer_setup import BatchSchedule
 
 SEQ_LEN = 16
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 
 import numpy as np
@@ -81,6 +82,29 @@ def test_a_checkpoint_of_an_older_version_has_no_content():
     saved = {name: value for name, value in current.facts().items() if name != "content"}
     assert order_changes(config, now, saved, CHECKPOINT) == []
     assert is_same_order(now.facts(), saved) and not is_same_order(now.facts(), saved | {"seed": 7})
+
+
+def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
+    """One token of a file of gigabytes: `content` may not see it, what has made the files has."""
+    write(tmp_path / "a")
+    settings = {"train_data": str(tmp_path / "a"), "data_order": "stream"}
+    manifest = tmp_path / "a.manifest.json"
+    without = order(**settings)
+    orders = []
+    for digest in ("11", "22"):
+        hashes = [{"name": f"a{suffix}", "bytes": 1, "hash": digest} for suffix in (".bin", ".idx")]
+        manifest.write_text(json.dumps({"outputs": hashes, "made_at": digest}))
+        orders.append(order(**settings))
+    (line,) = problems(*orders)
+    before, now = (one.manifest for _, one in orders)
+    assert f"its files hold other tokens than those of {CHECKPOINT} by their manifests" in line
+    assert f"({now} instead of {before})" in line and "moe-exp data verify" in line
+    assert not is_same_order(orders[0][1].facts(), orders[1][1].facts())
+    assert without[1].manifest is None
+    for now in orders:  # where one has none, they are not compared; nor is the time of the file
+        assert problems(without, now) == problems(now, without) == []
+    os.utime(manifest, (1, 1))
+    assert problems(orders[1], order(**settings)) == []
 
 
 def test_every_difference_is_named():

@@ -1,4 +1,4 @@
-"""datatrove's tokenizer, fed by our reader and merged: the bytes of our own."""
+"""Parts made by tasks of datatrove's executors, and joined: the bytes of our own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import tokenize_files
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
-from moe_exp.data.tokens.tokens import read_index, write_index
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # {EOD_TOKEN} 世界\u2028" for i in range(30)]
 
@@ -58,6 +57,13 @@ def test_bytes_are_ours(tasks, how, inputs, tmp_path):
         ]
         == 30
     )
+
+
+def test_a_tokenizer_without_a_tokenizer_json(inputs, tmp_path):
+    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
+    tokenize_files(inputs, tmp_path / "ours", how)
+    tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="local", tasks=2)
+    assert contents(tmp_path / "theirs") == contents(tmp_path / "ours")
 
 
 def test_a_bad_line_stops(how, inputs, tmp_path):
@@ -139,30 +145,30 @@ def test_inputs_without_documents(how, inputs, tmp_path):
         tokenize_by_datatrove(inputs, tmp_path / "theirs", how, executor="local", tasks=2)
 
 
-def without_last_document(prefix):
+def without_last_document(part):
     """A task's files as of one document less, sound in themselves."""
-    lengths = read_index(prefix)[1][:-1].copy()
-    write_index(Path(f"{prefix}.idx"), lengths, np.dtype(np.uint16))
-    os.truncate(f"{prefix}.bin", 2 * int(lengths.sum()))
+    lengths = np.fromfile(f"{part}.lengths", np.int32)[:-1]
+    lengths.tofile(f"{part}.lengths")
+    os.truncate(f"{part}.bin", 2 * int(lengths.sum()))
 
 
-def with_an_end_token_more(prefix):
-    tokens = np.fromfile(f"{prefix}.bin", np.uint16)
+def with_a_shorter_list_of_documents(part):
+    os.truncate(f"{part}.lengths", 4 * 9)
+
+
+def with_an_end_token_more(part):
+    tokens = np.fromfile(f"{part}.bin", np.uint16)
     tokens[1] = 0
-    tokens.tofile(f"{prefix}.bin")
+    tokens.tofile(f"{part}.bin")
 
 
-def with_another_token(prefix):
-    tokens = np.fromfile(f"{prefix}.bin", np.uint16)
+def with_another_token(part):
+    tokens = np.fromfile(f"{part}.bin", np.uint16)
     tokens[1] ^= 1
-    tokens.tofile(f"{prefix}.bin")
+    tokens.tofile(f"{part}.bin")
 
 
-DAMAGE = {
-    without_last_document: "9 documents instead of 10",
-    with_an_end_token_more: "11 end-of-document tokens instead of 10",
-    with_another_token: " as hash of the tokens instead of ",
-}
+DAMAGE = [without_last_document, with_an_end_token_more, with_another_token]
 
 
 def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys):
@@ -185,21 +191,26 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
         jobs.append(cluster.jobs())
     assert jobs[0] == jobs[1], "it waits, and submits nothing twice"
     cluster.run()
-    prefix = tmp_path / "x_text_document.datatrove.partial" / "00001_tokens"
-    bin_content, idx_content = contents(prefix)
-    for damage, message in DAMAGE.items():
-        damage(prefix)
+    part = tmp_path / "x_text_document.partial" / "part.000001"
+    for damage in DAMAGE:
+        damage(part)
         assert main("tokenize", flags) == 1
-        assert message in capsys.readouterr().err
+        assert f"{part}.bin: is not what was written" in capsys.readouterr().err
         assert not (tmp_path / "x_text_document.bin").exists()
-        Path(f"{prefix}.bin").write_bytes(bin_content)
-        Path(f"{prefix}.idx").write_bytes(idx_content)
+        assert main("tokenize", flags) == UNDER_WAY, "the part is made again"
+        assert len(cluster.jobs()) > len(jobs[0])
+        jobs = [cluster.jobs()]
+        cluster.run()
+    with_a_shorter_list_of_documents(tmp_path / "x_text_document.partial" / "part.000002")
+    assert main("tokenize", flags) == 1
+    assert "29 documents instead of 30" in capsys.readouterr().err
+    assert not (tmp_path / "x_text_document.bin").exists()
+    assert main("tokenize", [*flags, "--start-over"]) == UNDER_WAY
+    cluster.run()
     assert main("tokenize", flags) == 0, [path.read_text() for path in cluster.folder.glob("*.out")]
     tokenize_files(inputs, tmp_path / "ours", how)
     assert contents(tmp_path / "x_text_document") == contents(tmp_path / "ours")
-    assert [
-        main("verify", [str(tmp_path / f"x_text_document{suffix}")]) for suffix in ("", ".datatrove")
-    ] == [0, 0]
+    assert main("verify", [str(tmp_path / "x_text_document")]) == 0
 
 
 def test_the_slurm_script(how, inputs, tmp_path, monkeypatch):

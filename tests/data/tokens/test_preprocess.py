@@ -27,14 +27,15 @@ from tokenizers import Tokenizer
 
 from helpers import ROOT
 from moe_exp.commands.data import main
-from moe_exp.data.documents import BadDocument, Tally, read_documents, read_lines
+from moe_exp.data.documents import BadDocument, Tally, find_inputs, read_documents, read_lines
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
-from moe_exp.data.tokens.preprocess import _Workers, dry_run, find_inputs, tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.preprocess import _Workers, dry_run, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
+from moe_exp.host.files import bytes_text
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
@@ -436,9 +437,9 @@ def test_inputs(tmp_path):
     assert find_inputs([f"{tmp_path}/*.jsonl"]) == [valid, b]
     assert find_inputs([b, a]) == [b, a]
     for inputs, message in (
-        ([other], "its name does not end in"),
-        ([tmp_path / "d*"], "there are no JSONL files"),
-        ([a, tmp_path], "is given twice"),
+        ([other], "does not end with .jsonl"),
+        ([tmp_path / "d*"], "there is no such file"),
+        ([a, tmp_path], "is given 2 times"),
     ):
         with pytest.raises(ValueError, match=message):
             find_inputs(inputs)
@@ -803,6 +804,6 @@ def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
         Path(f"{shard}{suffix}").stat().st_size for shard in shards for suffix in (".bin", ".idx")
     )
     assert (rows["documents"], rows["tokens"]) == ("2", "6")
-    assert rows["disk"].startswith(f"{num_bytes / 1e6:,.1f} MB, of ")
+    assert rows["disk"].startswith(f"{bytes_text(num_bytes)}, of ")
     assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "both")]) == 0
     assert list(np.fromfile(tmp_path / "both.bin", np.uint16)) == [*b"a b", 256, *b"c", 256]
