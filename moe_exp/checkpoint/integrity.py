@@ -1,12 +1,11 @@
-"""Is a checkpoint what was written? And which one does training go on from? Nothing of a file is run to find
-out.
-"""
+"""Is a checkpoint what was written, and which one does training resume from? Runs nothing of a file."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +28,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint that training goes on from.
+    """The checkpoint that training goes on from."""
 
-    Args:
-        folder: of its iteration.
-        damages: a line for each newer one that cannot be used.
-    """
-
-    folder: Path
-    damages: tuple[str, ...] = ()
+    folder: Path  # of its iteration
+    damages: tuple[str, ...] = ()  # a line for each newer one that cannot be used
 
 
 def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> Source | None:
-    """The newest whole checkpoint of a folder, or None where it has none at all. Called by every rank; writes
-    nothing.
-
-    Args:
-        path: a checkpoints folder, a run folder, or the folder of one iteration.
-        checksums: read all files, which the ranks divide; False: look at their sizes.
-        newest: only those whose iteration is not above it.
-
-    Raises:
-        ValueError: on every rank, where there are checkpoints and none of them is whole, or the newest is of
-            a newer format.
+    """The newest whole checkpoint of a checkpoints folder, run folder or iteration's folder, up to the
+    iteration `newest`, or None if there is none at all. Called by every rank; writes nothing. With
+    `checksums` the ranks read all files, otherwise their sizes. Raises a ValueError on every rank, if no
+    checkpoint is whole, or the newest is of a newer format.
     """
-    candidates = from_first_rank(
-        lambda: [folder for folder in usable(path) if newest is None or iteration_of(folder) <= newest]
-    )
     lines: list[str] = []
-    for folder in candidates:
+    for folder in from_first_rank(lambda: usable(path)):
+        if newest is not None and iteration_of(folder) > newest:
+            continue
         damage = _damage(folder, checksums=checksums)
         if not damage:
             return Source(folder, tuple(lines))
@@ -89,14 +75,9 @@ def _damage(folder: Path, *, checksums: bool) -> str:
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """What is wrong with a checkpoint as far as its small files say, in a line; and its files as the manifest
-    has them.
-
-    Without a manifest, as Megatron-LM's are, there are no files to compare, and those that `.metadata` names
-    have to be long enough.
-
-    Raises:
-        NewerFormatError: where a newer version of this package wrote it.
+    """What is wrong with a checkpoint as far as its small files say, in a line, and its files as the manifest
+    has them: without one, as Megatron-LM's, none, and those that `.metadata` names have to be long enough.
+    Raises a NewerFormatError if a newer version of this package wrote it.
     """
     try:
         manifest = Manifest.read(existing(folder))
@@ -117,10 +98,8 @@ def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
 
 def _short_file(reader: CheckpointReader) -> str:
     ends: dict[str, int] = {}
-    for chunk in [
-        *(chunk for tensor in reader.tensors.values() for chunk in tensor.chunks),
-        *reader.objects.values(),
-    ]:
+    chunks = chain.from_iterable(tensor.chunks for tensor in reader.tensors.values())
+    for chunk in chain(chunks, reader.objects.values()):
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.num_bytes)
     for name, end in sorted(ends.items()):
         path = reader.folder / name

@@ -1,6 +1,4 @@
-"""Loading: of this package's checkpoints, and of the weights in those of Megatron-LM. Called by every
-rank.
-"""
+"""Loads this package's checkpoints, and the weights in Megatron-LM's. Called by every rank."""
 
 from pathlib import Path
 from typing import Any
@@ -67,9 +65,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         # from the seed.
         state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
-        loaded = load_sharded(state, folder)
-        for index, chunk in enumerate(trained.model):
-            _load_chunk(chunk, loaded[f"model{index}"])
+        loaded = _load_model(state, folder, trained)
         request.finish(common["optimizer"], trained.model)
     if config.fingerprints:
         compare_restored(runtime, folder, trained, request.converted)
@@ -89,14 +85,8 @@ def _progress(config: Config, common: dict[str, Any]) -> Progress:
 
 
 def compare_model(config: Config, folder: Path) -> None:
-    """That a checkpoint is of the model that `config` describes, before that is built; `load` looks as well.
-
-    Args:
-        config: of this run.
-        folder: of one iteration. Of one that Megatron-LM wrote nothing is known but its tensors.
-
-    Raises:
-        ConfigError: when it is of another model or optimizer.
+    """Raises a ConfigError if an iteration's folder is of another model or optimizer than `config`, before
+    that is built; of one that Megatron-LM wrote nothing is known but its tensors.
     """
     common = read_common(folder)
     if "progress" in common:
@@ -109,31 +99,32 @@ def _refuse_other_model(config: Config, folder: Path, common: dict[str, Any]) ->
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
-    """Loads the weights of one iteration's folder, of this package or of Megatron-LM, and nothing else.
-    Called by every rank.
-
-    Raises:
-        ValueError: when its parameters are not those of the model.
+    """Loads the weights of an iteration's folder, of this package or Megatron-LM, and nothing else. Called by
+    every rank. Raises a ValueError if its parameters are not those of the model.
     """
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     check_tensors(state, keys, folder)
     with parameters_in_sync(trained.model):
-        loaded = load_sharded(state, folder)
-        for index, chunk in enumerate(trained.model):
-            _load_chunk(chunk, loaded[f"model{index}"])
+        _load_model(state, folder, trained)
         # The optimizer has copies of its own of the weights that were there before.
         trained.optimizer.reload_model_params()
 
 
+def _load_model(state: dict[str, Any], folder: Path, trained: Trained) -> dict[str, Any]:
+    loaded = load_sharded(state, folder)
+    for index, chunk in enumerate(trained.model):
+        _load_chunk(chunk, loaded[f"model{index}"])
+    return loaded
+
+
 def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Loads the parameters of one model chunk; strict, but for what Transformer Engine keeps in
-    `_extra_state`.
-    """
-    optional = ("_extra_state", BATCH_STATISTICS)
-    differing = sorted(
-        name for name in set(unwrapped(chunk).state_dict()) ^ set(state) if not name.endswith(optional)
+    """Loads a model chunk's parameters; strict, but for Transformer Engine's `_extra_state`."""
+    optional, on_one_side = (
+        ("_extra_state", BATCH_STATISTICS),
+        set(unwrapped(chunk).state_dict()) ^ set(state),
     )
+    differing = sorted(name for name in on_one_side if not name.endswith(optional))
     if differing:
         names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise ValueError(

@@ -21,13 +21,14 @@ range's boxes are then cut at the pieces' borders.
 
 The shards are views of the optimizer's own tensors: saving takes no memory, and loading fills them in place.
 Moments that are in bf16 or 8 bits are converted to fp32 for a save, and back after a load
-(`engine/optimizers.py`).
+(`engine/optimizer_classes.py`).
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
 from moe_exp.checkpoint.format.keys import CheckpointKeys
-from moe_exp.engine.optimizers import moments, set_moments
+from moe_exp.engine.optimizer_classes import moments, set_moments
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -50,26 +51,16 @@ _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
 @dataclass(frozen=True)
 class Owned:
-    """The state of the values `start` to `stop` of a parameter, which this rank keeps.
+    """The state of the values `start` to `stop` of a parameter, in memory order, which this rank keeps."""
 
-    Args:
-        parameter: of the model.
-        start, stop: range of its values in memory order.
-        values: `param` and the moments by name, each that many values, fp32 [stop - start].
-        instance: where several data parallel ranks share a parameter's values among them, which set of such
-            ranks this one is in; None: every rank keeps all values.
-        is_converted: the moments are copies: the optimizer keeps them in bf16 or 8 bits.
-        keep: to be called after the values were filled in place: has the optimizer take moments that it does
-            not keep in fp32.
-    """
-
-    parameter: Tensor
+    parameter: Tensor  # of the model
     start: int
     stop: int
-    values: Mapping[str, Tensor]
+    values: Mapping[str, Tensor]  # `param` and the moments by name, fp32 [stop - start]
+    # which set of data parallel ranks, that share a parameter's values, this one is in; None: each keeps all
     instance: int | None
-    is_converted: bool
-    keep: Callable[[], None]
+    is_converted: bool  # the moments are copies: the optimizer keeps them in bf16 or 8 bits
+    keep: Callable[[], None]  # after the values were filled in place, has the optimizer take such moments
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
@@ -86,9 +77,8 @@ def _distributed(part: DistributedOptimizer) -> Iterator[Owned]:
             group, place = part.model_param_group_index_map[parameter]
             main = part.optimizer.param_groups[group]["params"][place]
             own = ranges["param"]
-            yield _owned(
-                part.optimizer, parameter, main, own.start, own.end, part.distributed_optimizer_instance_id
-            )
+            place = (own.start, own.end, part.distributed_optimizer_instance_id)
+            yield _owned(part.optimizer, parameter, main, place)
 
 
 def _whole(part: Any) -> Iterator[Owned]:
@@ -99,30 +89,23 @@ def _whole(part: Any) -> Iterator[Owned]:
         for group in zip(part.float16_groups, part.fp32_from_float16_groups, strict=True):
             pairs += zip(*group, strict=True)
     for parameter, main in pairs:
-        yield _owned(part.optimizer, parameter, main, 0, parameter.numel(), None)
+        yield _owned(part.optimizer, parameter, main, (0, parameter.numel(), None))
 
 
 def _owned(
-    optimizer: torch.optim.Optimizer,
-    parameter: Tensor,
-    main: Tensor,
-    start: int,
-    stop: int,
-    instance: int | None,
+    optimizer: torch.optim.Optimizer, parameter: Tensor, main: Tensor, place: tuple[int, int, int | None]
 ) -> Owned:
+    start, stop, instance = place
     found, kept = moments(optimizer, main), optimizer.state[main]
     is_converted = any(kept.get(name) is not value for name, value in found.items())
     values = {name: value.detach().view(-1) for name, value in {"param": main, **found}.items()}
-    return Owned(
-        parameter, start, stop, values, instance, is_converted, lambda: set_moments(optimizer, main, found)
-    )
+    keep = partial(set_moments, optimizer, main, found)
+    return Owned(parameter, start, stop, values, instance, is_converted, keep)
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Which box of a parameter is which box of a tensor of the checkpoint. Axes that only one of the two has
-    are of size 1.
-    """
+    """Which box of a parameter is which box of a checkpoint's tensor; axes of one alone have size 1."""
 
     box: Box
     shard: ShardedTensor
@@ -157,44 +140,33 @@ def _pieces(parameter: Tensor, described: ShardedTensor | ShardedTensorFactory) 
     for shard in nested_values(built):
         view = shard.data
         num_dropped = len(shape) - view.dim()
-        is_box = all(
-            size == 1 or a == b
-            for size, a, b in zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True)
-        )
+        strides = zip(view.shape, view.stride(), probe.stride()[num_dropped:], strict=True)
+        is_box = all(size == 1 or a == b for size, a, b in strides)
         is_view = view.untyped_storage()._cdata == probe.untyped_storage()._cdata
         assert is_box and is_view, f"{shard.key}: is no box of its parameter"
         sizes = (1,) * num_dropped + tuple(view.shape)
         pieces.append(_Piece(box_at(view.storage_offset(), sizes, shape), shard))
-    assert sum(piece.box.num_values for piece in pieces) == math.prod(shape), (
-        f"{described.key}: its pieces do not fill it"
-    )
+    num_values = sum(piece.box.num_values for piece in pieces)
+    assert num_values == math.prod(shape), f"{described.key}: its pieces do not fill it"
     return pieces
 
 
 def optimizer_shards(optimizer: MegatronOptimizer, weights: Mapping[str, Any]) -> dict[str, ShardedTensor]:
-    """This rank's part of the optimizer's state, to be saved: views of it, under names without a meaning.
-
-    Args:
-        optimizer: the run's.
-        weights: the model's state, `state.weights_state`: it says where each parameter is in the tensors of
-            the checkpoint.
+    """This rank's part of the optimizer's state to save: views of it, under names without a meaning.
+    `weights` (`state.weights_state`) says where each parameter is in the checkpoint's tensors.
     """
     return _numbered(shards_of(owned_state(optimizer), weights))
 
 
 def shards_of(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
     """The shards that some state is in a checkpoint; `weights` as of `optimizer_shards`."""
-    return (
-        shard for owned, pieces in _described(state, weights) for shard in _shards(owned, pieces, _written)
-    )
+    for owned, pieces in _described(state, weights):
+        yield from _shards(owned, pieces, _written)
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """What is not sharded, the same on every rank and as Megatron writes it: settings of the parameter
-    groups, steps, loss scale.
-
-    Called by every rank: one whose pipeline stage has no experts has a shorter chain of optimizers than
-    others.
+    """What is not sharded, as Megatron writes it: settings of the parameter groups, steps, loss scale. Called
+    by every rank: a pipeline stage without experts has a shorter chain of optimizers.
     """
     chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(chains, [_part_groups(part) for part in optimizer.chained_optimizers])
@@ -209,14 +181,8 @@ def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 def _part_groups(part: Any) -> dict[str, Any]:
     groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
-    described = {
-        "optimizer": {
-            "param_groups": [
-                {name: value for name, value in group.items() if name != "params"} for group in groups
-            ]
-        },
-        "param_state_sharding_type": "fully_reshardable",
-    }
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+    described = {"optimizer": {"param_groups": settings}, "param_state_sharding_type": "fully_reshardable"}
     scaler = getattr(part, "grad_scaler", None)
     return described | ({"grad_scaler": scaler.state_dict()} if scaler else {})
 
@@ -232,14 +198,9 @@ def _steps(saved: Any) -> Iterator[int]:
 
 
 class OptimizerRequest:
-    """The optimizer's state as it is asked of a checkpoint, and what is to be done when it is there.
-
-    Args:
-        optimizer: of the run; its state is overwritten by the load.
-        weights: the state of the model under the keys of the checkpoint.
-        keys: of the checkpoint.
-        with_moments: false for those of another optimizer: the main weights are taken, and moments and steps
-            begin at zero.
+    """The optimizer's state as it is asked of a checkpoint with `keys`, and what is to be done when it is
+    there; the load overwrites it. `weights` is the model's state under those keys. Without `with_moments` (of
+    another optimizer) the main weights are taken, and moments and steps begin at zero.
     """
 
     def __init__(
@@ -250,25 +211,20 @@ class OptimizerRequest:
         *,
         with_moments: bool = True,
     ):
-        self.optimizer = optimizer
-        self._with_moments = with_moments
+        self.optimizer, self._with_moments = optimizer, with_moments
         self._keep: list[Callable[[], None]] = []
         self._main_weights: list[tuple[Tensor, Tensor]] = []
         self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
         # what the optimizer keeps in another type than it is read in: moments, as they are read
         self.converted: list[Owned] = []
-        asked = (
-            (self._asked(owned), pieces) for owned, pieces in _described(owned_state(optimizer), weights)
-        )
-        self.shards = _numbered(
-            shard for owned, pieces in asked for shard in _shards(owned, pieces, partial(_present, keys))
-        )
+        key_of, described = partial(_present, keys), _described(owned_state(optimizer), weights)
+        asked = (_shards(self._asked(owned), pieces, key_of) for owned, pieces in described)
+        self.shards = _numbered(chain.from_iterable(asked))
 
     def _asked(self, owned: Owned) -> Owned:
         main = owned.values["param"]
-        others = {
-            name: value for name, value in owned.values.items() if name != "param" and self._with_moments
-        }
+        others = {name: value for name, value in owned.values.items() if name != "param"}
+        others = others if self._with_moments else {}
         self._keep += [owned.keep] if others else []
         self.converted += [replace(owned, values=others)] if others and owned.is_converted else []
         if not self._has_main_weights:
@@ -284,14 +240,9 @@ class OptimizerRequest:
 
     @torch.no_grad()
     def finish(self, saved: Any, model: list[DistributedDataParallel]) -> None:
-        """After the load: main weights, the model's weights from them, steps and loss scale.
-
-        Of the settings of the parameter groups nothing is taken: learning rate, betas and weight decay are
-        this run's.
-
-        Args:
-            saved: what `optimizer_groups` was, or Megatron's own of an older checkpoint.
-            model: chunks of this rank.
+        """After the load: main weights, the `model` chunks' weights from them, steps and loss scale. `saved`
+        is what `optimizer_groups` was, or Megatron's own. Learning rate, betas and weight decay stay this
+        run's.
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)
@@ -338,9 +289,7 @@ def _written(name: str, key: str) -> str:
 
 
 def _present(keys: CheckpointKeys, name: str, key: str) -> str:
-    """Without the distributed optimizer main weights have another name in versions before 2026-12, and in
-    fp32 there were none.
-    """
+    """Before 2026-12 main weights had another name without the distributed optimizer; fp32 had none."""
     before = _written("fp32_param", key)
     return before if name == "param" and before in keys.optimizer else _written(name, key)
 
@@ -354,7 +303,5 @@ def _shards(owned: Owned, pieces: list[_Piece], key_of: Callable[[str, str], str
             if common is None:
                 continue
             for name, values in owned.values.items():
-                in_box = values[begin : begin + box.num_values].view(box.sizes)
-                yield piece.shard_of(
-                    common, in_box[slices(common, box.offsets)], key_of(name, piece.shard.key), owned.instance
-                )
+                in_box = values[begin : begin + box.num_values].view(box.sizes)[slices(common, box.offsets)]
+                yield piece.shard_of(common, in_box, key_of(name, piece.shard.key), owned.instance)

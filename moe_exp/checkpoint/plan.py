@@ -1,6 +1,4 @@
-"""The plan of a save: which rank writes which piece. All collectives of a save that Megatron does are
-here.
-"""
+"""The plan of a save: which rank writes which piece. All collectives that Megatron does are here."""
 
 import copy
 import io
@@ -33,34 +31,23 @@ Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 class Plan:
     """What this rank writes.
 
-    Args:
-        items: pieces of tensors, and objects as bytes, with their names in `.metadata`.
-        common: what is not sharded, the same on every rank; rank 0 writes it.
-        metadata: of the whole checkpoint but for where the pieces lie; rank 0 alone has it.
-
     Over all ranks every value of every tensor is in one item.
     """
 
-    items: list[Item]
-    common: dict[str, Any]
-    metadata: Metadata | None
+    items: list[Item]  # pieces of tensors, and objects as bytes, with their names in `.metadata`
+    common: dict[str, Any]  # what is not sharded, the same on every rank; rank 0 writes it
+    metadata: Metadata | None  # of the whole checkpoint but for where the pieces lie; rank 0 alone has it
 
     @property
     def pieces(self) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
         """Key, values and offsets of the tensors among the items."""
-        return (
-            (index.fqn, data, tuple(index.offset or ()))
-            for index, data in self.items
-            if isinstance(data, Tensor)
-        )
+        tensors = ((index, data) for index, data in self.items if isinstance(data, Tensor))
+        return ((index.fqn, data, tuple(index.offset or ())) for index, data in tensors)
 
     def staged(self) -> "Plan":
         """The same in host memory, where no later step of training changes it."""
-        return replace(
-            self,
-            items=[(index, _copied(data)) for index, data in self.items],
-            common=copy.deepcopy(self.common),
-        )
+        items = [(index, _copied(data)) for index, data in self.items]
+        return replace(self, items=items, common=copy.deepcopy(self.common))
 
 
 def _copied(data: Tensor | io.BytesIO) -> Tensor | io.BytesIO:
@@ -80,27 +67,20 @@ class _PlannedItems(FileSystemWriterAsync):  # type: ignore[misc]  # Megatron ha
 
 
 def plan_save(state: dict[str, Any], group: ProcessGroup) -> Plan:
-    """Divides a sharded state over all ranks. Called by every rank; touches no disk.
-
-    Args:
-        state: as of `whole_state`; it is used up.
-        group: the ranks that hold the same pieces, which each write a part of them (data and context parallel
-            ones).
+    """Divides a state (`whole_state`, used up) over all ranks. Called by every rank; touches no disk. The
+    ranks of `group` (data and context parallel) hold the same pieces and write a part of them each.
     """
     # By this description Megatron-LM asks a checkpoint for the keys that it has.
     state["content_metadata"] = CONTENT
     # Whether every piece has one owner is checked by the wrapper, once the pieces are divided.
     sharded, common = save_preprocess(state, validate_access_integrity=False)
-    FullyParallelSaveStrategyWrapper(
-        TorchDistSaveShardedStrategy("torch_dist", 1), group
-    ).apply_saving_parallelization(sharded)
+    strategy = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy("torch_dist", 1), group)
+    strategy.apply_saving_parallelization(sharded)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     writer = _PlannedItems("")
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    (_, metadata, _), *_ = save_state_dict_async_plan(
-        mcore_to_pyt_state_dict(by_key), writer, None, 0, planner=planner
-    )
+    state = mcore_to_pyt_state_dict(by_key)
+    (_, metadata, _), *_ = save_state_dict_async_plan(state, writer, None, 0, planner=planner)
     if metadata is not None:
-        # for a reuse of plans that we do not make: the plans of all ranks, in the file
-        del metadata.all_local_plans
+        del metadata.all_local_plans  # of all ranks, in the file, for a reuse that we do not make
     return Plan(writer.items, common, metadata)

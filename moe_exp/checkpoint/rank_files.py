@@ -1,6 +1,4 @@
-"""Writing what one rank writes of a checkpoint. No collectives: an error here stays on its rank until all are
-asked.
-"""
+"""Writes one rank's files of a checkpoint. No collectives: an error stays on its rank until asked for."""
 
 from __future__ import annotations
 
@@ -22,27 +20,18 @@ from moe_exp.host.files import HashedFile
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank tells rank 0 about its files.
+    """What a rank tells rank 0 about its files."""
 
-    Args:
-        places: where each of its pieces lies.
-        entries: of its files, for the manifest.
-        fingerprints: its shares of those of the tensors.
-        error: why it failed, in a line; empty: it did not.
-    """
-
-    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)
-    entries: dict[str, dict[str, Any]] = field(default_factory=dict)
-    fingerprints: Fingerprints = field(default_factory=dict)
-    error: str = ""
+    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # where each of its pieces lies
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its files, for the manifest
+    fingerprints: Fingerprints = field(default_factory=dict)  # its shares of those of the tensors
+    error: str = ""  # why it failed, in a line; empty: it did not
 
 
 def write_rank_files(
     folder: Path, rank: int, items: list[tuple[MetadataIndex, Tensor | io.BytesIO]], common: dict[str, Any]
 ) -> Written:
-    """Writes `items` into one file and, on rank 0, `common` into another; both are on the disk when it
-    returns. Raises nothing.
-    """
+    """Writes `items` and, on rank 0, `common`; synced when it returns. Raises nothing."""
     try:
         places, entries = {}, {}
         if items:

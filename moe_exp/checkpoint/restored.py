@@ -9,6 +9,7 @@ files.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.fingerprints import Fingerprints, Piece, fingerprints_of, shown
 from moe_exp.checkpoint.format.folders import iteration_of, iterations
+from moe_exp.checkpoint.format.keys import sharded_tensors
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, weights_state
 from moe_exp.config import ConfigError
@@ -24,7 +26,7 @@ from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED
 from moe_exp.runs.run_folder import LATEST
 
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory, is_main_replica
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +34,7 @@ _NUM_SHOWN = 5
 
 
 class RestoreError(ConfigError):
-    """What was loaded is not what was saved, which is no fault of the settings: it may be that of a node.
-    `names`: of the tensors.
-    """
+    """What was loaded is not what was saved: perhaps a node's fault. `names`: of the tensors."""
 
     exit_code = FAILED  # so that a chain of jobs tries it again
 
@@ -42,14 +42,10 @@ class RestoreError(ConfigError):
         self.names, self._arguments = list(names), (folder, list(names), num_compared)
         first = ", ".join(map(shown, self.names[:_NUM_SHOWN]))
         more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
-        rule = (
-            f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints:"
-            f" {first}{more}"
-        )
-        fix = (
-            f"start again, on other nodes if it comes again{_way_back(folder)}; FINGERPRINTS=false goes on"
-            " anyway"
-        )
+        rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints"
+        rule += f": {first}{more}"
+        again = f"start again, on other nodes if it comes again{_way_back(folder)}"
+        fix = f"{again}; FINGERPRINTS=false goes on anyway"
         super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -58,11 +54,8 @@ class RestoreError(ConfigError):
 
 def _way_back(folder: Path) -> str:
     older = [iteration for iteration in iterations(folder.parent) if iteration < iteration_of(folder)]
-    return (
-        f"; to go back to an older checkpoint write {older[-1]} into {folder.parent / LATEST}"
-        if older
-        else ""
-    )
+    latest = folder.parent / LATEST
+    return f"; to go back to an older checkpoint write {older[-1]} into {latest}" if older else ""
 
 
 def compare_restored(
@@ -73,34 +66,19 @@ def compare_restored(
     *,
     optimizer: bool = True,
 ) -> int:
-    """Compares the model and the optimizer with the fingerprints of the checkpoint that they were loaded
-    from; one reduction.
+    """Compares the model and, with `optimizer`, its state with the fingerprints of the iteration's folder
+    that they were loaded from, by one reduction. Returns the number of tensors compared; raises a
+    RestoreError on every rank if one differs.
 
-    Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read: kept, they are rounded
-    anew, and blocks of values that share a scale have other borders under another layout. Weights of another
-    type than those of the checkpoint are left out: they follow from the fp32 main weights, which are
-    compared.
-
-    Args:
-        runtime: this rank.
-        folder: of one iteration.
-        trained: after the load.
-        converted: state that the optimizer has taken in another type, with its moments as they were read.
-        optimizer: its state was loaded, too.
-
-    Returns:
-        How many tensors were compared.
-
-    Raises:
-        RestoreError: on every rank, where one differs.
+    Moments that the optimizer keeps in 8 bits or bf16 are compared as they were read (`converted`): kept,
+    they are rounded again, and blocks of values that share a scale have other borders under another layout.
+    Weights of another type than the checkpoint's are left out: they follow from the fp32 main weights, which
+    are compared.
     """
     saved = from_first_rank(lambda: fingerprints.read(folder))
     if saved is None:
-        logger.info(
-            "%s has no fingerprints, as those of Megatron-LM and of older versions: what was loaded is not"
-            " compared",
-            folder,
-        )
+        of = "as those of Megatron-LM and of older versions: what was loaded is not compared"
+        logger.info("%s has no fingerprints, %s", folder, of)
         return 0
     with parameters_in_sync(trained.model):
         mine = fingerprints_of(_pieces(runtime, trained, converted, optimizer=optimizer))
@@ -120,10 +98,8 @@ def _over_all_ranks(
     for place, (name, one) in enumerate(saved.items()):
         if name in mine and mine[name].dtype == one.dtype:
             total = mine[name].total
-            table[0, place], table[1, place] = (
-                mine[name].num_values,
-                total - 2**64 if total >= 2**63 else total,
-            )
+            table[0, place] = mine[name].num_values
+            table[1, place] = total - 2**64 if total >= 2**63 else total
     table = table.to(runtime.device)
     torch.distributed.all_reduce(table)
     sums = zip(saved.items(), table[0].tolist(), table[1].tolist(), strict=True)
@@ -137,36 +113,15 @@ def _over_all_ranks(
 def _pieces(
     runtime: Runtime, trained: Trained, converted: Sequence[Owned], *, optimizer: bool
 ) -> Iterator[Piece]:
-    """Of all values of the model and the optimizer each one once over all ranks, under the keys that a save
-    would give them now.
-    """
+    """All values of model and optimizer, each once over all ranks, under the keys of a save."""
     weights = weights_state(runtime, trained.model, None)
-    yield from (_piece(shard) for shard in _main_shards(weights))
-    if not optimizer:
-        return
-    exact = (replace(owned, values=_own(owned)) for owned in owned_state(trained.optimizer))
-    for shard in shards_of([*exact, *converted], weights):
+    shards = sharded_tensors(weights)
+    if optimizer:
+        exact = (
+            replace(owned, values={"param": owned.values["param"]}) if owned.is_converted else owned
+            for owned in owned_state(trained.optimizer)
+        )
+        shards = chain(shards, shards_of([*exact, *converted], weights))
+    for shard in shards:
         if is_main_replica(shard.replica_id):
-            yield _piece(shard)
-
-
-def _own(owned: Owned) -> Mapping[str, torch.Tensor]:
-    return {"param": owned.values["param"]} if owned.is_converted else owned.values
-
-
-def _main_shards(state: Any) -> Iterator[ShardedTensor]:
-    if isinstance(state, ShardedTensorFactory):
-        yield from _main_shards(state.build())
-    elif isinstance(state, ShardedTensor):
-        if is_main_replica(state.replica_id):
-            yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _main_shards(value)
-    elif isinstance(state, list):
-        for value in state:
-            yield from _main_shards(value)
-
-
-def _piece(shard: ShardedTensor) -> Piece:
-    return shard.key, shard.data, shard.global_offset
+            yield shard.key, shard.data, shard.global_offset

@@ -9,22 +9,16 @@ from collections.abc import Mapping, Sequence
 def which_to_remove(
     iterations: Sequence[int], losses: Mapping[int, float], *, last: int, every: int, best: int
 ) -> list[int]:
-    """The checkpoints that no rule keeps. A checkpoint stays when one of the rules wants it; the newest
-    always stays.
+    """The checkpoints that no rule keeps, in order; the newest always stays. Raises a ValueError for a
+    negative number.
 
     Args:
         iterations: of the checkpoints that are there.
-        losses: iteration to validation loss, nats per token; those without one, or with one that is not
-            finite, are never the best.
+        losses: iteration to validation loss, nats per token; without one, or not finite, it is never the
+            best.
         last: keep the newest so many; 0: all.
         every: keep those whose iteration is a multiple of it; 0: none for that reason.
-        best: keep the so many with the lowest loss, of two that are equal the newer; 0: none for that reason.
-
-    Returns:
-        Iterations in order.
-
-    Raises:
-        ValueError: when a number is negative.
+        best: keep the so many with the lowest loss, of equal ones the newer; 0: none for that reason.
     """
     for name, value in (("last", last), ("every", every), ("best", best)):
         if value < 0:

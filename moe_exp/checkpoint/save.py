@@ -17,6 +17,7 @@ import shutil
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,12 @@ class SaveError(RuntimeError):
 
 @dataclass(frozen=True)
 class Saved:
-    """How a save ended, the same on every rank.
+    """How a save ended, the same on every rank."""
 
-    Args:
-        iteration: of the checkpoint.
-        seconds: from the call of `begin` until it was published.
-        num_bytes: of all its files; 0 where it failed.
-        error: why there is no new checkpoint; empty: there is.
-    """
-
-    iteration: int
-    seconds: float
-    num_bytes: int
-    error: str
+    iteration: int  # of the checkpoint
+    seconds: float  # from the call of `begin` until it was published
+    num_bytes: int  # of all its files; 0 where it failed
+    error: str  # why there is no new checkpoint; empty: there is
 
 
 @dataclass(frozen=True)
@@ -72,14 +66,9 @@ class _Pending:
 
 
 class Saver:
-    """The saves of a run, one at a time.
-
-    Args:
-        config: KEEP_LAST, KEEP_EVERY, KEEP_BEST, ASYNC_SAVE and what belongs into a checkpoint.
-        runtime: this rank.
-        checkpoints: the folder.
-        loaded: iteration of this folder that training went on from; retention leaves it alone, and counts
-            none of the later ones that it finds there: they are damaged, or of an attempt that was given up.
+    """The saves of a run, one at a time. `loaded` is the iteration of the folder `checkpoints` that training
+    resumed from: retention leaves it alone, and counts none of the later ones that it finds there, which are
+    damaged, or of an attempt that was given up.
     """
 
     def __init__(self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None):
@@ -99,12 +88,8 @@ class Saver:
         return self._pending is not None and not self._pending.written.done()
 
     def begin(self, trained: Trained, progress: Progress, valid_loss: float | None = None) -> None:
-        """Begins to write a checkpoint; the one before has to be finished.
-
-        Args:
-            trained: with ASYNC_SAVE free to change when this returns, otherwise after `finish`.
-            progress: what is done.
-            valid_loss: nats per token, if it was measured at this iteration.
+        """Begins to write a checkpoint; the one before has to be finished. With ASYNC_SAVE `trained` may
+        change when this returns, otherwise after `finish`. `valid_loss`: nats per token, if measured now.
         """
         assert self._pending is None, "finish the save before"
         start, iteration = time.monotonic(), progress.iteration
@@ -114,28 +99,20 @@ class Saver:
             self._pending = _Pending(iteration, start, partial, None, {}, _failed(error), {})
             return
         with parameters_in_sync(trained.model):
-            plan = plan_save(
-                whole_state(self._config, self._runtime, trained, progress), self._runtime.groups.dp_cp
-            )
+            state = whole_state(self._config, self._runtime, trained, progress)
+            plan = plan_save(state, self._runtime.groups.dp_cp)
         plan.common["versions"] = package_versions()
         written = self._write(partial, plan)
         # Of the tensors themselves, not of a copy of them, and while the thread writes.
         shares = fingerprints.fingerprints_of(plan.pieces) if self._config.fingerprints else {}
         loss = valid_loss if valid_loss is not None and math.isfinite(valid_loss) else None  # JSON has no NaN
-        facts = {
-            "versions": plan.common["versions"],
-            "valid_loss": loss,
-            "world_size": self._runtime.world_size,
-        }
-        facts["layout"] = {
-            name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")
-        }
+        layout = {name: getattr(self._config, name) for name in ("tp", "pp", "vpp", "ep", "etp", "cp")}
+        facts = {"versions": plan.common["versions"], "valid_loss": loss}
+        facts |= {"world_size": self._runtime.world_size, "layout": layout}
         self._pending = _Pending(iteration, start, partial, plan.metadata, facts, written, shares)
 
     def _write(self, partial: Path, plan: Plan) -> Future[Written]:
-        """Has the thread write this rank's files. No collectives, so an error stays on its rank until all are
-        asked.
-        """
+        """Has the thread write this rank's files; an error stays on its rank until all are asked."""
         try:
             if self._config.async_save:
                 plan = plan.staged()
@@ -146,10 +123,8 @@ class Saver:
         return self._thread.submit(write_rank_files, partial, self._runtime.rank, plan.items, plan.common)
 
     def finish(self) -> Saved | None:
-        """Waits for the files of all ranks and publishes the checkpoint; None where no save was begun.
-
-        Whatever the disk does, nothing is raised: a save that fails leaves all older checkpoints, and nothing
-        of itself.
+        """Waits for the files of all ranks and publishes the checkpoint; None if no save was begun. Raises
+        nothing: a save that fails leaves all older checkpoints, and nothing of itself.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -160,9 +135,7 @@ class Saver:
         return from_first_rank(lambda: self._conclude(pending, all_written))
 
     def _conclude(self, pending: _Pending, all_written: list[Written]) -> Saved:
-        """On rank 0: publishes the checkpoint and removes those that are no longer wanted, or removes what
-        there is of the new one.
-        """
+        """On rank 0: publishes the checkpoint and prunes, or removes what there is of the new one."""
         num_bytes = 0
         try:
             if not (error := "; ".join(written.error for written in all_written if written.error)):
@@ -194,23 +167,17 @@ class Saver:
     def _not_kept(self, newest: int) -> list[int]:
         # Those newer than the newest are of an attempt that was given up; training will come to them again.
         found = [iteration for iteration in folders.iterations(self._checkpoints) if iteration <= newest]
-        passed = [
-            i for i in found if self._loaded is not None and i > self._loaded and i not in self._published
-        ]
+        newer = [] if self._loaded is None else [i for i in found if i > self._loaded]
+        passed = [iteration for iteration in newer if iteration not in self._published]
         config, losses = self._config, folders.valid_losses(self._checkpoints)
         sound = [iteration for iteration in found if iteration not in passed]
-        gone = which_to_remove(
-            sound, losses, last=config.keep_last, every=config.keep_every, best=config.keep_best
-        )
+        kept = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
+        gone = which_to_remove(sound, losses, **kept)
         return [*passed, *(iteration for iteration in gone if iteration != self._loaded)]
 
 
 def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, progress: Progress) -> float:
-    """Writes one checkpoint and waits for it; returns the seconds it took. Called by every rank.
-
-    Raises:
-        SaveError: on every rank, where it was not written.
-    """
+    """Writes one checkpoint and waits; returns the seconds, or raises SaveError on every rank."""
     saver = Saver(config, runtime, checkpoints)
     saver.begin(trained, progress)
     saved = saver.finish()
@@ -240,9 +207,8 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
     """On rank 0: adds what makes a checkpoint of the files of all ranks; returns the bytes of all."""
     metadata, partial = pending.metadata, pending.partial
     assert metadata is not None
-    metadata.storage_data = {
-        index: place for written in all_written for index, place in written.places.items()
-    }
+    places = (written.places.items() for written in all_written)
+    metadata.storage_data = dict(chain.from_iterable(places))
     metadata.storage_meta, metadata.version = StorageMeta(), "1.0.0"
     write_metadata(partial, metadata)
     entries = {name: entry for written in all_written for name, entry in written.entries.items()}

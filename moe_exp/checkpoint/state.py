@@ -1,6 +1,4 @@
-"""What a checkpoint holds: the sharded state of a model, its optimizer, schedule and random streams, and how
-far training has come.
-"""
+"""What a checkpoint holds: sharded model, optimizer, schedule, random streams, and progress."""
 
 import contextlib
 from collections.abc import Iterator
@@ -32,28 +30,17 @@ CONTENT = {
 
 @dataclass
 class Progress:
-    """How far training has come.
+    """How far training has come."""
 
-    Args:
-        iteration: the last that was done.
-        consumed_samples: the next sample's number, in the order that `sample_order` describes and without
-            `skipped_samples`.
-        skipped_iterations: iterations without an optimizer step.
-        sample_order: `SampleOrder.facts`; None in checkpoints of versions that did not keep them.
-        consumed_tokens, consumed_flops: tokens and model FLOPs of all iterations, each as the settings were
-            then.
-        skipped_samples: [first, end) of those that are left out of the order, see `data.skipping`.
-        spike_windows: `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is
-            known.
-    """
-
-    iteration: int = 0
-    consumed_samples: int = 0
-    skipped_iterations: int = 0
-    sample_order: dict[str, Any] | None = None
-    consumed_tokens: int = 0
-    consumed_flops: int = 0
+    iteration: int = 0  # the last that was done
+    consumed_samples: int = 0  # number of the next sample in `sample_order`, without `skipped_samples`
+    skipped_iterations: int = 0  # without an optimizer step
+    sample_order: dict[str, Any] | None = None  # `SampleOrder.facts`; None in older versions' checkpoints
+    consumed_tokens: int = 0  # of all iterations, each as the settings were then
+    consumed_flops: int = 0  # of the model, likewise
+    # [first, end) of those that are left out of the order, see `data.skipping`
     skipped_samples: list[list[int]] = field(default_factory=list)
+    # `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is known
     spike_windows: dict[str, Any] | None = None
 
     def add(self, config: Config, batch_size: int, *, skipped: bool) -> None:
@@ -76,9 +63,7 @@ class Trained:
 
 @contextlib.contextmanager
 def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
-    """Inside, every parameter is whole: with overlapped gather, parts are otherwise fetched only as the next
-    forward needs them.
-    """
+    """Inside, every parameter is whole, which overlapped gather leaves to the next forward."""
     overlapped = model[0].ddp_config.overlap_param_gather
     if overlapped:
         for chunk in model:
@@ -112,14 +97,11 @@ def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
 def weights_state(
     runtime: Runtime, model: list[DistributedDataParallel], keys: CheckpointKeys | None
 ) -> dict[str, Any]:
-    """The weights of all chunks of this rank: `model0`, `model1`, ...; with `keys`, under those of a
-    checkpoint.
-    """
+    """Weights of this rank's chunks, `model0`, `model1`, ...; with `keys`, those of a checkpoint."""
     metadata = sharding_metadata(runtime)
     # Of the model inside: the data parallel wrapper would put `module.` before Megatron's keys.
-    return {
-        f"model{index}": model_state(unwrapped(chunk), metadata, keys) for index, chunk in enumerate(model)
-    }
+    states = [model_state(unwrapped(chunk), metadata, keys) for chunk in model]
+    return {f"model{index}": state for index, state in enumerate(states)}
 
 
 def unwrapped(chunk: DistributedDataParallel) -> Any:

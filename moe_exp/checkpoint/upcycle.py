@@ -22,6 +22,7 @@ weights of two members have different gradients.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,13 +57,9 @@ def shard_of(expert: int, granularity: int) -> int:
 
 
 def split_mlp(mlp: Mapping[str, Tensor], *, granularity: int, gated: bool) -> list[dict[str, Tensor]]:
-    """Splits a dense MLP into shards whose outputs add up to its own; `bias2` is whole in every one.
-
-    Args:
-        mlp: `weight1` [W, D], `weight2` [D, F] and, if it has them, `bias1` [W] and `bias2` [D]; W is F, or
-            2F with a gate.
-        granularity: G, divides F.
-        gated: W is a gate half and an up half.
+    """Splits a dense MLP into `granularity` shards whose outputs add up to its own. `mlp` has `weight1` [W,
+    D], `weight2` [D, F] and perhaps `bias1` [W] and `bias2` [D], which is whole in every shard; W is F, or 2F
+    if `gated`, a gate half and an up half.
     """
     shards: list[dict[str, Tensor]] = [{} for _ in range(granularity)]
     for name, tensor in mlp.items():
@@ -70,9 +67,8 @@ def split_mlp(mlp: Mapping[str, Tensor], *, granularity: int, gated: bool) -> li
             parts = [tensor] * granularity
         else:
             _, axis, halves = _DENSE[name]
-            pieces = [
-                half.chunk(granularity, dim=axis) for half in tensor.chunk(halves if gated else 1, dim=axis)
-            ]
+            whole = tensor.chunk(halves if gated else 1, dim=axis)
+            pieces = [half.chunk(granularity, dim=axis) for half in whole]
             parts = [torch.cat(part, dim=axis) for part in zip(*pieces, strict=True)]
         for shard, part in zip(shards, parts, strict=True):
             shard[name] = part
@@ -86,28 +82,18 @@ def experts_of(
     granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:
-    """The tensors of some experts from shards of a dense MLP.
-
-    Args:
-        shards: shard number to tensors as of `split_mlp`, at least those that `experts` need.
-        experts: numbers in the whole layer.
-        granularity: G.
-        weights_sum: c, what the router weights of a token add up to.
-
-    Returns:
-        `weight1` [L, W/G, D], `weight2` [L, D, F/G], and the biases if the MLP has them, for L experts.
+    """The tensors of some experts, by their numbers in the whole layer, from shards of `split_mlp` by number.
+    `weights_sum` is c, what the router weights of a token add up to. Returns `weight1` [L, W/G, D], `weight2`
+    [L, D, F/G], and the biases if the MLP has them, for L experts.
     """
     factors = {"weight2": granularity / weights_sum, "bias2": 1 / weights_sum}
     chosen = [shards[shard_of(expert, granularity)] for expert in experts]
-    return {
-        name: torch.stack([shard[name] for shard in chosen]) * factors.get(name, 1.0) for name in chosen[0]
-    }
+    stacked = {name: torch.stack([shard[name] for shard in chosen]) for name in chosen[0]}
+    return {name: tensor * factors.get(name, 1.0) for name, tensor in stacked.items()}
 
 
 def virtual_group_router(weight_ED: Tensor, granularity: int) -> Tensor:
-    """Router rows [E, D], equal inside each group of G experts that follow each other; the first row of a
-    group counts.
-    """
+    """Router rows [E, D], each group of G that follow each other equal to its first row."""
     return weight_ED[::granularity].repeat_interleave(granularity, dim=0)
 
 
@@ -116,13 +102,8 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     by every rank.
 
     Every rank reads what it needs, whatever the layout of either run. The router keeps its initial weights,
-    which are the same in every layout, but for the equal rows of virtual groups.
-
-    Returns:
-        What was done, in a line.
-
-    Raises:
-        ValueError: when the checkpoint is not that of a dense run of the same sizes.
+    which are the same in every layout, but for the equal rows of virtual groups. Returns what was done, in a
+    line. Raises a ValueError if the checkpoint is not that of a dense run of the same sizes.
     """
     folder = dense_checkpoint(config)
     if folder is None:
@@ -146,16 +127,10 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
         # that could be checked.
         loaded = load_sharded(state, folder, validate_access_integrity=False)
         for index, chunk in enumerate(trained.model):
-            shapes = {
-                name: tensor.shape
-                for name, tensor in unwrapped(chunk).state_dict().items()
-                if isinstance(tensor, Tensor)
-            }
-            weights = {
-                name: value.view(shapes[name])
-                for name, value in loaded[f"model{index}"].items()
-                if name in shapes
-            }
+            state = unwrapped(chunk).state_dict()
+            shapes = {name: tensor.shape for name, tensor in state.items() if isinstance(tensor, Tensor)}
+            found = {name: value for name, value in loaded[f"model{index}"].items() if name in shapes}
+            weights = {name: value.view(shapes[name]) for name, value in found.items()}
             unwrapped(chunk).load_state_dict(weights, strict=False)
         for layer, module in moe_layers(list(trained.model)):
             _fill(module.experts, loaded["experts"][str(layer)], config)
@@ -170,11 +145,8 @@ def _shared_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe:
     state = {}
     for index, chunk in enumerate(trained.model):
         model = unwrapped(chunk)
-        mlps = tuple(
-            f"decoder.layers.{i}.mlp."
-            for i, layer in enumerate(model.decoder.layers)
-            if layer.layer_number - 1 in moe
-        )
+        layers = [i for i, layer in enumerate(model.decoder.layers) if layer.layer_number - 1 in moe]
+        mlps = tuple(f"decoder.layers.{i}.mlp." for i in layers)
         whole = model_state(model, sharding_metadata(runtime), keys)
         state[f"model{index}"] = {
             name: _off_the_grid(value) for name, value in whole.items() if not name.startswith(mlps or ("-",))
@@ -190,12 +162,11 @@ def _off_the_grid(shard: Any) -> Any:
     """
     if isinstance(shard, ShardedTensorFactory):
         build, merge = shard.build_fn, shard.merge_fn
+        dim = shard.data.dim()
         return replace(
             shard,
             build_fn=lambda *arguments: [_off_the_grid(piece) for piece in build(*arguments)],
-            merge_fn=lambda pieces: merge(
-                [piece.flatten(0, piece.dim() - shard.data.dim()) for piece in pieces]
-            ),
+            merge_fn=lambda pieces: merge([piece.flatten(0, piece.dim() - dim) for piece in pieces]),
         )
     if not isinstance(shard, ShardedTensor) or not shard.prepend_axis_num:
         return shard
@@ -211,47 +182,26 @@ def _local_shards(experts: MegatronExperts, config: Config) -> tuple[range, list
 
 
 def _requests(layer: int, experts: MegatronExperts, config: Config, keys: CheckpointKeys) -> dict[str, Any]:
-    """Shard number to name to the pieces (two with a gate) of the dense tensors that this rank's experts are
-    made of.
-    """
+    """Shard to name to the pieces (two with a gate) of dense tensors that make this rank's experts."""
     parameters = dict(experts.named_parameters(recurse=False))
-    requests: dict[str, Any] = {}
-    for shard in _local_shards(experts, config)[1]:
-        requests[str(shard)] = {
-            name: _pieces(layer, name, tensor[0], shard, experts, config, keys)
-            for name, tensor in parameters.items()
-        }
-    return requests
 
+    def pieces(name: str, shard: int) -> list[ShardedTensor]:
+        key, axis, halves = _DENSE.get(name, _OUTPUT_BIAS)
+        like, halves = parameters[name][0], halves if experts.gated else 1
+        rank, size = experts.etp_group.rank(), experts.etp_group.size()
+        # Of one half: the output bias is split over expert tensor parallel ranks alone.
+        count, index = config.upcycle_granularity * size, shard * size + rank
+        if name == "bias2":
+            count, index = size, rank
+        before = ((0, layer, config.num_layers),) if keys.layers_are_stacked else ()
+        full_key = f"decoder.layers.mlp.{key}" if before else f"decoder.layers.{layer}.mlp.{key}"
+        shape = [length // halves if dim == axis else length for dim, length in enumerate(like.shape)]
+        places = [(len(before) + axis, half * count + index, halves * count) for half in range(halves)]
+        empty = partial(like.new_empty, [1] * len(before) + shape)
+        return [ShardedTensor.from_rank_offsets(full_key, empty(), *before, place) for place in places]
 
-def _pieces(
-    layer: int,
-    name: str,
-    like: Tensor,
-    shard: int,
-    experts: MegatronExperts,
-    config: Config,
-    keys: CheckpointKeys,
-) -> list[ShardedTensor]:
-    key, axis, halves = _DENSE.get(name, _OUTPUT_BIAS)
-    halves = halves if experts.gated else 1
-    rank, size = experts.etp_group.rank(), experts.etp_group.size()
-    # Of one half: the output bias is split over expert tensor parallel ranks alone.
-    count, index = (
-        (size, rank) if name == "bias2" else (config.upcycle_granularity * size, shard * size + rank)
-    )
-    before = ((0, layer, config.num_layers),) if keys.layers_are_stacked else ()
-    full_key = f"decoder.layers.mlp.{key}" if before else f"decoder.layers.{layer}.mlp.{key}"
-    shape = [length // halves if dim == axis else length for dim, length in enumerate(like.shape)]
-    return [
-        ShardedTensor.from_rank_offsets(
-            full_key,
-            torch.empty([1] * len(before) + shape, dtype=like.dtype, device=like.device),
-            *before,
-            (len(before) + axis, half * count + index, halves * count),
-        )
-        for half in range(halves)
-    ]
+    shards = _local_shards(experts, config)[1]
+    return {str(shard): {name: pieces(name, shard) for name in parameters} for shard in shards}
 
 
 def _fill(experts: MegatronExperts, loaded: Mapping[str, Mapping[str, list[Tensor]]], config: Config) -> None:
@@ -281,13 +231,9 @@ def _summary(config: Config, folder: Path) -> str:
     granularity, copies = config.upcycle_granularity, config.num_experts // config.upcycle_granularity
     what = f"{config.num_experts} copies of the dense MLP"
     if granularity > 1:
-        what = (
-            f"{copies} copies of each of {granularity} shards of the dense MLP, router in {copies} virtual"
-            " groups"
-        )
+        what = f"{copies} copies of each of {granularity} shards of the dense MLP"
+        what += f", router in {copies} virtual groups"
     assert config.router_weights_sum is not None
     factor = granularity / config.router_weights_sum
-    return (
-        f"upcycled from {folder}: {sum(config.moe_layers)} MoE layers with {what}, second projection times"
-        f" {factor:g}"
-    )
+    layers = f"{sum(config.moe_layers)} MoE layers with {what}"
+    return f"upcycled from {folder}: {layers}, second projection times {factor:g}"

@@ -126,7 +126,7 @@ def _our_job(settings: dict[str, Any], port: int) -> tuple[Any, Any, Any]:
     from moe_exp.checkpoint.state import Trained
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optim import build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 
     config = load_config(settings, {})
     os.environ["MASTER_PORT"] = str(port)

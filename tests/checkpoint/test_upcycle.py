@@ -19,7 +19,8 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 
 HIDDEN, FFN, TOKENS = 16, 24, 50

@@ -61,9 +61,7 @@ def first_value(box: Box, shape: Sequence[int]) -> int:
 
 
 def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
-    """The box of `sizes` whose first value has this place in the memory order of a tensor of `shape`; see
-    `first_value`.
-    """
+    """The box of `sizes` whose first value has this place in memory order; undoes `first_value`."""
     offsets = []
     for size in reversed(shape):
         place, offset = divmod(place, size)

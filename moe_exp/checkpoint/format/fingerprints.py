@@ -32,7 +32,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moe_exp.host.files import write_atomically
+from moe_exp.host.files import read_json, write_atomically
 
 FILE = "fingerprints.json"
 _FORMAT_VERSION = 1
@@ -46,17 +46,11 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a tensor, or one rank's share of it.
+    """Of a tensor, or one rank's share of it."""
 
-    Args:
-        dtype: of its values, `float32`.
-        num_values: that are in the sum.
-        total: the sum, from 0 to 2^64 - 1.
-    """
-
-    dtype: str
-    num_values: int
-    total: int
+    dtype: str  # of its values, `float32`
+    num_values: int  # that are in the sum
+    total: int  # the sum, from 0 to 2^64 - 1
 
     def __add__(self, other: Fingerprint) -> Fingerprint:
         return Fingerprint(self.dtype, self.num_values + other.num_values, (self.total + other.total) & _MASK)
@@ -70,12 +64,8 @@ Piece = tuple[str, Tensor, Sequence[int]]
 
 @torch.no_grad()
 def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
-    """The share of a box in the fingerprint of its tensor: int64 [], to be taken modulo 2^64. Takes a chunk
-    of memory, no copy.
-
-    Args:
-        values: of the box, of any type and strides, on any device.
-        offsets: where it begins in the tensor, along every axis.
+    """The share of the box at `offsets` in its tensor's fingerprint: int64 [], modulo 2^64. Values of any
+    type, strides and device; takes a chunk of memory, no copy.
     """
     values = values.detach()
     if values.dim() == 0:
@@ -124,26 +114,21 @@ def _signed(number: int) -> int:
 
 
 def name_and_place(key: str, offsets: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-    """The name of what lies at `offsets` of a checkpoint's tensor, with its layer, and the offsets without
-    that.
-    """
+    """The name, with its layer, of what lies at `offsets` of a tensor, and the offsets without that."""
     if match := _STACKED.fullmatch(key):
         return f"{match[1]}{offsets[0]}.{match[2]}", tuple(offsets[1:])
     return key, tuple(offsets)
 
 
 def fingerprints_of(pieces: Iterable[Piece]) -> Fingerprints:
-    """The fingerprints, or a rank's shares of them, by name; every value of a tensor has to be in one piece
-    of one rank.
-    """
+    """Fingerprints, or a rank's shares, by name; each value has to be in one piece of one rank."""
     found: dict[str, tuple[str, int, Tensor]] = {}
     for key, values, offsets in pieces:
         name, place = name_and_place(key, offsets)
         values = values.view(values.shape[values.dim() - len(place) :])  # a layer's axis, of size 1
         share = multilinear_sum(values, place)
-        dtype, num_values, total = found.get(
-            name, (str(values.dtype).removeprefix("torch."), 0, torch.zeros_like(share))
-        )
+        nothing = (str(values.dtype).removeprefix("torch."), 0, torch.zeros_like(share))
+        dtype, num_values, total = found.get(name, nothing)
         found[name] = (dtype, num_values + values.numel(), total + share)
     # one wait for the device
     totals = torch.stack([total for *_, total in found.values()]).tolist() if found else []
@@ -168,21 +153,17 @@ def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
         name: [one.dtype, one.num_values, f"{one.total:016x}"] for name, one in sorted(fingerprints.items())
     }
     lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in tensors.items())
-    write_atomically(
-        folder / FILE, f'{{\n  "format_version": {_FORMAT_VERSION},\n  "tensors": {{\n{lines}\n  }}\n}}\n'
-    )
+    text = f'{{\n  "format_version": {_FORMAT_VERSION},\n  "tensors": {{\n{lines}\n  }}\n}}\n'
+    write_atomically(folder / FILE, text)
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Those of a checkpoint; None where it has none that this version knows: older ones, and those of
-    Megatron-LM.
-
-    Raises:
-        ValueError: where the file is damaged.
+    """Those of a checkpoint; None if it has none, or of another version. Raises a ValueError if the file is
+    damaged.
     """
     path = folder / FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
         if content["format_version"] != _FORMAT_VERSION:
             return None
         tensors = content["tensors"].items()
@@ -199,24 +180,18 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
-    """Those that still hold for a checkpoint that was rewritten with the same values.
-
-    Args:
-        fingerprints: of the checkpoint that it was made from.
-        weights_only: the optimizer's state was left out.
-        dtype: that the weights were converted to, `float32`; None: they have the type that they had.
+    """Those that still hold for a checkpoint that was rewritten: with `weights_only` without the optimizer's,
+    and with `dtype` (`float32`) those of weights of that type, or of the main weights that took their place.
     """
     found: Fingerprints = {}
     for name, one in fingerprints.items():
         of_state = _OF_STATE.fullmatch(name)
         if not weights_only if of_state else dtype in (None, one.dtype):
             found[name] = one
-        elif (
-            not of_state
-            and (main := fingerprints.get(f"optimizer.state.param.{name}"))
-            and main.dtype == dtype
-        ):
-            found[name] = main  # the weights are the main weights now
+        elif not of_state:
+            main = fingerprints.get(f"optimizer.state.param.{name}")
+            if main and main.dtype == dtype:
+                found[name] = main  # the weights are the main weights now
     return found
 
 

@@ -17,7 +17,6 @@ A run that is killed leaves some of the last three behind; `recover` ends what i
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import file_hash, sync_folder, write_atomically, write_json
+from moe_exp.host.files import file_hash, read_json, regular, sync_folder, write_atomically, write_json
 from moe_exp.runs.run_folder import LATEST
 
 MANIFEST = "manifest.json"
@@ -45,14 +44,10 @@ def iteration_of(folder: Path) -> int:
 
 
 def latest_iteration(checkpoints: Path) -> int | None:
-    """Iteration of the newest complete checkpoint, or None.
-
-    Raises:
-        ValueError: where the file that says so holds something else, or cannot be read.
-    """
+    """Iteration of the newest complete checkpoint, or None; a ValueError if the file cannot be read."""
     path = checkpoints / LATEST
     try:
-        text = path.read_text().strip()
+        text = regular(path).read_text().strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
@@ -77,36 +72,22 @@ def iterations(checkpoints: Path) -> list[int]:
 
 
 def usable(path: Path) -> list[Path]:
-    """The folders of the checkpoints that a run may go on from, the best first; whether they are whole is not
-    looked at.
-
-    Args:
-        path: a checkpoints folder, a run folder, or the folder of one iteration. Of several checkpoints those
-            newer than `latest` are left out: whoever goes back writes an older iteration there.
-
-    Raises:
-        ValueError: where `latest` holds no number.
+    """The folders of the checkpoints that a run may resume from, the best first, whole or damaged. `path` is
+    a checkpoints folder, a run folder or an iteration's; checkpoints newer than `latest` are left out:
+    whoever goes back writes an older iteration there. Raises a ValueError if `latest` holds no number.
     """
     for checkpoints in (path, path / "checkpoints"):
         newest, found = latest_iteration(checkpoints), iterations(checkpoints)
         if newest is not None:
             # Its own folder even where that is gone: somebody has to say so.
-            return [
-                iteration_folder(checkpoints, i)
-                for i in sorted({newest, *(i for i in found if i < newest)}, reverse=True)
-            ]
+            found = sorted({newest, *(i for i in found if i < newest)})
         if found:  # killed between the first checkpoint and `latest`
             return [iteration_folder(checkpoints, i) for i in reversed(found)]
     return [path] if (path / "metadata.json").is_file() or _NAME.match(path.name) else []
 
 
 def one_checkpoint(path: Path) -> Path:
-    """The folder of one iteration that `path` means: itself, or the newest of a checkpoints folder or of a
-    run folder.
-
-    Raises:
-        ValueError: where there is none.
-    """
+    """The iteration's folder that `path` means, or its newest one; a ValueError if there is none."""
     for checkpoints in (path, path / "checkpoints"):
         if (checkpoints / LATEST).exists():
             iteration = latest_iteration(checkpoints)
@@ -127,11 +108,7 @@ def _no_checkpoint(folder: Path) -> str:
 
 
 def existing(folder: Path) -> Path:
-    """`folder`, which has to be that of a distributed checkpoint, by its name and by what lies in it.
-
-    Raises:
-        ValueError: where it is not.
-    """
+    """`folder`, or a ValueError if it is not that of a whole distributed checkpoint."""
     if folder.suffix in (PARTIAL, REMOVED, REPLACED):
         rule = (
             f"is no whole checkpoint, {folder.suffix} says that a run was killed while it wrote or removed it"
@@ -144,36 +121,26 @@ def existing(folder: Path) -> Path:
 
 
 class NewerFormatError(ValueError):
-    """A newer version of this package wrote the checkpoint: nothing is wrong with it, so no older one may
-    take its place.
-    """
+    """A newer version wrote it: nothing is wrong, so no older checkpoint may take its place."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Sizes and checksums of the files of a checkpoint.
+    """Sizes and checksums of the files of a checkpoint."""
 
-    Args:
-        iteration: the last that was done.
-        files: name to {"bytes": size, "xxh3_128": 32 hex digits}; all but manifest.json itself.
-        facts: what else the writer noted: loss at the time of saving, versions.
-    """
-
-    iteration: int
+    iteration: int  # the last that was done
+    # name to {"bytes": size, "xxh3_128": 32 hex digits}; all but manifest.json itself
     files: Mapping[str, Mapping[str, Any]]
-    facts: Mapping[str, Any]
+    facts: Mapping[str, Any]  # what else the writer noted: loss at the time of saving, versions
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of `folder`; None where there is none, as in checkpoints of Megatron-LM.
-
-        Raises:
-            NewerFormatError: where a newer version of this package wrote it.
-            ValueError: where it cannot be read.
+        """The manifest of `folder`, or None as in checkpoints of Megatron-LM. Raises a NewerFormatError if a
+        newer version wrote it, a ValueError if it cannot be read.
         """
         path = folder / MANIFEST
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = read_json(path)
             if (version := content["format_version"]) > FORMAT_VERSION:
                 rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
                 raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
@@ -193,16 +160,9 @@ class Manifest:
             ) from None
 
     def write(self, folder: Path) -> None:
-        """Writes it into `folder`, whole or not at all."""
-        write_json(
-            folder / MANIFEST,
-            {
-                "format_version": FORMAT_VERSION,
-                "iteration": self.iteration,
-                "facts": dict(self.facts),
-                "files": dict(self.files),
-            },
-        )
+        """Writes it into `folder`, atomically."""
+        content = {"format_version": FORMAT_VERSION, "iteration": self.iteration}
+        write_json(folder / MANIFEST, content | {"facts": dict(self.facts), "files": dict(self.files)})
 
     @property
     def num_bytes(self) -> int:
@@ -217,20 +177,13 @@ def entry_of(path: Path) -> dict[str, Any]:
 
 def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
     """What a manifest holds of a folder's files, in order of their names."""
-    return {
-        path.name: entry_of(path)
-        for path in sorted(folder.iterdir())
-        if path.is_file() and path.name != MANIFEST
-    }
+    files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+    return {path.name: entry_of(path) for path in files}
 
 
 def damages(folder: Path, names: Mapping[str, Mapping[str, Any]], *, checksums: bool = True) -> Iterator[str]:
     """A line for each of some files of a manifest that is missing, or not what it was when it was written.
-
-    Args:
-        folder: of the checkpoint.
-        names: entries of the manifest to look at.
-        checksums: read the files; False: look at the sizes alone.
+    `names` are entries of the manifest; without `checksums` their sizes alone are compared.
     """
     for name, entry in names.items():
         path = folder / name
@@ -255,9 +208,7 @@ def set_latest(checkpoints: Path, iteration: int) -> None:
 
 
 def publish(partial: Path, iteration: int) -> None:
-    """Makes the whole checkpoint in `partial` that of `iteration`, and the newest. Whenever it is killed,
-    `recover` finds a whole one.
-    """
+    """Renames `partial` to the newest checkpoint; killed anywhere, `recover` finds a whole one."""
     checkpoints = partial.parent
     final = iteration_folder(checkpoints, iteration)
     replaced, latest = final.with_name(final.name + REPLACED), checkpoints / LATEST
@@ -280,9 +231,7 @@ def remove(folder: Path) -> None:
 
 
 def recover(checkpoints: Path) -> None:
-    """Removes what killed runs left behind; a checkpoint whose successor never came gets its name back. While
-    nobody writes here.
-    """
+    """Ends what killed runs had begun; a checkpoint that was not replaced gets its name back."""
     for path in sorted(checkpoints.glob("iter_*.*")):
         # a folder that cannot be written is found out, and said, elsewhere
         with contextlib.suppress(OSError):

@@ -1,6 +1,4 @@
-"""What is not sharded in a checkpoint of Megatron-LM: its arguments, objects of Megatron's classes, as inert
-copies that run no code.
-"""
+"""What Megatron-LM saves unsharded: arguments, objects of its classes, as inert copies that run no code."""
 
 from __future__ import annotations
 
@@ -54,9 +52,5 @@ _INERT_PICKLE = types.SimpleNamespace(
 
 
 def read_inert(file: IO[bytes]) -> Any:
-    """What torch.save wrote to `file`, with an `Inert` for every object of argparse or Megatron.
-
-    Raises:
-        pickle.UnpicklingError: where it names other classes or functions.
-    """
+    """What torch.save wrote, `Inert` for objects of argparse or Megatron; UnpicklingError for others."""
     return torch.load(file, map_location="cpu", pickle_module=_INERT_PICKLE, weights_only=False)

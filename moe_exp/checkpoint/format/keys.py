@@ -22,6 +22,7 @@ import torch
 
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
@@ -36,9 +37,7 @@ _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 @dataclass(frozen=True)
 class CheckpointKeys:
-    """What a checkpoint holds: `tensors` of the model and of the `optimizer` by key, with their shapes;
-    unique keys of `objects`.
-    """
+    """Tensors of the model and of the optimizer by key, with their shapes, and unique keys of objects."""
 
     tensors: Mapping[str, tuple[int, ...]]
     optimizer: Mapping[str, tuple[int, ...]]
@@ -50,11 +49,8 @@ class CheckpointKeys:
         found = CheckpointReader(folder)
         shapes = {key: tensor.shape for key, tensor in found.tensors.items()}
         optimizer = {key: shape for key, shape in shapes.items() if _OPTIMIZER.match(key)}
-        return cls(
-            {key: shape for key, shape in shapes.items() if key not in optimizer},
-            optimizer,
-            frozenset(found.objects),
-        )
+        weights = {key: shape for key, shape in shapes.items() if key not in optimizer}
+        return cls(weights, optimizer, frozenset(found.objects))
 
     @property
     def layers_are_stacked(self) -> bool:
@@ -70,13 +66,8 @@ class CheckpointKeys:
 def model_state(
     model: GPTModel, metadata: Mapping[str, Any], keys: CheckpointKeys | None = None
 ) -> dict[str, Any]:
-    """The model's sharded state: as Megatron would write it, or under the keys of a checkpoint that is to be
-    read.
-
-    Args:
-        model: of this rank and stage, without wrappers.
-        metadata: Megatron's, with `dp_cp_group`.
-        keys: of the checkpoint; None to write one.
+    """The sharded state of a model without wrappers: as Megatron would write it (`metadata` has
+    `dp_cp_group`), or under the keys of a checkpoint that is to be read.
     """
     if keys is None:
         return model.sharded_state_dict(metadata=dict(metadata))
@@ -102,9 +93,8 @@ def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool)
         in_model, prefix = layer.layer_number - 1, f"decoder.layers.{index}."
         offsets = ((0, in_model, model.config.num_layers),) if stacked else ()
         layer_state = layer.sharded_state_dict(prefix, offsets, dict(metadata))
-        replace_prefix_for_sharding(
-            layer_state, prefix, "decoder.layers." if stacked else f"decoder.layers.{in_model}."
-        )
+        new_prefix = "decoder.layers." if stacked else f"decoder.layers.{in_model}."
+        replace_prefix_for_sharding(layer_state, prefix, new_prefix)
         state |= layer_state
     return state
 
@@ -115,14 +105,14 @@ def _present(key: str, keys: CheckpointKeys) -> str:
 
 
 def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) -> None:
-    """Nothing that is needed is missing in a checkpoint or of another shape, and all weights in it are used.
-    Called by every rank.
-
-    Raises:
-        ValueError: on every rank, with the first keys that are on one side only, or differ.
+    """Compares the tensors of all ranks' states with a checkpoint's: none is missing, of another shape, or
+    without a use. Called by every rank; raises a ValueError on each, with the first keys that differ.
     """
     gathered: list[set[tuple[str, tuple[int, ...], bool]]] = [set()] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(gathered, set(_needed(state)))
+    mine = {
+        (shard.key, tuple(shard.global_shape), shard.allow_shape_mismatch) for shard in sharded_tensors(state)
+    }
+    torch.distributed.all_gather_object(gathered, mine)
     needed = {key: (shape, is_padded) for key, shape, is_padded in set().union(*gathered)}
     found = {**keys.tensors, **keys.optimizer}
     unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(BATCH_STATISTICS)}
@@ -141,20 +131,15 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
             )
 
 
-def _needed(state: Any) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-    """Key, shape and whether the number of rows may be another, of all tensors in a state."""
-    if isinstance(state, ShardedTensorFactory):
-        yield from _needed(state.build())
-    elif isinstance(state, ShardedTensor):
-        yield state.key, tuple(state.global_shape), state.allow_shape_mismatch
-    elif isinstance(state, Mapping):
-        yield from (entry for value in state.values() for entry in _needed(value))
-    elif isinstance(state, list):
-        yield from (entry for value in state for entry in _needed(value))
+def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
+    """All tensors of a sharded state, a dictionary or a list, those of factories one by one."""
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensorFactory):
+            yield from sharded_tensors([value.build()])
+        elif isinstance(value, ShardedTensor):
+            yield value
 
 
 def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    """Embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128. Rows of tokens must
-    not be lacking.
-    """
+    """Of embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128."""
     return shape[1:] == in_model[1:] and shape[0] > in_model[0] - 128

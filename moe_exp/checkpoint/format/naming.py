@@ -28,8 +28,7 @@ KEEP_BYTES = 256 << 20
 
 _STATE = re.compile(r"((?:chained_\d+\.)?optimizer\.state\.)(\w+)\.(.+)")
 _OPTIMIZER = re.compile(r"(?:chained_\d+\.)?optimizer\.")
-# Megatron's optimizers name the fp32 main weights in two ways.
-_MAIN = {"fp32_param": "param"}
+_MAIN = {"fp32_param": "param"}  # two names of Megatron's optimizers for the fp32 main weights
 _STACKED = re.compile(r"decoder\.layers\.(?!\d)(.+)")
 _EXPERTS = re.compile(r"(.*\.)?experts\.experts\.(?!\d)(.+)")
 _SINGLE_EXPERT = re.compile(r"(.*\.)?experts\.experts\.(\d+\..+)")
@@ -43,9 +42,7 @@ _IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A part of a stored tensor; its first `num_leading` axes (layer, expert) have size 1 and are no axes of
-    the logical tensor.
-    """
+    """A part of a stored tensor; its first `num_leading` axes count layers and experts, each of size 1."""
 
     stored: StoredTensor
     offsets: tuple[int, ...]
@@ -59,15 +56,10 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """A tensor of one layer or expert, or of the whole model.
+    """A tensor of one layer or expert, or of the whole model."""
 
-    Args:
-        name: as at the top of this file.
-        boxes: where its values are; several are joined along the first axis.
-    """
-
-    name: str
-    boxes: tuple[StoredBox, ...]
+    name: str  # as at the top of this file
+    boxes: tuple[StoredBox, ...]  # where its values are; several are joined along the first axis
     reader: CheckpointReader = field(repr=False, compare=False)
 
     @property
@@ -85,11 +77,7 @@ class LogicalTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Its values, or the box of them at `offsets` with `sizes`.
-
-        Raises:
-            ValueError: where a file is damaged.
-        """
+        """Its values, or the box of them at `offsets` with `sizes`; a ValueError if a file is damaged."""
         if not self.shape:
             return self._read_part(self.boxes[0], (), ())
         offsets, sizes = offsets or (0,) * len(self.shape), sizes or self.shape
@@ -136,9 +124,8 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
     parts: dict[str, dict[str, StoredBox]] = {}
     for key, stored in sorted(reader.tensors.items()):
         of_optimizer = optimizer_state(key)
-        if (of_optimizer[1] if of_optimizer else None) != state or (
-            of_optimizer is None and is_optimizer(key)
-        ):
+        is_unknown = of_optimizer is None and is_optimizer(key)
+        if is_unknown or (of_optimizer[1] if of_optimizer else None) != state:
             continue
         for name, half, box in _boxes(of_optimizer[2] if of_optimizer else key, stored):
             parts.setdefault(name, {})[half] = box
@@ -150,9 +137,7 @@ def logical_tensors(reader: CheckpointReader, state: str | None = None) -> dict[
 
 
 def logical_name(key: str, place: tuple[int, ...]) -> tuple[str, str]:
-    """The name of what lies at `place` on the leading axes of a key, and which half of it: `w`, `v`, or
-    nothing for the whole.
-    """
+    """The name of what lies at `place` on a key's leading axes, and its half: `w`, `v` or nothing."""
     numbers = list(place)
     if match := _STACKED.fullmatch(key):
         key = f"decoder.layers.{numbers.pop(0)}.{match[1]}"
@@ -182,9 +167,7 @@ def layer_of(name: str) -> tuple[int | None, str]:
 
 
 def group_of(name: str) -> str:
-    """What a logical tensor belongs to: embedding, output, attention, norms, router, experts, shared experts,
-    mlp, or other.
-    """
+    """What a logical tensor belongs to, such as attention, norms or experts; see `_GROUPS`."""
     parts = name.split(".")
     if any("norm" in part for part in parts[-2:]):
         return "norms"

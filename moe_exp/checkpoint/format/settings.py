@@ -23,15 +23,8 @@ _LAYOUT: dict[str, Any] = {
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:
-    """The settings in a checkpoint, for one rank; `changes` replace some.
-
-    Args:
-        folder: of one iteration.
-        changes: field of Config to value.
-
-    Raises:
-        ValueError: where the checkpoint is damaged or was not written by this package, or `changes` cannot
-            be.
+    """The settings in an iteration's folder, for one rank; `changes` replace fields of Config. Raises a
+    ValueError if it is damaged or not of this package, or `changes` cannot be.
     """
     saved = read_common(folder).get("config")
     if saved is None:

@@ -32,16 +32,10 @@ _FORCE, _FORCE_NOT = "TORCH_FORCE_WEIGHTS_ONLY_LOAD", "TORCH_FORCE_NO_WEIGHTS_ON
 def load_sharded(
     state: dict[str, Any], folder: Path, *, validate_access_integrity: bool = True
 ) -> dict[str, Any]:
-    """`dist_checkpointing.load`, in which nothing of the files is run. Called by every rank.
-
-    Args:
-        state: sharded, what is asked for; it is used up.
-        folder: of one iteration.
-        validate_access_integrity: whether every value of every tensor has to have one rank that owns it.
-
-    Raises:
-        ValueError: on every rank, where `.metadata` or an object holds more than the format's classes,
-            tensors and plain values, or a file or a tensor is not what was asked for.
+    """`dist_checkpointing.load` of an iteration's folder, in which nothing of the files is run. Called by
+    every rank; `state` is used up. With `validate_access_integrity` every value has to have one rank that
+    owns it. Raises a ValueError on every rank, if `.metadata` or an object holds more than the format's
+    classes, tensors and plain values, or a file or a tensor is not what was asked for.
     """
     loaded = on_every_rank(lambda: _common(folder))
     force_all_tensors_to_non_fp8(state)

@@ -29,13 +29,11 @@ from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from moe_exp.checkpoint.format.boxes import Box, intersection, slices
 from moe_exp.checkpoint.format.foreign import read_inert
+from moe_exp.host.files import regular
 
 COMMON = "common.pt"
 COMMON_OBJECT = "common_state/shard_0_1"
@@ -44,13 +42,9 @@ _MOST_EMPTY_ROWS = 2**20
 # What a .metadata may be made of.
 _MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner")
 _CLASSES = {
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("torch", "device"),
-    ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-}
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("torch.serialization", "_get_layout"),
+    ("torch", "Size"), ("torch", "device"), ("collections", "OrderedDict"), ("pathlib", "PosixPath"),
+}  # fmt: skip
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -66,14 +60,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """`.metadata` of a checkpoint, unpickled with the classes of the format and no others.
-
-    Raises:
-        ValueError: where it is missing or damaged, or would run other code.
-    """
+    """`.metadata`, unpickled with the format's classes alone; a ValueError if it is damaged."""
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
@@ -83,11 +73,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What is not sharded: optimizer settings, schedule, progress, config. Of Megatron-LM's arguments inert
-    copies, see foreign.py.
-
-    Raises:
-        ValueError: where the file is missing or damaged, or names code.
+    """What is not sharded: optimizer settings, schedule, progress, config; of Megatron-LM's arguments inert
+    copies (foreign.py). Raises a ValueError if the file is missing or damaged, or names code.
     """
     path = folder / COMMON
     if not path.exists() and (folder / METADATA).exists():
@@ -95,7 +82,7 @@ def read_common(folder: Path) -> dict[str, Any]:
         if COMMON_OBJECT in reader.objects:
             return dict(reader.read_object(COMMON_OBJECT)[0])
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             return dict(_load_foreign(file))
     # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
     except Exception as error:
@@ -151,15 +138,9 @@ class StoredTensor:
 
 
 class CheckpointReader:
-    """What is in a checkpoint; values are read where they are asked for.
-
-    Args:
-        folder: of one iteration.
-        keep_bytes: chunks that were read last stay in memory up to so many bytes, for a caller that reads a
-            chunk slice by slice (expert by expert, say); the last one stays whatever its size. 0: none.
-
-    Raises:
-        ValueError: where it is none, or its metadata is damaged.
+    """What is in an iteration's folder; values are read where they are asked for. Chunks that were read last
+    stay in memory up to `keep_bytes`, for a caller that reads a chunk slice by slice, the last one whatever
+    its size; 0: none. Raises a ValueError if its metadata is damaged.
     """
 
     def __init__(self, folder: Path, *, keep_bytes: int = 0):
@@ -208,34 +189,18 @@ class CheckpointReader:
         return Chunk(offsets or (), sizes, place.relative_path, place.offset, place.length)
 
     def read(self, key: str, offsets: Sequence[int] = (), sizes: Sequence[int] = ()) -> Tensor:
-        """A tensor, or the box of it at `offsets` with `sizes`; one chunk at a time is in memory beside the
-        result.
-
-        Raises:
-            KeyError: when there is no such tensor.
-            ValueError: where a file is damaged.
+        """A tensor, or the box of it at `offsets` with `sizes`; one chunk at a time is in memory beside it.
+        Raises a KeyError for an unknown tensor, a ValueError if a file is damaged.
         """
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
         result = torch.empty(sizes, dtype=stored.dtype)
         filled = 0
         for chunk in self._near(stored, offsets, sizes):
-            lows = [max(a, b) for a, b in zip(offsets, chunk.offsets, strict=True)]
-            highs = [
-                min(a + n, b + m)
-                for a, n, b, m in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)
-            ]
-            if all(low < high for low, high in zip(lows, highs, strict=True)):
-                source = self.read_chunk(stored, chunk)
-                source = source[
-                    tuple(
-                        slice(low - b, high - b)
-                        for low, high, b in zip(lows, highs, chunk.offsets, strict=True)
-                    )
-                ]
-                result[
-                    tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offsets, strict=True))
-                ] = source
+            common = intersection(Box(offsets, sizes), Box(chunk.offsets, chunk.sizes))
+            if common is not None:
+                source = self.read_chunk(stored, chunk)[slices(common, chunk.offsets)]
+                result[slices(common, offsets)] = source
                 filled += source.numel()
         if filled != result.numel():
             raise ValueError(
@@ -247,22 +212,16 @@ class CheckpointReader:
     def _near(
         self, stored: StoredTensor, offsets: tuple[int, ...], sizes: tuple[int, ...]
     ) -> Sequence[Chunk]:
-        """The chunks that a box may meet, by the first axis alone: a stacked tensor has thousands, and is
-        read slice by slice.
-        """
+        """Chunks that a box may meet by the first axis: a stacked tensor has thousands."""
         if not stored.shape or len(stored.chunks) == 1:
             return stored.chunks
         if stored.key not in self._ordered:
             ordered = sorted(stored.chunks, key=lambda chunk: chunk.offsets)
-            self._ordered[stored.key] = (
-                [chunk.offsets[0] for chunk in ordered],
-                ordered,
-                max(chunk.sizes[0] for chunk in ordered),
-            )
+            starts = [chunk.offsets[0] for chunk in ordered]
+            self._ordered[stored.key] = starts, ordered, max(chunk.sizes[0] for chunk in ordered)
         starts, ordered, longest = self._ordered[stored.key]
-        return ordered[
-            bisect_right(starts, offsets[0] - longest) : bisect_left(starts, offsets[0] + sizes[0])
-        ]
+        first, end = bisect_right(starts, offsets[0] - longest), bisect_left(starts, offsets[0] + sizes[0])
+        return ordered[first:end]
 
     def chunks(self, key: str) -> Iterator[tuple[tuple[int, ...], Tensor]]:
         """The chunks of a tensor, one after the other: offsets and values."""
@@ -279,11 +238,7 @@ class CheckpointReader:
         return read_common(self.folder)
 
     def read_chunk(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
-        """The values of a chunk of `stored`, of one that is kept not a copy: do not change them.
-
-        Raises:
-            ValueError: where the file is damaged.
-        """
+        """A chunk's values, possibly kept ones: do not change them. A ValueError if damaged."""
         if chunk in self._kept:
             self._kept.move_to_end(chunk)
             return self._kept[chunk]
@@ -307,14 +262,12 @@ class CheckpointReader:
     def _load(self, chunk: Chunk, *, foreign: bool = False) -> Any:
         path = self.folder / chunk.file
         try:
-            with path.open("rb") as file:
+            with regular(path).open("rb") as file:
                 window = cast(IO[bytes], _Window(file, chunk.start, chunk.num_bytes))
                 _check_zip(window)
-                return (
-                    _load_foreign(window)
-                    if foreign
-                    else torch.load(window, map_location="cpu", weights_only=True)
-                )
+                if foreign:
+                    return _load_foreign(window)
+                return torch.load(window, map_location="cpu", weights_only=True)
         # torch raises RuntimeError, UnpicklingError, EOFError, ... as the damage will have it
         except Exception as error:
             raise _unusable(path, error) from None
@@ -354,11 +307,7 @@ class _Window(io.RawIOBase):
 
 
 def _check_zip(window: IO[bytes]) -> None:
-    """The checksums of the zip that torch.save has written.
-
-    Raises:
-        ValueError: where one is wrong.
-    """
+    """The checksums of the zip that torch.save has written. Raises a ValueError if one is wrong."""
     with zipfile.ZipFile(window) as archive:
         if (name := archive.testzip()) is not None:
             raise ValueError(f"the checksum of {name} is wrong")

@@ -26,11 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
 
 _BACKEND = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+    "sharded_backend": "torch_dist", "sharded_backend_version": 1,
+    "common_backend": "torch", "common_backend_version": 1,
+}  # fmt: skip
 
 
 def write_metadata(folder: Path, metadata: Metadata) -> None:
@@ -44,16 +42,12 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
 
 
 class CheckpointWriter:
-    """Writes a checkpoint chunk by chunk; nothing but the chunk at hand is in memory.
+    """Writes a checkpoint into a folder chunk by chunk; nothing but the chunk at hand is in memory.
 
-    `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`. Without `finish` the folder is no
-    checkpoint. What is added goes to the file of `rank`, which may be set in between: a rank of a layout then
-    finds its own chunks in one file. As a context it closes its files where something goes wrong before the
-    end.
-
-    Args:
-        folder: that of the new checkpoint, empty or not there yet.
-        file_bytes: a new file is begun where the current one has reached this size.
+    `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`, without which the folder is no
+    checkpoint. What is added goes to the file of `rank`, which may be set in between, or to its next one of
+    `file_bytes`: a rank of a layout then finds its own chunks in one file. As a context it closes its files
+    after an error.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
@@ -83,9 +77,7 @@ class CheckpointWriter:
         self.add_chunk(key, values, shape=tuple(values.shape), offsets=(0,) * values.dim())
 
     def add_chunk(self, key: str, values: Tensor, *, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """The box at `offsets` of the tensor `key`, which has `shape`. The boxes of a tensor must fill it
-        without overlap.
-        """
+        """The box at `offsets` of a tensor of `shape`; boxes must fill it without overlap."""
         info = self._tensors.get(key)
         if info is None:
             properties = TensorProperties(dtype=values.dtype)
@@ -107,22 +99,14 @@ class CheckpointWriter:
         self._write(MetadataIndex(key), [value])
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Checks that every tensor is filled, and writes `common` and what makes the folder a checkpoint.
-
-        Raises:
-            ValueError: where chunks of a tensor are missing.
-        """
+        """Writes `common` and the metadata; a ValueError if a tensor is not filled."""
         self.next_file()
         for key, info in self._tensors.items():
             filled = sum(math.prod(chunk.sizes) for chunk in info.chunks)
             if filled != math.prod(info.size):
                 raise ValueError(f"{key}: {filled} of {math.prod(info.size)} values were written.")
-        metadata = Metadata(
-            {**self._tensors, **self._objects},
-            storage_data=self._places,
-            storage_meta=StorageMeta(),
-            version="1.0.0",
-        )
+        parts: dict[str, Any] = {**self._tensors, **self._objects}
+        metadata = Metadata(parts, storage_data=self._places, storage_meta=StorageMeta(), version="1.0.0")
         with (self.folder / COMMON).open("wb") as file:
             torch.save(common, file)
             _sync(file)

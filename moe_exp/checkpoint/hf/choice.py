@@ -1,4 +1,4 @@
-"""Which architecture of transformers a model of ours is, and why it is none of the others."""
+"""Chooses the transformers architecture for a Config, and says why the others do not fit."""
 
 from __future__ import annotations
 
@@ -14,17 +14,11 @@ from moe_exp.config import Config
 
 @dataclass(frozen=True)
 class Trait:
-    """A property of a model that an architecture has or has not.
+    """A property of a model that an architecture may be able to express."""
 
-    Args:
-        of: its value.
-        usual: the value that every architecture can express that says nothing about it.
-        words: the settings that decide, for the complaint.
-    """
-
-    of: Callable[[Config], Any]
-    usual: Any
-    words: Callable[[Config], str]
+    of: Callable[[Config], Any]  # its value
+    usual: Any  # what an architecture allows unless its `traits` list other values
+    words: Callable[[Config], str]  # the settings that decide it, for error messages
 
 
 def _named(*names: str) -> Callable[[Config], str]:
@@ -46,9 +40,8 @@ def _epsilon_differs(c: Config) -> bool:
 
 
 def _head_dim(c: Config) -> str:
-    if c.multi_latent_attention:
-        return "hidden / heads"
-    return "hidden / heads" if c.kv_channels * c.num_heads == c.hidden_size else "free"
+    by_width = c.multi_latent_attention or c.kv_channels * c.num_heads == c.hidden_size
+    return "hidden / heads" if by_width else "free"
 
 
 def _moe_layers(c: Config) -> str:
@@ -61,7 +54,7 @@ def _moe_layers(c: Config) -> str:
 
 
 def _drops(c: Config) -> bool:
-    """Whether a token may be dropped. An expert never gets more than all tokens of a micro-batch."""
+    """Whether a token may be dropped; an expert never gets more than all tokens of a micro-batch."""
     factor = c.expert_capacity_factor if c.use_moe else None
     return factor is not None and factor * c.topk < c.num_experts
 
@@ -72,11 +65,6 @@ def _routing(c: Config) -> str:
     if c.aux_loss_type == "sinkhorn" or c.force_routing != "none":
         return "sinkhorn" if c.aux_loss_type == "sinkhorn" else c.force_routing
     return c.router_score + (", normalized" if c.router_weights_sum is not None else "")
-
-
-_routing_settings = _named(
-    "router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"
-)
 
 
 def _groups_differ(c: Config) -> bool:
@@ -91,41 +79,38 @@ def _shared(c: Config) -> str:
     return "of another width" if c.shared_expert_size % c.expert_ffn_size else "of whole experts"
 
 
+def _may_drop(c: Config) -> str:
+    return f"MOE_TYPE=moe CAPACITY_FACTOR={c.expert_capacity_factor}, which may drop tokens,"
+
+
+def _rotary(c: Config) -> str:
+    return "whole heads" if c.rotary_fraction == 1 else "a part"
+
+
+def _weights(c: Config) -> str:
+    return "scaled" if c.use_moe and c.router_scaling_factor != 1 else "as they are"
+
+
+_ROUTING = ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
+_BIAS_RATE = "router_bias_update_rate"
+
 TRAITS: Mapping[str, Trait] = {
     "normalization": Trait(lambda c: c.normalization, "RMSNorm", _named("normalization")),
     "activation": Trait(lambda c: c.activation, "swiglu", _named("activation")),
     "biases": Trait(lambda c: c.add_bias_linear, False, _named("add_bias_linear")),
-    "drops": Trait(
-        _drops,
-        False,
-        lambda c: f"MOE_TYPE=moe CAPACITY_FACTOR={c.expert_capacity_factor}, which may drop tokens,",
-    ),
+    "drops": Trait(_drops, False, _may_drop),
     "groups_differ": Trait(_groups_differ, False, _named("topk", "num_router_groups", "router_group_topk")),
     "attention": Trait(_attention, "grouped", _named("multi_latent_attention", "qk_norm")),
     "qk_norm": Trait(_qk_norm, "none", _named("qk_norm", "qk_norm_scope")),
     "qkv_bias": Trait(lambda c: c.qkv_bias, False, _named("qkv_bias")),
     "head_dim": Trait(_head_dim, "hidden / heads", _named("head_dim", "hidden_size", "num_heads")),
-    "rotary": Trait(
-        lambda c: "whole heads" if c.rotary_fraction == 1 else "a part",
-        "whole heads",
-        _named("rotary_fraction"),
-    ),
+    "rotary": Trait(_rotary, "whole heads", _named("rotary_fraction")),
     "rope": Trait(yarn_is_expressible, True, _named("rope_scaling", "yarn_mscale", "yarn_mscale_all_dim")),
     "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
     "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),
-    "routing": Trait(
-        _routing,
-        "softmax",
-        _named("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing"),
-    ),
-    "weights": Trait(
-        lambda c: "scaled" if c.use_moe and c.router_scaling_factor != 1 else "as they are",
-        "as they are",
-        _named("router_scaling_factor"),
-    ),
-    "expert_bias": Trait(
-        lambda c: c.use_moe and c.router_bias_update_rate > 0, False, _named("router_bias_update_rate")
-    ),
+    "routing": Trait(_routing, "softmax", _named(*_ROUTING)),
+    "weights": Trait(_weights, "as they are", _named("router_scaling_factor")),
+    "expert_bias": Trait(lambda c: c.use_moe and c.router_bias_update_rate > 0, False, _named(_BIAS_RATE)),
     "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, _named("num_router_groups")),
     "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),
     "tied": Trait(lambda c: c.tie_embeddings, False, _named("tie_embeddings")),
@@ -133,7 +118,7 @@ TRAITS: Mapping[str, Trait] = {
 
 
 def reasons_against(architecture: Architecture, config: Config) -> list[str]:
-    """The settings of a model that an architecture cannot express, in words; none where it can."""
+    """Settings of a model that an architecture cannot express; empty if it can express all."""
     return [
         trait.words(config)
         for name, trait in TRAITS.items()
@@ -143,33 +128,23 @@ def reasons_against(architecture: Architecture, config: Config) -> list[str]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The architecture of a model, and for every other one why it is not that."""
+    """The architecture of a model, and per other architecture the reasons against it."""
 
     architecture: Architecture
     against: Mapping[str, list[str]]
 
 
 def choose_architecture(config: Config) -> Choice:
-    """The architecture of transformers that computes what this model computes.
-
-    Raises:
-        UnsupportedModel: where there is none, with the settings that none of them can express, or those that
-            are in the way of the one that is nearest.
-    """
+    """The transformers architecture that computes the same; UnsupportedModel, with reasons, if none does."""
     against = {name: reasons_against(architecture, config) for name, architecture in ARCHITECTURES.items()}
     for name, reasons in against.items():
         if not reasons:
-            return Choice(
-                ARCHITECTURES[name], {other: why for other, why in against.items() if other != name}
-            )
+            others = {other: why for other, why in against.items() if other != name}
+            return Choice(ARCHITECTURES[name], others)
     fewest = min(len(reasons) for reasons in against.values())
     nearest = {name: reasons for name, reasons in against.items() if len(reasons) == fewest}
-    by_none = [
-        reason
-        for reason in next(iter(nearest.values()))
-        if all(reason in reasons for reasons in against.values())
-    ]
-    if by_none:
+    first = next(iter(nearest.values()))
+    if by_none := [reason for reason in first if all(reason in reasons for reasons in against.values())]:
         what = f"{', '.join(by_none)}: no architecture of transformers that is converted here has this"
     else:
         each = "; ".join(f"{name} has no {', '.join(reasons)}" for name, reasons in nearest.items())

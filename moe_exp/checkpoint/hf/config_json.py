@@ -1,6 +1,4 @@
-"""A whole config.json <-> a Config. Every field must be one that a rule speaks for, one without effect on
-logits, or one told to ignore.
-"""
+"""config.json <-> Config. Every field needs a rule, no effect on logits, or --ignore-field."""
 
 from __future__ import annotations
 
@@ -12,7 +10,7 @@ from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
 from moe_exp.checkpoint.hf.fields import Settings, UnsupportedModel, refuse
 from moe_exp.config import Config
 
-# Fields that say nothing about what the model computes when it is evaluated.
+# Fields without effect on what the model computes in evaluation.
 WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
     "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
@@ -25,8 +23,7 @@ WITHOUT_EFFECT = {
     "_attn_implementation_autoset", "attn_implementation", "_from_model_config", "moe_router_activation_func",
 }  # fmt: skip
 
-# Everything that decides what is computed, at its plainest; rules change it. No preset has a say in a model
-# that is converted.
+# Plainest value of every setting that affects the computation, before the rules; presets are not used.
 _PLAIN: Settings = {
     "use_moe": True, "moe_type": "dmoe", "capacity_factor": 0.0, "min_capacity": 0, "moe_layer_freq": "1",
     "first_k_dense": 0, "moe_ffn_hidden_size": 0, "shared_expert_size": 0, "shared_expert_gate": False,
@@ -39,11 +36,7 @@ _PLAIN: Settings = {
 
 
 def architecture_of(fields: Mapping[str, Any]) -> Architecture:
-    """The architecture that a config.json names.
-
-    Raises:
-        UnsupportedModel: where it names another.
-    """
+    """The architecture that a config.json names; UnsupportedModel if it is not one of ours."""
     names = fields.get("architectures") or []
     for name in names:
         if name in ARCHITECTURES:
@@ -51,54 +44,31 @@ def architecture_of(fields: Mapping[str, Any]) -> Architecture:
     by_type = {architecture.model_type: architecture for architecture in ARCHITECTURES.values()}
     if not names and fields.get("model_type") in by_type:
         return by_type[fields["model_type"]]
-    raise refuse(
-        "architectures",
-        ",".join(names) or "(missing)",
-        "is not supported",
-        f"convert one of {', '.join(ARCHITECTURES)}",
-    )
+    fix = f"convert one of {', '.join(ARCHITECTURES)}"
+    raise refuse("architectures", ",".join(names) or "(missing)", "is not supported", fix)
 
 
 def settings_of(
     fields: Mapping[str, Any], architecture: Architecture, *, ignore: Collection[str] = ()
 ) -> Settings:
-    """The settings of the model that a config.json describes: all that decide what it computes.
-
-    Args:
-        fields: of config.json.
-        architecture: of the model.
-        ignore: fields that would be refused, of which somebody knows that they change nothing.
-
-    Raises:
-        UnsupportedModel: with the first field that cannot be followed.
-    """
+    """All settings of the model; UnsupportedModel for the first unsupported field that is not in `ignore`."""
     if fields.get("quantization_config") and "quantization_config" not in ignore:
         method = fields["quantization_config"].get("quant_method", "some method")
-        raise refuse(
-            "quantization_config",
-            method,
-            "quantized weights are not supported",
-            "convert weights in bf16, fp16 or fp32",
-        )
+        fix = "convert weights in bf16, fp16 or fp32"
+        raise refuse("quantization_config", method, "quantized weights are not supported", fix)
     if fields.get("auto_map") and "auto_map" not in ignore:
-        fix = (
-            f"give --ignore-field auto_map where that code computes what {architecture.name} of transformers"
-            " does"
-        )
+        does = f"what {architecture.name} of transformers does"
+        fix = f"give --ignore-field auto_map where that code computes {does}"
         raise refuse("auto_map", "{...}", "the model comes with code of its own, which is never run", fix)
-    known = (
-        {name for rule in architecture.fields for name in rule.names}
-        | WITHOUT_EFFECT
-        | {"quantization_config", "auto_map"}
-    )
+    known = {name for rule in architecture.fields for name in rule.names} | WITHOUT_EFFECT
+    known |= {"quantization_config", "auto_map"}
     for name, value in sorted(fields.items()):
         if name not in known and name not in ignore and value not in (None, False, 0, "", [], {}):
             fix = f"give --ignore-field {name} where it does not change what the model computes"
             raise refuse(name, value, f"is unknown for {architecture.name}", fix)
     settings = _PLAIN | dict(architecture.settings)
-    completed = _completed(
-        {name: value for name, value in fields.items() if name not in ignore}, architecture
-    )
+    used = {name: value for name, value in fields.items() if name not in ignore}
+    completed = _completed(used, architecture)
     for rule in architecture.fields:
         try:
             settings |= rule.read(completed)
@@ -115,9 +85,7 @@ def settings_of(
 
 
 def _completed(fields: Mapping[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """The fields as the configuration class of the architecture has them: defaults where they are missing,
-    and what null stands for.
-    """
+    """The fields with the defaults of the configuration class, and null replaced by its meaning."""
     completed = dict(architecture.defaults)
     for name, value in fields.items():
         if value is None and name in architecture.defaults and name not in architecture.null:
@@ -128,7 +96,7 @@ def _completed(fields: Mapping[str, Any], architecture: Architecture) -> dict[st
 
 
 def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
-    """The config.json of a model, without the dtype and the tokens of its tokenizer."""
+    """The config.json of a model, without dtype and token ids."""
     fields: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     for rule in architecture.fields:
         fields |= rule.write(config)

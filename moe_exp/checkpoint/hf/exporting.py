@@ -1,14 +1,11 @@
-"""Checkpoint -> Hugging Face, on one process without ranks; a layer's largest tensor is in memory at a
-time.
-"""
+"""Checkpoint -> Hugging Face, in one process, with one layer's largest tensor in memory at a time."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -26,7 +23,6 @@ from moe_exp.checkpoint.hf.companions import (
     write_model_card,
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
-from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES
 from moe_exp.checkpoint.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
 from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
@@ -36,27 +32,19 @@ from moe_exp.config import Config
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
-# Of the distributed optimizer, and of the other one.
-_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")
-# Rounded, it would choose other experts; transformers keeps it in fp32 whatever the type of the model.
+_MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # distributed optimizer, plain one
+# Rounding it would change the choice of experts; transformers always keeps it in fp32.
 _NEVER_ROUNDED = "e_score_correction_bias"
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What was converted.
+    """Result of an export."""
 
-    Args:
-        architecture: of transformers.
-        against: for every other one why it is not that.
-        num_bytes: of weights.
-        notes: what a user should know, a line each.
-    """
-
-    architecture: str
-    against: Mapping[str, list[str]]
-    num_bytes: int
-    notes: tuple[str, ...]
+    architecture: str  # of transformers
+    against: Mapping[str, list[str]]  # other architectures to the reasons against them
+    num_bytes: int  # of weights
+    notes: tuple[str, ...]  # lines for the user
 
 
 def to_hf(
@@ -70,22 +58,20 @@ def to_hf(
     like: Path | None = None,
     progress: Progress = no_progress,
 ) -> Exported:
-    """Writes a Hugging Face folder with the weights of a checkpoint of this package, of whatever layout.
+    """Writes a Hugging Face folder with the weights of a checkpoint of this package, of any layout.
+
+    Raises ValueError, and leaves nothing on disk, for a checkpoint without settings, a model that no
+    architecture expresses, missing or unused tensors, and a target that cannot be written.
 
     Args:
         source: an iteration's folder, a checkpoints folder or a run folder.
-        target: folder to make.
-        dtype: of the weights that are written, `fp32`, `bf16` or `fp16`; None: as they are.
-        main_weights: take the optimizer's fp32 copies, which hold more digits than the weights of a bf16 run.
-        max_shard_bytes: of tensors in a file.
-        tokenizer: folder or tokenizer.json; None: the checkpoint's TOKENIZER, where that is still there.
-        like: Hugging Face folder whose generation_config.json, token ids and max_position_embeddings are
-            taken over; None: the one that the checkpoint was converted from.
-        progress: gives a function that takes bytes as they are done.
-
-    Raises:
-        ValueError: for a checkpoint without settings, a model that no architecture expresses, tensors that
-            are missing or left over, and a target that cannot be written; nothing is on disk then.
+        target: folder to create.
+        dtype: of the written weights, `fp32`, `bf16` or `fp16`; None: kept.
+        main_weights: use the optimizer's fp32 copies, which are more precise than the weights of a bf16 run.
+        max_shard_bytes: of tensors per file.
+        tokenizer: folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
+        like: Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings;
+            None: the one that the checkpoint was converted from.
     """
     check_target(target)
     for name, path in (("tokenizer", tokenizer), ("like", like)):
@@ -102,30 +88,24 @@ def to_hf(
     config = _config_of(reader)
     choice = choose_architecture(config)
     planned = list(pieces(choice.architecture, config))
-    weights = _Weights(
-        reader, planned, main=main_weights, dtype=None if dtype is None else TORCH_DTYPES[dtype]
-    )
+    weights = _Weights(reader, planned, main=main_weights, dtype=TORCH_DTYPES[dtype] if dtype else None)
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with progress("converting", weights.num_bytes) as advance:
-            _write_weights(
-                weights, config, ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes), advance
-            )
+            shards = ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes)
+            _write_weights(weights, config, shards, advance)
         tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
-        like = like or _original(folder)
-        _write_companions(
-            partial,
-            folder,
-            config,
-            choice.architecture,
-            weights,
-            like=like,
-            tokenizer=tokenizer,
-            title=target.name,
-        )
-    return Exported(
-        choice.architecture.name, choice.against, weights.num_bytes, tuple(_notes(config, has_tokenizer))
-    )
+        name, of_torch = choice.architecture.name, str(weights.usual_dtype).removeprefix("torch.")
+        beside = folder.parent / ORIGINAL
+        like = like or (beside if beside.is_dir() else None)
+        # transformers 5 renamed `torch_dtype`, which others still read, to `dtype`
+        fields = fields_of(config, choice.architecture) | token_ids(tokenizer) | kept_fields(like)
+        fields |= {"dtype": of_torch, "torch_dtype": of_torch}
+        write_json(partial / "config.json", fields)
+        write_generation_config(partial, like, fields)
+        facts = f"`{name}`, {weights.num_parameters:,} parameters, weights in {of_torch}"
+        write_model_card(partial, target.name, facts, source=folder, iteration=_iteration(folder))
+    return Exported(name, choice.against, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
 def _config_of(reader: CheckpointReader) -> Config:
@@ -136,7 +116,7 @@ def _config_of(reader: CheckpointReader) -> Config:
             f"checkpoint={reader.folder}: does not say what model it is, moe_exp did not write it. Fix:"
             f" {fix}."
         )
-    # Settings that a later version has given up have no say in what is computed.
+    # Settings that later versions removed do not affect the computation.
     try:
         return Config(**{name: value for name, value in settings.items() if name in Config.model_fields})
     except ValidationError as error:
@@ -148,17 +128,7 @@ def _config_of(reader: CheckpointReader) -> Config:
 
 
 class _Weights:
-    """The tensors of a checkpoint that a model is made of.
-
-    Args:
-        reader: of the checkpoint.
-        planned: pieces of the model.
-        main: take the optimizer's fp32 copies of parameters; what is no parameter has none.
-        dtype: of what is written; None: as it is stored.
-
-    Raises:
-        ValueError: where one is missing, has another shape, or is left over.
-    """
+    """The tensors that a model needs; ValueError if one is missing, unused or of another shape."""
 
     def __init__(
         self, reader: CheckpointReader, planned: list[Piece], *, main: bool, dtype: torch.dtype | None
@@ -178,14 +148,9 @@ class _Weights:
             for key, it in stored.items()
             if it and it.shape != needed[key]
         ]
-        of_model = {
-            key
-            for key in reader.tensors
-            if not key.startswith(_OPTIMIZER) and not key.endswith(TRAINING_ONLY)
-        }
-        if lists := misfits(
-            {"missing": missing, "without a use": sorted(of_model - set(needed)), "of another shape": shapes}
-        ):
+        of_model = {key for key in reader.tensors if not key.startswith(_OPTIMIZER)}
+        unused = sorted(key for key in of_model - set(needed) if not key.endswith(TRAINING_ONLY))
+        if lists := misfits({"missing": missing, "without a use": unused, "of another shape": shapes}):
             raise ValueError(
                 f"checkpoint={reader.folder}: tensors {lists}. Fix: use another checkpoint of the run."
             )
@@ -196,13 +161,13 @@ class _Weights:
 
     @property
     def usual_dtype(self) -> torch.dtype:
-        """Of the weights that are written, but for single ones."""
+        """Type of most written weights."""
         stored = self._stored(self.planned[0].key)
         assert stored is not None
         return self.dtype or stored.dtype
 
     def dtype_of(self, piece: Piece, part: Theirs) -> torch.dtype:
-        """In which a tensor is written."""
+        """Type in which a tensor is written."""
         stored = self._stored(piece.key) if piece.key else None
         if part.name.endswith(_NEVER_ROUNDED):
             return torch.float32 if stored is None else stored.dtype
@@ -210,7 +175,7 @@ class _Weights:
 
     @property
     def entries(self) -> list[Entry]:
-        """All that is written, in order."""
+        """All tensors to write, in order."""
         return [
             Entry(part.name, part.shape, self.dtype_of(piece, part))
             for piece in self.planned
@@ -219,18 +184,15 @@ class _Weights:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that is written."""
         return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def num_parameters(self) -> int:
-        """Of all that is written, tensors without effect included."""
+        """Number of written values, including tensors without effect."""
         return sum(math.prod(entry.shape) for entry in self.entries)
 
     def values(self, piece: Piece) -> Tensor:
-        """Of a piece, without the axes of layer and expert. A layer's experts are read at once: they may be
-        one chunk of the checkpoint.
-        """
+        """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
         stored = self._stored(piece.key)
         assert stored is not None
         num_layer_axes = len(piece.shape) - len(piece.inner_shape) - (piece.expert is not None)
@@ -254,64 +216,16 @@ def _write_weights(
 
 
 def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -> int:
-    """Writes what a piece becomes; returns its bytes. Nothing of it is held afterwards, when the next tensor
-    is read.
-    """
-    shapes = [part.shape for part in piece.theirs]
-    has_effect = bool(piece.key)
-    parts = (
-        taken_apart(piece.join, weights.values(piece), shapes, config)
-        if has_effect
-        else map(torch.zeros, shapes)
-    )
-    num_bytes = 0
+    """Writes the tensors of a piece and returns their bytes; frees them before the next one is read."""
+    shapes, num_bytes = [part.shape for part in piece.theirs], 0
+    parts: Iterable[Tensor] = map(torch.zeros, shapes)
+    if piece.key:  # it has an effect
+        parts = taken_apart(piece.join, weights.values(piece), shapes, config)
     for part, values in zip(piece.theirs, parts, strict=True):
         dtype = weights.dtype_of(piece, part)
         shards.add(part.name, values.to(dtype))
         num_bytes += values.numel() * dtype.itemsize
     return num_bytes
-
-
-def _write_companions(
-    partial: Path,
-    folder: Path,
-    config: Config,
-    architecture: Architecture,
-    weights: _Weights,
-    *,
-    like: Path | None,
-    tokenizer: Path | None,
-    title: str,
-) -> None:
-    ids: dict[str, Any] = dict(token_ids(tokenizer))
-    of_torch = str(weights.usual_dtype).removeprefix("torch.")
-    # Since version 5 transformers calls `dtype` what others still read as `torch_dtype`.
-    fields = (
-        fields_of(config, architecture)
-        | ids
-        | kept_fields(like)
-        | {
-            "dtype": of_torch,
-            "torch_dtype": of_torch,
-        }
-    )
-    write_json(partial / "config.json", fields)
-    write_generation_config(partial, like, fields)
-    size = f"{weights.num_parameters:,} parameters"
-    write_model_card(
-        partial,
-        architecture=architecture.name,
-        source=folder,
-        iteration=_iteration(folder),
-        dtype=of_torch,
-        facts=size,
-        title=title,
-    )
-
-
-def _original(folder: Path) -> Path | None:
-    beside = folder.parent / ORIGINAL
-    return beside if beside.is_dir() else None
 
 
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:
@@ -332,15 +246,11 @@ def _iteration(folder: Path) -> int:
 def _notes(config: Config, has_tokenizer: bool) -> list[str]:
     notes = []
     if not has_tokenizer:
-        where = (
-            f"TOKENIZER={config.tokenizer} is not there" if config.tokenizer else "the checkpoint names none"
-        )
-        notes.append(
-            f"no tokenizer was written: {where}; give --tokenizer, or copy its files into the folder"
-        )
+        there = f"TOKENIZER={config.tokenizer} is not there"
+        why = there if config.tokenizer else "the checkpoint names none"
+        fix = "give --tokenizer, or copy its files into the folder"
+        notes.append(f"no tokenizer was written: {why}; {fix}")
     if added := config.padded_vocab_size - config.vocab_size:
-        notes.append(
-            f"{added} rows that pad the vocabulary were left out; they have a share in the softmax of"
-            " training"
-        )
+        share = "they have a share in the softmax of training"
+        notes.append(f"{added} rows that pad the vocabulary were left out; {share}")
     return notes

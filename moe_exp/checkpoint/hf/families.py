@@ -1,7 +1,5 @@
-"""The architectures of transformers that are converted, as tables.
-
-Checked against transformers 5.23 (modeling_*.py and configuration_*.py of each), and for what serves the
-models vLLM's vllm/model_executor/models/*.py, read on GitHub.
+"""Tables of the supported architectures, checked against transformers 5.23 (modeling_*.py,
+configuration_*.py), and for serving against vLLM's vllm/model_executor/models/*.py on GitHub.
 """
 
 from __future__ import annotations
@@ -18,83 +16,55 @@ from moe_exp.checkpoint.hf.tensor_rules import TensorRule
 
 @dataclass(frozen=True)
 class Architecture:
-    """One class of transformers.
+    """One model class of transformers."""
 
-    Args:
-        name: of the class, as in `architectures` of config.json.
-        model_type: as in config.json.
-        fields: rules for config.json.
-        tensors: rules for the weights.
-        settings: settings that every model of this class has.
-        traits: what it can express: trait (see choice.py) to the values it allows; of a trait that is not
-            named, the first of choice.TRAITS alone.
-        rope_theta: base of the rotary embedding where config.json names none.
-        defaults: fields of its configuration class that may be missing, to the values they then have.
-        null: fields that may be null, to what null stands for there; None: what the rules make of it.
-        without_effect: patterns of tensors that this class has and that change nothing, with the condition
-            under which that is so.
-        predicts_more: whether published folders have layers for multi-token prediction behind those of the
-            model.
-    """
-
-    name: str
-    model_type: str
-    fields: tuple[FieldRule, ...]
-    tensors: tuple[TensorRule, ...]
-    settings: Mapping[str, Any]
-    traits: Mapping[str, tuple[Any, ...]]
-    defaults: Mapping[str, Any]
-    null: Mapping[str, Any]
+    name: str  # of the class, as in `architectures` of config.json
+    model_type: str  # as in config.json
+    fields: tuple[FieldRule, ...]  # rules for config.json
+    tensors: tuple[TensorRule, ...]  # rules for the weights
+    settings: Mapping[str, Any]  # of every model of this class
+    traits: Mapping[str, tuple[Any, ...]]  # of choice.TRAITS to allowed values; others: only the usual one
+    defaults: Mapping[str, Any]  # fields to the defaults of its configuration class
+    null: Mapping[str, Any]  # fields that may be null, to its meaning; None: left to the rules
+    # patterns of tensors without effect, to the condition under which they have none
     without_effect: Mapping[str, str] = field(default_factory=dict)
-    predicts_more: bool = False
+    predicts_more: bool = False  # published folders have multi-token prediction layers after the model's
 
 
 _BIAS = "biases in the attention projections are not supported"
 _ACTIVATION = "other activations than SwiGLU are not supported"
 
 _SIZES = (
-    same("num_hidden_layers", "num_layers"),
-    same("hidden_size", "hidden_size"),
-    same("num_attention_heads", "num_heads"),
-    same("vocab_size", "vocab_size"),
-    same("max_position_embeddings", "seq_len"),
-    same("initializer_range", "init_std"),
+    same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
+    same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
+    same("max_position_embeddings", "seq_len"), same("initializer_range", "init_std"),
     must_be("hidden_act", "silu", because=_ACTIVATION),
-)
+)  # fmt: skip
 
 
 def _common(*, theta: float = 10000.0, fraction: float | None = None) -> tuple[FieldRule, ...]:
-    return (
-        *_SIZES,
-        rope(theta, fraction=fraction),
-        same("rms_norm_eps", "norm_epsilon"),
-        same("tie_word_embeddings", "tie_embeddings"),
-    )
+    epsilon, tied = same("rms_norm_eps", "norm_epsilon"), same("tie_word_embeddings", "tie_embeddings")
+    return (*_SIZES, rope(theta, fraction=fraction), epsilon, tied)
 
 
 _HEADS = (rules.key_value_heads(), rules.head_dim())
-_HEADS_BY_WIDTH = (
-    rules.key_value_heads(),
-    FieldRule(("head_dim",), rules.head_dim().read, lambda c: {}),  # vLLM divides, whatever config.json says
-)
+# vLLM always divides, regardless of config.json
+_HEADS_BY_WIDTH = (rules.key_value_heads(), FieldRule(("head_dim",), rules.head_dim().read, lambda c: {}))
 _NO_BIAS = must_be("attention_bias", False, because=_BIAS)
+_TOPK = same("num_experts_per_tok", "topk")
+_DENSE_WIDTH = same("intermediate_size", "ffn_hidden_size")
+_EXPERT_WIDTH = same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size")
+_ONE_WIDTH = same("intermediate_size", "ffn_hidden_size.expert_ffn_size")
 
 _MODEL = (
     TensorRule("embedding.word_embeddings.weight", {"model.embed_tokens.weight": "V D"}, "padded", "model"),
     TensorRule("decoder.final_layernorm.weight", {"model.norm.weight": "D"}, layers="model"),
     TensorRule("output_layer.weight", {"lm_head.weight": "V D"}, "padded", "model", "untied"),
 )
+_QKV = {"self_attn.q_proj.weight": "Q D", "self_attn.k_proj.weight": "K D", "self_attn.v_proj.weight": "K D"}
 _ATTENTION = (
     TensorRule("self_attention.linear_qkv.layer_norm_weight", {"input_layernorm.weight": "D"}),
-    TensorRule(
-        "self_attention.linear_qkv.weight",
-        {
-            "self_attn.q_proj.weight": "Q D",
-            "self_attn.k_proj.weight": "K D",
-            "self_attn.v_proj.weight": "K D",
-        },
-        "heads",
-    ),
+    TensorRule("self_attention.linear_qkv.weight", _QKV, "heads"),
     TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D Q"}),
 )
 _QKV_BIAS_NAMES = {"self_attn.q_proj.bias": "Q", "self_attn.k_proj.bias": "K", "self_attn.v_proj.bias": "K"}
@@ -112,258 +82,174 @@ _PROJECTION_NORMS = (
 )
 _LATENT_ATTENTION = (
     TensorRule("input_layernorm.weight", {"input_layernorm.weight": "D"}),
-    TensorRule("self_attention.linear_q_proj.weight", {"self_attn.q_proj.weight": "N D"}, when="no_q_lora"),
-    TensorRule(
-        "self_attention.linear_q_down_proj.weight", {"self_attn.q_a_proj.weight": "A D"}, when="q_lora"
+    *(
+        TensorRule(f"self_attention.{ours}", {f"self_attn.{theirs}.weight": size}, when=when)
+        for ours, theirs, size, when in (
+            ("linear_q_proj.weight", "q_proj", "N D", "no_q_lora"),
+            ("linear_q_down_proj.weight", "q_a_proj", "A D", "q_lora"),
+            ("linear_q_up_proj.layer_norm_weight", "q_a_layernorm", "A", "q_lora"),
+            ("linear_q_up_proj.weight", "q_b_proj", "N A", "q_lora"),
+            ("linear_kv_down_proj.weight", "kv_a_proj_with_mqa", "R D", ""),
+            ("linear_kv_up_proj.layer_norm_weight", "kv_a_layernorm", "B", ""),
+            ("linear_kv_up_proj.weight", "kv_b_proj", "M B", ""),
+            ("linear_proj.weight", "o_proj", "D O", ""),
+        )
     ),
-    TensorRule(
-        "self_attention.linear_q_up_proj.layer_norm_weight",
-        {"self_attn.q_a_layernorm.weight": "A"},
-        when="q_lora",
-    ),
-    TensorRule("self_attention.linear_q_up_proj.weight", {"self_attn.q_b_proj.weight": "N A"}, when="q_lora"),
-    TensorRule("self_attention.linear_kv_down_proj.weight", {"self_attn.kv_a_proj_with_mqa.weight": "R D"}),
-    TensorRule(
-        "self_attention.linear_kv_up_proj.layer_norm_weight", {"self_attn.kv_a_layernorm.weight": "B"}
-    ),
-    TensorRule("self_attention.linear_kv_up_proj.weight", {"self_attn.kv_b_proj.weight": "M B"}),
-    TensorRule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "D O"}),
 )
+_DENSE_HALVES = {"mlp.gate_proj.weight": "F D", "mlp.up_proj.weight": "F D"}
 _DENSE = (
     TensorRule("mlp.linear_fc1.layer_norm_weight", {"post_attention_layernorm.weight": "D"}, layers="dense"),
-    TensorRule(
-        "mlp.linear_fc1.weight", {"mlp.gate_proj.weight": "F D", "mlp.up_proj.weight": "F D"}, "rows", "dense"
-    ),
+    TensorRule("mlp.linear_fc1.weight", _DENSE_HALVES, "rows", "dense"),
     TensorRule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "D F"}, layers="dense"),
 )
 
 
 def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...]:
-    each = f"{block}.experts.{{expert}}"
+    each, ours, all_theirs = f"{block}.experts.{{expert}}", "mlp.experts.experts.linear_fc", "mlp.experts."
+    router, norm = {f"{block}.gate.weight": "E D"}, {"post_attention_layernorm.weight": "D"}
+    halves = {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"}
+    second = {f"{each}.{down}.weight": "D f"}
     return (
-        TensorRule("pre_mlp_layernorm.weight", {"post_attention_layernorm.weight": "D"}, layers="moe"),
-        TensorRule(
-            "mlp.router.weight", {f"{block}.gate.weight": "E D"}, layers="moe", alias="mlp.gate.weight"
-        ),
-        TensorRule(
-            "mlp.experts.experts.linear_fc1.weight",
-            {f"{each}.{gate}.weight": "f D", f"{each}.{up}.weight": "f D"},
-            "rows",
-            "moe",
-            alias="mlp.experts.gate_up_proj",
-        ),
-        TensorRule(
-            "mlp.experts.experts.linear_fc2.weight",
-            {f"{each}.{down}.weight": "D f"},
-            layers="moe",
-            alias="mlp.experts.down_proj",
-        ),
+        TensorRule("pre_mlp_layernorm.weight", norm, layers="moe"),
+        TensorRule("mlp.router.weight", router, layers="moe", alias="mlp.gate.weight"),
+        TensorRule(f"{ours}1.weight", halves, "rows", "moe", alias=f"{all_theirs}gate_up_proj"),
+        TensorRule(f"{ours}2.weight", second, layers="moe", alias=f"{all_theirs}down_proj"),
     )
 
 
 _EXPERTS = _experts("mlp", "gate_proj", "up_proj", "down_proj")
+_BIAS_NAME = {"mlp.gate.e_score_correction_bias": "E"}
 _EXPERT_BIAS = (
-    TensorRule(
-        "mlp.router.expert_bias", {"mlp.gate.e_score_correction_bias": "E"}, layers="moe", when="expert_bias"
-    ),
-    TensorRule("", {"mlp.gate.e_score_correction_bias": "E"}, "zeros", "moe", "no_expert_bias"),
+    TensorRule("mlp.router.expert_bias", _BIAS_NAME, layers="moe", when="expert_bias"),
+    TensorRule("", _BIAS_NAME, "zeros", "moe", "no_expert_bias"),
 )
 
 
 def _shared(name: str) -> tuple[TensorRule, ...]:
     halves = {f"mlp.{name}.gate_proj.weight": "S D", f"mlp.{name}.up_proj.weight": "S D"}
+    second = {f"mlp.{name}.down_proj.weight": "D S"}
     return (
         TensorRule("mlp.shared_experts.linear_fc1.weight", halves, "rows", "moe", "shared"),
-        TensorRule(
-            "mlp.shared_experts.linear_fc2.weight",
-            {f"mlp.{name}.down_proj.weight": "D S"},
-            layers="moe",
-            when="shared",
-        ),
+        TensorRule("mlp.shared_experts.linear_fc2.weight", second, layers="moe", when="shared"),
     )
 
 
-# What a missing field and what null stand for, by the classes of transformers. Sizes are not among them: the
-# weights of a folder that leaves one out are hardly those of the default.
+_GATE_NAME = {"mlp.shared_expert_gate.weight": "1 D"}
+_SHARED_GATE = (
+    TensorRule("mlp.shared_experts.gate_weight", _GATE_NAME, layers="moe", when="shared_gate"),
+    TensorRule("", _GATE_NAME, "zeros", "moe", "no_shared"),
+)
+
+# Defaults and meanings of null in the classes of transformers. Without sizes: a folder that omits one hardly
+# has weights of the default size.
 _DEFAULTS = {
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
+    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False
+}  # fmt: skip
 _QWEN_MOE_DEFAULTS = _DEFAULTS | {
-    "max_position_embeddings": 32768,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": None,
-    "norm_topk_prob": False,
-    "sliding_window": 4096,
-    "use_sliding_window": False,
-}
+    "max_position_embeddings": 32768, "decoder_sparse_step": 1, "mlp_only_layers": None,
+    "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False,
+}  # fmt: skip
 _AS_MANY_AS_HEADS = {"num_key_value_heads": None}
 _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 
 _SOFTMAX = {"router_score": "softmax"}
 _DENSE_MODEL = {"use_moe": False}
-_DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",), "tied": (False, True)}
+_EITHER = (False, True)
+_HEAD_DIMS = ("hidden / heads", "free")
+_NORMALIZED_OR_NOT = ("softmax", "softmax, normalized")
+_DENSE_TRAITS = {"moe_layers": ("none",), "routing": ("none",), "tied": _EITHER}
 _QWEN_TRAITS = {
-    "moe_layers": ("all", "after the first", "mixed"),
-    "routing": ("softmax", "softmax, normalized"),
-    "tied": (False, True),
-}
+    "moe_layers": ("all", "after the first", "mixed"), "routing": _NORMALIZED_OR_NOT, "tied": _EITHER
+}  # fmt: skip
 
 MIXTRAL = Architecture(
-    "MixtralForCausalLM",
-    "mixtral",
+    "MixtralForCausalLM", "mixtral",
     fields=(
-        *_common(theta=1e6),
-        *_HEADS,
-        same("intermediate_size", "ffn_hidden_size.expert_ffn_size"),
-        same("num_local_experts|num_experts", "num_experts"),
-        same("num_experts_per_tok", "topk"),
+        *_common(theta=1e6), *_HEADS, _ONE_WIDTH, same("num_local_experts|num_experts", "num_experts"), _TOPK,
         rules.no_sliding_window(switched=False),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
-    traits={
-        "routing": ("softmax, normalized",),
-        "head_dim": ("hidden / heads", "free"),
-        "tied": (False, True),
-    },
-    defaults=_DEFAULTS
-    | {
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "head_dim": None,
+    traits={"routing": ("softmax, normalized",), "head_dim": _HEAD_DIMS, "tied": _EITHER},
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None,
         "sliding_window": None,
     },
     null={"head_dim": None, "sliding_window": None},
-)
+)  # fmt: skip
 OLMOE = Architecture(
-    "OlmoeForCausalLM",
-    "olmoe",
+    "OlmoeForCausalLM", "olmoe",
     fields=(
-        *_common(),
-        *_HEADS_BY_WIDTH,
-        _NO_BIAS,
-        same("intermediate_size", "ffn_hidden_size.expert_ffn_size"),
-        same("num_experts|num_local_experts", "num_experts"),
-        same("num_experts_per_tok", "topk"),
+        *_common(), *_HEADS_BY_WIDTH, _NO_BIAS, _ONE_WIDTH,
+        same("num_experts|num_local_experts", "num_experts"), _TOPK,
         must_be("clip_qkv", None, because="queries, keys and values are not clipped here"),
         rules.normalized_weights(),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
-    traits={"qk_norm": ("all",), "routing": ("softmax", "softmax, normalized"), "tied": (False, True)},
-    defaults=_DEFAULTS
-    | {
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 4096,
-        "num_key_value_heads": None,
-        "attention_bias": False,
-        "clip_qkv": None,
-        "norm_topk_prob": False,
+    traits={"qk_norm": ("all",), "routing": _NORMALIZED_OR_NOT, "tied": _EITHER},
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_key_value_heads": None,
+        "attention_bias": False, "clip_qkv": None, "norm_topk_prob": False,
     },
     null=_AS_MANY_AS_HEADS | {"clip_qkv": None},
-)
+)  # fmt: skip
 QWEN3_MOE = Architecture(
-    "Qwen3MoeForCausalLM",
-    "qwen3_moe",
+    "Qwen3MoeForCausalLM", "qwen3_moe",
     fields=(
-        *_common(),
-        *_HEADS,
-        _NO_BIAS,
-        same("intermediate_size", "ffn_hidden_size"),
-        same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
-        same("num_experts|num_local_experts", "num_experts"),
-        same("num_experts_per_tok", "topk"),
-        rules.normalized_weights(),
-        rules.dense_layers_by_list(),
-        rules.no_sliding_window(),
+        *_common(), *_HEADS, _NO_BIAS, _DENSE_WIDTH, _EXPERT_WIDTH,
+        same("num_experts|num_local_experts", "num_experts"), _TOPK, rules.normalized_weights(),
+        rules.dense_layers_by_list(), rules.no_sliding_window(),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True},
-    traits=_QWEN_TRAITS | {"qk_norm": ("head",), "head_dim": ("hidden / heads", "free")},
+    traits=_QWEN_TRAITS | {"qk_norm": ("head",), "head_dim": _HEAD_DIMS},
     defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4, "attention_bias": False},
     null=_QWEN_MOE_NULL,
+)  # fmt: skip
+_HAS_GATE = FieldRule(
+    (),
+    lambda f: {"shared_expert_gate": bool(rules.given(f, "shared_expert_intermediate_size"))},
+    lambda c: {},
+)
+# vLLM's class needs biases regardless of `qkv_bias`: zeros if ours has none.
+_WITH_BIAS = FieldRule(
+    ("qkv_bias",), lambda f: {"qkv_bias": rules.given(f, "qkv_bias")}, lambda c: {"qkv_bias": True}
 )
 QWEN2_MOE = Architecture(
-    "Qwen2MoeForCausalLM",
-    "qwen2_moe",
+    "Qwen2MoeForCausalLM", "qwen2_moe",
     fields=(
-        *_common(),
-        *_HEADS_BY_WIDTH,
-        same("intermediate_size", "ffn_hidden_size"),
-        same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
-        same("shared_expert_intermediate_size", "shared_expert_size"),
-        FieldRule(
-            (),
-            lambda f: {"shared_expert_gate": bool(rules.given(f, "shared_expert_intermediate_size"))},
-            lambda c: {},
-        ),
-        same("num_experts", "num_experts"),
-        same("num_experts_per_tok", "topk"),
-        # vLLM's class has the biases whatever `qkv_bias` says, and does not start without them: zeros where
-        # ours has none.
-        FieldRule(
-            ("qkv_bias",),
-            lambda f: {"qkv_bias": rules.given(f, "qkv_bias")},
-            lambda c: {"qkv_bias": True},
-        ),
-        rules.normalized_weights(),
-        rules.dense_layers_by_list(),
-        rules.no_sliding_window(),
+        *_common(), *_HEADS_BY_WIDTH, _DENSE_WIDTH, _EXPERT_WIDTH,
+        same("shared_expert_intermediate_size", "shared_expert_size"), _HAS_GATE,
+        same("num_experts", "num_experts"), _TOPK, _WITH_BIAS, rules.normalized_weights(),
+        rules.dense_layers_by_list(), rules.no_sliding_window(),
     ),
     tensors=(
-        *_MODEL,
-        *_ATTENTION,
-        *_QKV_BIAS,
-        *_DENSE,
-        *_EXPERTS,
-        *_shared("shared_expert"),
-        TensorRule(
-            "mlp.shared_experts.gate_weight",
-            {"mlp.shared_expert_gate.weight": "1 D"},
-            layers="moe",
-            when="shared_gate",
-        ),
-        TensorRule("", {"mlp.shared_expert_gate.weight": "1 D"}, "zeros", "moe", "no_shared"),
+        *_MODEL, *_ATTENTION, *_QKV_BIAS, *_DENSE, *_EXPERTS, *_shared("shared_expert"), *_SHARED_GATE
     ),
     settings=_SOFTMAX,
-    traits=_QWEN_TRAITS | {"shared": ("none", "gated"), "qkv_bias": (False, True)},
+    traits=_QWEN_TRAITS | {"shared": ("none", "gated"), "qkv_bias": _EITHER},
     without_effect={r"model\.layers\.\d+\.mlp\.shared_expert(_gate)?\..*": "no_shared"},
-    defaults=_QWEN_MOE_DEFAULTS
-    | {"num_key_value_heads": 16, "qkv_bias": True, "max_window_layers": 28, "layer_types": None},
+    defaults=_QWEN_MOE_DEFAULTS | {
+        "num_key_value_heads": 16, "qkv_bias": True, "max_window_layers": 28, "layer_types": None
+    },
     null=_QWEN_MOE_NULL | {"layer_types": None},
-)
+)  # fmt: skip
 _DEEPSEEK_FIELDS = (
-    same("intermediate_size", "ffn_hidden_size"),
-    same("moe_intermediate_size", "moe_ffn_hidden_size.expert_ffn_size"),
-    same("n_routed_experts|num_local_experts", "num_experts"),
-    same("num_experts_per_tok", "topk"),
-    rules.shared_experts_by_number(),
-    rules.first_dense_layers(),
-    rules.sigmoid_routing(),
+    _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_local_experts", "num_experts"), _TOPK,
+    rules.shared_experts_by_number(), rules.first_dense_layers(), rules.sigmoid_routing(),
     rules.limited_groups(),
-)
+)  # fmt: skip
 _DEEPSEEK_TRAITS = {
-    "moe_layers": ("all", "after the first"),
-    "routing": ("sigmoid", "sigmoid, normalized"),
-    "weights": ("as they are", "scaled"),
-    "expert_bias": (False, True),
-    "groups": (False, True),
-    "shared": ("of whole experts",),
-    "tied": (False, True),
-}
+    "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
+    "weights": ("as they are", "scaled"), "expert_bias": _EITHER, "groups": _EITHER,
+    "shared": ("of whole experts",), "tied": _EITHER,
+}  # fmt: skip
 DEEPSEEK_V3 = Architecture(
-    "DeepseekV3ForCausalLM",
-    "deepseek_v3",
+    "DeepseekV3ForCausalLM", "deepseek_v3",
     fields=(
-        *_common(),
-        *_DEEPSEEK_FIELDS,
-        _NO_BIAS,
-        rules.latent_attention(),
-        # Of the first config.json; vLLM looks at the second, too.
+        *_common(), *_DEEPSEEK_FIELDS, _NO_BIAS, rules.latent_attention(),
+        # in the original config.json; vLLM reads topk_method, too
         must_be("scoring_func", "sigmoid", because="DeepSeek-V3 scores by sigmoid"),
         must_be("topk_method", "noaux_tc", because="experts are chosen by score and bias"),
         must_be("moe_layer_freq", 1, because="all layers behind the first dense ones must be MoE"),
@@ -374,117 +260,66 @@ DEEPSEEK_V3 = Architecture(
     settings={"multi_latent_attention": True, "qk_norm": True},
     traits=_DEEPSEEK_TRAITS | {"attention": ("latent",)},
     predicts_more=True,
-    defaults=_DEFAULTS
-    | {
-        "max_position_embeddings": 4096,
-        "num_key_value_heads": 128,
-        "attention_bias": False,
-        "q_lora_rank": 1536,
-        "rope_interleave": True,
-        "first_k_dense_replace": 3,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 2.5,
-        "n_group": 8,
-        "topk_group": 4,
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 4096, "num_key_value_heads": 128, "attention_bias": False,
+        "q_lora_rank": 1536, "rope_interleave": True, "first_k_dense_replace": 3, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
     },
     null=_AS_MANY_AS_HEADS | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
-)
+)  # fmt: skip
 # DeepSeek-V3's MoE without latent attention.
 GLM4_MOE = Architecture(
-    "Glm4MoeForCausalLM",
-    "glm4_moe",
+    "Glm4MoeForCausalLM", "glm4_moe",
     fields=(
-        *_common(fraction=0.5),
-        *_HEADS,
-        *_DEEPSEEK_FIELDS,
-        same("attention_bias", "qkv_bias"),
+        *_common(fraction=0.5), *_HEADS, *_DEEPSEEK_FIELDS, same("attention_bias", "qkv_bias"),
         same("use_qk_norm", "qk_norm"),
     ),
     tensors=(
-        *_MODEL,
-        *_ATTENTION,
-        _QKV_BIAS[0],
-        *_HEAD_NORMS,
-        *_DENSE,
-        *_EXPERTS,
-        *_EXPERT_BIAS,
+        *_MODEL, *_ATTENTION, _QKV_BIAS[0], *_HEAD_NORMS, *_DENSE, *_EXPERTS, *_EXPERT_BIAS,
         *_shared("shared_experts"),
     ),
     settings={},
-    traits=_DEEPSEEK_TRAITS
-    | {
-        "qk_norm": ("none", "head"),
-        "qkv_bias": (False, True),
-        "rotary": ("whole heads", "a part"),
-        "head_dim": ("hidden / heads", "free"),
+    traits=_DEEPSEEK_TRAITS | {
+        "qk_norm": ("none", "head"), "qkv_bias": _EITHER, "rotary": ("whole heads", "a part"),
+        "head_dim": _HEAD_DIMS,
     },
     predicts_more=True,
-    defaults=_DEFAULTS
-    | {
-        "rms_norm_eps": 1e-5,
-        "max_position_embeddings": 131072,
-        "num_key_value_heads": 8,
-        "attention_bias": False,
-        "use_qk_norm": False,
-        "first_k_dense_replace": 1,
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.0,
-        "n_group": 1,
-        "topk_group": 1,
+    defaults=_DEFAULTS | {
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8,
+        "attention_bias": False, "use_qk_norm": False, "first_k_dense_replace": 1, "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1,
     },
     null={},
-)
+)  # fmt: skip
 LLAMA = Architecture(
-    "LlamaForCausalLM",
-    "llama",
+    "LlamaForCausalLM", "llama",
     fields=(
-        *_common(),
-        *_HEADS,
-        _NO_BIAS,
-        must_be("mlp_bias", False, because="biases in the MLP are not supported"),
-        same("intermediate_size", "ffn_hidden_size"),
+        *_common(), *_HEADS, _NO_BIAS,
+        must_be("mlp_bias", False, because="biases in the MLP are not supported"), _DENSE_WIDTH,
     ),
     tensors=(*_MODEL, *_ATTENTION, *_DENSE),
     settings=_DENSE_MODEL,
-    traits=_DENSE_TRAITS | {"head_dim": ("hidden / heads", "free")},
-    defaults=_DEFAULTS
-    | {
-        "max_position_embeddings": 2048,
-        "num_key_value_heads": None,
-        "head_dim": None,
-        "attention_bias": False,
-        "mlp_bias": False,
+    traits=_DENSE_TRAITS | {"head_dim": _HEAD_DIMS},
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None,
+        "attention_bias": False, "mlp_bias": False,
     },
     null=_AS_MANY_AS_HEADS | {"head_dim": None},
-)
+)  # fmt: skip
 QWEN3 = Architecture(
-    "Qwen3ForCausalLM",
-    "qwen3",
-    fields=(
-        *_common(),
-        *_HEADS,
-        _NO_BIAS,
-        same("intermediate_size", "ffn_hidden_size"),
-        rules.no_sliding_window(),
-    ),
+    "Qwen3ForCausalLM", "qwen3",
+    fields=(*_common(), *_HEADS, _NO_BIAS, _DENSE_WIDTH, rules.no_sliding_window()),
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE),
     settings=_DENSE_MODEL | {"qk_norm": True},
-    traits=_DENSE_TRAITS | {"qk_norm": ("head",), "head_dim": ("hidden / heads", "free")},
-    defaults=_DEFAULTS
-    | {
-        "max_position_embeddings": 32768,
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "attention_bias": False,
-        "sliding_window": 4096,
-        "use_sliding_window": False,
-        "max_window_layers": 28,
-        "layer_types": None,
+    traits=_DENSE_TRAITS | {"qk_norm": ("head",), "head_dim": _HEAD_DIMS},
+    defaults=_DEFAULTS | {
+        "max_position_embeddings": 32768, "num_key_value_heads": 32, "head_dim": 128, "attention_bias": False,
+        "sliding_window": 4096, "use_sliding_window": False, "max_window_layers": 28, "layer_types": None,
     },
     null=_AS_MANY_AS_HEADS | {"sliding_window": None, "layer_types": None},
-)
+)  # fmt: skip
 
-# In the order in which they are tried for a model of ours.
+# in the order in which choose_architecture tries them
 ARCHITECTURES = {
     a.name: a for a in (MIXTRAL, OLMOE, QWEN3_MOE, QWEN2_MOE, DEEPSEEK_V3, GLM4_MOE, LLAMA, QWEN3)
 }

@@ -1,6 +1,4 @@
-"""Rules between the fields of a config.json and our settings. A rule goes both ways and knows which fields it
-speaks for.
-"""
+"""Rules that map fields of a config.json to our settings and back."""
 
 from __future__ import annotations
 
@@ -17,55 +15,37 @@ _REQUIRED = object()
 
 
 class UnsupportedModel(ValueError):
-    """A config.json that asks for what this package cannot compute, or the other way round."""
+    """A config.json that this package cannot compute, or a model that no config.json can express."""
 
 
-def refuse(name: str, value: object, rule: str, fix: str) -> UnsupportedModel:
-    """The complaint about one field of a config.json."""
+def refuse(name: str, value: object, rule: str, fix: str = "convert another model") -> UnsupportedModel:
+    """The error about one field of a config.json."""
     return UnsupportedModel(f"config.json: {name}={value}: {rule}. Fix: {fix}.")
 
 
 @dataclass(frozen=True)
 class FieldRule:
-    """Some fields of a config.json and the settings that say the same.
+    """Fields of a config.json and the equivalent settings."""
 
-    Args:
-        names: of the fields.
-        read: fields -> settings; raises UnsupportedModel.
-        write: settings -> fields, all of `names` or some.
-    """
-
-    names: tuple[str, ...]
-    read: Callable[[Fields], Settings]
-    write: Callable[[Config], dict[str, Any]]
+    names: tuple[str, ...]  # of the fields
+    read: Callable[[Fields], Settings]  # fields -> settings; raises UnsupportedModel
+    write: Callable[[Config], dict[str, Any]]  # settings -> fields, all of `names` or some
 
 
 def given(fields: Fields, name: str, default: Any = _REQUIRED) -> Any:
-    """A field, or `default` where it is missing or null.
-
-    Raises:
-        UnsupportedModel: where it is missing and there is no default.
-    """
+    """A field, or `default` if it is missing or null; UnsupportedModel if there is no default."""
     value = fields.get(name)
     if value is not None:
         return value
     if default is _REQUIRED:
-        raise refuse(
-            name,
-            "(missing)",
-            "the model cannot be built without it",
-            "take the config.json that belongs to the weights",
-        )
+        fix = "take the config.json that belongs to the weights"
+        raise refuse(name, "(missing)", "the model cannot be built without it", fix)
     return default
 
 
 def same(names: str, setting: str) -> FieldRule:
-    """A field with the meaning of one setting.
-
-    Args:
-        names: of the field, `num_experts|num_local_experts` for one with two names; the first is written.
-        setting: its name. `head_dim.kv_channels`: read into the setting head_dim, written from the property
-            kv_channels.
+    """A field that is equivalent to one setting. Of two `names` (`num_experts|num_local_experts`) the first
+    is written; setting `head_dim.kv_channels` is read into head_dim, written from the property kv_channels.
     """
     name, *others = names.split("|")
     target, _, source = setting.partition(".")
@@ -77,22 +57,20 @@ def same(names: str, setting: str) -> FieldRule:
     return FieldRule((name, *others), read, lambda c: {name: getattr(c, source or target)})
 
 
-def must_be(name: str, *allowed: Any, because: str, fix: str = "convert another model") -> FieldRule:
-    """A field that changes what is computed and may have these values alone; the first is written, None
-    stands for a missing one.
-    """
+def must_be(name: str, *allowed: Any, because: str) -> FieldRule:
+    """A field that affects the computation and must have one of these values; the first is written."""
 
     def read(fields: Fields) -> Settings:
         value = fields.get(name)
         if value is not None and value not in allowed:
-            raise refuse(name, value, because, fix)
+            raise refuse(name, value, because)
         return {}
 
     return FieldRule((name,), read, lambda c: {name: allowed[0]})
 
 
 def key_value_heads() -> FieldRule:
-    """`num_key_value_heads`, which stands for as many as there are heads where it is missing."""
+    """`num_key_value_heads`, by default the number of heads."""
     name = "num_key_value_heads"
     return FieldRule(
         (name,),
@@ -102,7 +80,7 @@ def key_value_heads() -> FieldRule:
 
 
 def head_dim() -> FieldRule:
-    """`head_dim`, written in full, read as 0 (HIDDEN_SIZE / NUM_HEADS) where that says the same."""
+    """`head_dim`, read as 0 if it is HIDDEN_SIZE / NUM_HEADS, but always written."""
 
     def read(fields: Fields) -> Settings:
         by_width = given(fields, "hidden_size") // given(fields, "num_attention_heads")
@@ -113,11 +91,8 @@ def head_dim() -> FieldRule:
 
 
 def no_sliding_window(*, switched: bool = True) -> FieldRule:
-    """Attention over a window, which Megatron's local attention does not have; a window that is switched off
-    is nothing.
-
-    Args:
-        switched: whether the class has `use_sliding_window`; Mixtral's has not, and uses the window it has.
+    """Refuses sliding window attention, which Megatron's local attention lacks, unless it is switched off by
+    `use_sliding_window`. Mixtral has no such switch (`switched` False) and uses its window.
     """
     names = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
@@ -125,22 +100,16 @@ def no_sliding_window(*, switched: bool = True) -> FieldRule:
         used = given(fields, "use_sliding_window") if switched else True
         window = given(fields, "sliding_window", 0) if used else 0
         if window and window < given(fields, "max_position_embeddings"):
-            raise refuse(
-                "sliding_window", window, "attention over a window is not supported", "convert another model"
-            )
+            raise refuse("sliding_window", window, "attention over a window is not supported")
         if others := sorted({kind for kind in given(fields, "layer_types", []) if kind != "full_attention"}):
-            raise refuse(
-                "layer_types", ",".join(others), "only full_attention is supported", "convert another model"
-            )
+            raise refuse("layer_types", ",".join(others), "only full_attention is supported")
         return {}
 
     return FieldRule(names, read, lambda c: {})
 
 
 def normalized_weights() -> FieldRule:
-    """`norm_topk_prob` with softmax scores. Weights of softmax over all that are divided by their sum are
-    softmax over the chosen.
-    """
+    """`norm_topk_prob`: softmax weights divided by their sum equal a softmax over the top-k."""
     name = "norm_topk_prob"
     return FieldRule(
         (name,),
@@ -156,9 +125,8 @@ def dense_layers_by_list() -> FieldRule:
         step, dense = given(fields, "decoder_sparse_step"), set(given(fields, "mlp_only_layers", []))
         num_layers = given(fields, "num_hidden_layers")
         if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
-            raise refuse(
-                "mlp_only_layers", sorted(dense), f"must name layers of {num_layers}", "mend the config.json"
-            )
+            rule = f"must name layers of {num_layers}"
+            raise refuse("mlp_only_layers", sorted(dense), rule, "mend the config.json")
         return layer_settings([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
 
     def write(config: Config) -> dict[str, Any]:
@@ -169,11 +137,10 @@ def dense_layers_by_list() -> FieldRule:
 
 
 def layer_settings(is_moe: list[bool]) -> Settings:
-    """The settings for layers of which some are MoE, in the shortest words."""
+    """The shortest settings for which layers are MoE."""
     if not any(is_moe):
-        raise refuse(
-            "mlp_only_layers", "all layers", "leaves no MoE layer", "convert it as a dense architecture"
-        )
+        fix = "convert it as a dense architecture"
+        raise refuse("mlp_only_layers", "all layers", "leaves no MoE layer", fix)
     first = is_moe.index(True)
     if all(is_moe[first:]):
         return {"moe_layer_freq": "1", "first_k_dense": first}
@@ -191,9 +158,7 @@ def first_dense_layers() -> FieldRule:
 
 
 def shared_experts_by_number() -> FieldRule:
-    """`n_shared_experts` experts of the width of a routed one, which are one of that width times their
-    number.
-    """
+    """`n_shared_experts`, each as wide as a routed one, as one shared expert of their total width."""
     name = "n_shared_experts"
     return FieldRule(
         (name,),
@@ -203,22 +168,16 @@ def shared_experts_by_number() -> FieldRule:
 
 
 def limited_groups() -> FieldRule:
-    """`n_group` and `topk_group`. A group counts by its two best experts there, by TOPK / ROUTER_GROUP_TOPK
-    of them here.
-    """
+    """`n_group`, `topk_group`. transformers ranks a group by its 2 best, we by TOPK / ROUTER_GROUP_TOPK."""
 
     def read(fields: Fields) -> Settings:
         groups, used = given(fields, "n_group"), given(fields, "topk_group")
         if groups <= 1:
             return {"num_router_groups": 0, "router_group_topk": 0}
         if not groups_score_alike(given(fields, "num_experts_per_tok"), groups, used):
-            rule = (
-                "groups of experts are compared by num_experts_per_tok / topk_group of their experts, which"
-                " is not the 2 of transformers"
-            )
-            raise refuse(
-                "topk_group", used, rule, "convert a model where num_experts_per_tok is twice topk_group"
-            )
+            rule = "groups of experts are compared by num_experts_per_tok / topk_group of their experts"
+            fix = "convert a model where num_experts_per_tok is twice topk_group"
+            raise refuse("topk_group", used, f"{rule}, which is not the 2 of transformers", fix)
         return {"num_router_groups": groups, "router_group_topk": used}
 
     def write(config: Config) -> dict[str, Any]:
@@ -233,9 +192,7 @@ def groups_score_alike(topk: int, groups: int, used: int) -> bool:
 
 
 def sigmoid_routing() -> FieldRule:
-    """Sigmoid scores with a bias for the choice, as DeepSeek-V3 has them; the bias goes on with its paper's
-    step.
-    """
+    """DeepSeek-V3's sigmoid scores with a selection bias, updated with its paper's step."""
 
     def read(fields: Fields) -> Settings:
         return {
@@ -254,28 +211,25 @@ def sigmoid_routing() -> FieldRule:
     return FieldRule(("norm_topk_prob", "routed_scaling_factor"), read, write)
 
 
-# The norms inside have this epsilon in transformers, whatever config.json says; Megatron has one for all.
+# Of the inner norms in transformers, regardless of config.json; Megatron has one for all norms.
 LATENT_EPSILON = 1e-6
 
 
 def latent_attention() -> FieldRule:
-    """The sizes of multi-head latent attention. `head_dim` and `qk_head_dim` follow from the others."""
+    """Sizes of multi-head latent attention; `head_dim` and `qk_head_dim` follow from the others."""
     own = {
-        "kv_lora_rank": "kv_lora_rank",
-        "qk_nope_head_dim": "qk_head_dim",
-        "qk_rope_head_dim": "qk_pos_emb_head_dim",
-        "v_head_dim": "v_head_dim",
-    }
+        "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_head_dim",
+        "qk_rope_head_dim": "qk_pos_emb_head_dim", "v_head_dim": "v_head_dim",
+    }  # fmt: skip
 
     def read(fields: Fields) -> Settings:
         heads = given(fields, "num_attention_heads")
         if (found := given(fields, "num_key_value_heads", heads)) != heads:
-            raise refuse(
-                "num_key_value_heads", found, "latent attention has as many as heads", "mend the config.json"
-            )
+            rule = "latent attention has as many as heads"
+            raise refuse("num_key_value_heads", found, rule, "mend the config.json")
         if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
             rule = f"transformers has {LATENT_EPSILON} inside latent attention, Megatron one for all norms"
-            raise refuse("rms_norm_eps", found, rule, "convert another model")
+            raise refuse("rms_norm_eps", found, rule)
         settings = {setting: given(fields, name) for name, setting in own.items()}
         return settings | {"q_lora_rank": given(fields, "q_lora_rank", 0), "num_query_groups": heads}
 

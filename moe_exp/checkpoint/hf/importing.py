@@ -1,4 +1,4 @@
-"""Hugging Face -> checkpoint, on one process without ranks; one tensor is in memory at a time."""
+"""Hugging Face -> checkpoint, in one process without ranks, with one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -30,6 +29,7 @@ from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_atomically
+from moe_exp.planner.search.layout_text import setting_text
 from moe_exp.runs.run_folder import LATEST
 
 logger = logging.getLogger(__name__)
@@ -44,26 +44,17 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Imported:
-    """What was converted.
+    """Result of an import."""
 
-    Args:
-        config: of the model, with every launch setting at its default.
-        architecture: of transformers.
-        command: that trains on from it.
-        notes: what a user should know, a line each.
-    """
-
-    config: Config
-    architecture: str
-    command: str
-    notes: tuple[str, ...]
+    config: Config  # of the model, launch settings at their defaults
+    architecture: str  # of transformers
+    command: str  # that continues training from it
+    notes: tuple[str, ...]  # lines for the user
 
 
 @dataclass(frozen=True)
 class _Sources:
-    """Pieces with the tensors of the folder that they are read from: name, and index where all experts are in
-    one.
-    """
+    """Pieces, and per piece the tensors to read: name, and index if all experts are in one tensor."""
 
     pieces: list[Piece]
     reads: dict[int, list[tuple[str, int | None]]]
@@ -79,20 +70,16 @@ def from_hf(
     ignore_fields: Collection[str] = (),
     progress: Progress = no_progress,
 ) -> Imported:
-    """Writes a checkpoint of this package, weights alone, with the weights of a Hugging Face folder.
+    """Writes a weights-only checkpoint of this package with the weights of a Hugging Face folder.
+
+    Raises ValueError, and leaves nothing on disk, if anything is missing, unused, misshapen or not supported.
 
     Args:
         source: folder with config.json and safetensors files.
-        target: checkpoints folder to make: `iter_0000000`, the tokenizer, and settings.env for the run that
-            goes on from it.
-        dtype: of the weights that are written, `fp32`, `bf16` or `fp16`; None: as they are.
-        drop_mtp: leave out the layers for multi-token prediction, which the model does without.
+        target: checkpoints folder to create: `iter_0000000`, the tokenizer, settings.env for the next run.
+        dtype: of the written weights, `fp32`, `bf16` or `fp16`; None: kept.
+        drop_mtp: leave out the layers for multi-token prediction, which the model does not need.
         ignore_fields: fields of config.json that would be refused.
-        progress: gives a function that takes bytes as they are done.
-
-    Raises:
-        ValueError: for whatever is missing, left over, of another shape or not supported; nothing is on disk
-            then.
     """
     check_target(target)
     folder = ModelFolder(source)
@@ -105,7 +92,9 @@ def from_hf(
         sources = _match(folder, architecture, config, drop_mtp=drop_mtp)
         stored = _dtype(folder, sources, dtype)
         config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
-        num_bytes = sources.num_bytes if dtype is None else _num_bytes(sources.pieces, stored)
+        num_bytes = sources.num_bytes
+        if dtype is not None:
+            num_bytes = sum(math.prod(piece.box) for piece in sources.pieces) * stored.itemsize
         with (
             new_folder(target, num_bytes=num_bytes) as partial,
             progress("converting", sources.num_bytes) as advance,
@@ -113,11 +102,8 @@ def from_hf(
             config = _write_companions(folder.path, partial, target, config)
             written = folders.iteration_folder(partial, 0)
             _write_weights(folder, sources, written, config, dtype, advance)
-            facts = {
-                "converted_from": architecture.name,
-                "world_size": 1,
-                "layout": {name: getattr(config, name) for name in _LAYOUT},
-            }
+            layout = {name: getattr(config, name) for name in _LAYOUT}
+            facts = {"converted_from": architecture.name, "world_size": 1, "layout": layout}
             folders.Manifest(0, folders.entries_of(written), facts).write(written)
             write_atomically(partial / LATEST, "0")
             _write_settings(partial / SETTINGS, settings, config, target)
@@ -127,12 +113,9 @@ def from_hf(
 
 
 def _check_counts(folder: ModelFolder) -> None:
-    """Refuses numbers that no list of tensor names should be made for: a layer has tensors, an expert one or
-    a row of one.
-    """
-    most = max(
-        [1024, len(folder.weights), *(weight.shape[0] for weight in folder.weights.values() if weight.shape)]
-    )
+    """Refuses absurd counts before names are listed for them: every layer or expert has tensors."""
+    rows = (weight.shape[0] for weight in folder.weights.values() if weight.shape)
+    most = max(1024, len(folder.weights), *rows)
     for name in _COUNTS:
         value = folder.config.get(name)
         if isinstance(value, int) and value > most:
@@ -154,11 +137,11 @@ def _config(settings: Settings) -> Config:
 
 
 def _check_trainable(folder: ModelFolder, config: Config) -> None:
-    """Refuses a model that no run could train on, with the lines of the checks before a run."""
-    # not the corpus, which the next run names
+    """Refuses a model that fails the checks before a run."""
+    # except that of the data, which the next run names
     named = config.model_copy(update={"train_data": "data", "valid_data": "data"})
     if problems := check_config(named):
-        # Its ways out are other settings, and these are what the config.json says.
+        # without the fixes: they change settings, which config.json determines here
         rules = [line.partition(" Fix: ")[0] for line in problems]
         raise ValueError(
             "\n".join(f"{folder.path}: config.json says {rule} Fix: convert another model." for rule in rules)
@@ -166,7 +149,7 @@ def _check_trainable(folder: ModelFolder, config: Config) -> None:
 
 
 def _match(folder: ModelFolder, architecture: Architecture, config: Config, *, drop_mtp: bool) -> _Sources:
-    """Finds for every piece its tensors, and sees that every tensor is used once and has its shape."""
+    """Finds the tensors of every piece; checks that every tensor is used and has its shape."""
     planned = [piece for piece in pieces(architecture, config) if piece.key]
     reads: dict[int, list[tuple[str, int | None]]] = {}
     needed: dict[str, tuple[int, ...]] = {}
@@ -216,29 +199,20 @@ def _check_tied(folder: ModelFolder) -> None:
 
 
 def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: list[str]) -> None:
-    """One line with everything that does not fit."""
+    """Raises one line with everything that does not fit."""
     there = folder.weights
     missing = sorted(name for name in needed if name not in there)
+    found = {name: there[name] for name in sorted(needed) if name in there}
     shapes = [
-        f"{name} {list(there[name].shape)} instead of {list(shape)}"
-        for name, shape in sorted(needed.items())
-        if name in there and there[name].shape != shape
+        f"{name} {list(weight.shape)} instead of {list(needed[name])}"
+        for name, weight in found.items()
+        if weight.shape != needed[name]
     ]
-    types = [
-        f"{name} {there[name].dtype}"
-        for name in sorted(needed)
-        if name in there and there[name].dtype not in DTYPES
-    ]
-    if lists := misfits(
-        {
-            "missing": missing,
-            "without a use": unused,
-            "of another shape": shapes,
-            "of a type that is not supported": types,
-        }
-    ):
+    types = [f"{name} {weight.dtype}" for name, weight in found.items() if weight.dtype not in DTYPES]
+    lists = {"missing": missing, "without a use": unused, "of another shape": shapes}
+    if wrong := misfits(lists | {"of a type that is not supported": types}):
         raise ValueError(
-            f"{folder.path}: tensors {lists}. Fix: take the config.json that belongs to the weights, or fetch"
+            f"{folder.path}: tensors {wrong}. Fix: take the config.json that belongs to the weights, or fetch"
             " them again."
         )
 
@@ -248,21 +222,14 @@ def _bytes_of(folder: ModelFolder, name: str) -> int:
     return math.prod(weight.shape) * DTYPES[weight.dtype].itemsize
 
 
-def _num_bytes(planned: list[Piece], dtype: torch.dtype) -> int:
-    return sum(math.prod(piece.box) for piece in planned) * dtype.itemsize
-
-
 def _dtype(folder: ModelFolder, sources: _Sources, dtype: str | None) -> torch.dtype:
-    """The type that the model is trained in: that of the embedding. One key has one type, so layers of
-    several are refused.
-    """
+    """The embedding's type, in which the model is trained; refuses a key made of several types."""
     if dtype is not None:
         return TORCH_DTYPES[dtype]
     by_key: dict[str, set[str]] = {}
     for number, piece in enumerate(sources.pieces):
-        by_key.setdefault(piece.key, set()).update(
-            folder.weights[name].dtype for name, _ in sources.reads[number]
-        )
+        types = (folder.weights[name].dtype for name, _ in sources.reads[number])
+        by_key.setdefault(piece.key, set()).update(types)
     if mixed := sorted(key for key, types in by_key.items() if len(types) > 1):
         raise ValueError(
             f"{folder.path}: {mixed[0]} would be made of tensors of several types"
@@ -286,22 +253,14 @@ def _write_weights(
         advance(sum(part.numel() * part.element_size() for part in parts))
         is_joined = len(parts) < len(piece.theirs)
         values = parts[0] if is_joined else joined(piece.join, parts, config)
-        writer.add_chunk(
-            piece.key,
-            _converted(values, piece, dtype).view(piece.box),
-            shape=piece.shape,
-            offsets=piece.offsets,
-        )
-    common = {
-        "config": config.model_dump(),
-        "layout": {"tp": 1, "pp": 1, "device": "cpu"},
-        "content_metadata": CONTENT,
-    }
-    writer.finish(common)
+        values = _converted(values, piece, dtype).view(piece.box)
+        writer.add_chunk(piece.key, values, shape=piece.shape, offsets=piece.offsets)
+    layout = {"tp": 1, "pp": 1, "device": "cpu"}
+    writer.finish({"config": config.model_dump(), "layout": layout, "content_metadata": CONTENT})
 
 
 def _converted(values: Tensor, piece: Piece, dtype: str | None) -> Tensor:
-    # whose rounding would change which experts are chosen
+    # rounding expert_bias would change the choice of experts
     if dtype is None or piece.key.endswith("router.expert_bias"):
         return values
     return values.to(TORCH_DTYPES[dtype])
@@ -319,21 +278,13 @@ def _write_companions(source: Path, partial: Path, target: Path, config: Config)
 
 
 def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:
-    """All settings of the model, whatever a preset says, and where its weights are."""
-    values = settings | {
-        "dtype": config.dtype,
-        "tokenizer": config.tokenizer,
-        "load_dir": str(target.resolve()),
-    }
-    lines = [f"{name.upper()}={shlex.quote(_text(value))}" for name, value in values.items() if value != ""]
-    write_atomically(
-        path,
-        "\n".join(["# The model of this checkpoint; for `set -a; . settings.env; set +a`", *lines]) + "\n",
-    )
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    """Writes all settings of the model, independent of presets, and the path of its weights."""
+    values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
+    values |= {"load_dir": str(target.resolve())}
+    texts = {name.upper(): setting_text(value) for name, value in values.items() if value != ""}
+    lines = ["# The model of this checkpoint; for `set -a; . settings.env; set +a`"]
+    lines += [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
+    write_atomically(path, "\n".join(lines) + "\n")
 
 
 def _command(target: Path) -> str:

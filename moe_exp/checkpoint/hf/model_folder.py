@@ -1,13 +1,10 @@
-"""A folder of Hugging Face: its config.json, and its weights as safetensors, read tensor by tensor.
-
-The files are read with `pread`, not mapped: pages of a mapped file count as memory of the process until the
-file is closed.
+"""Reads a Hugging Face folder: config.json, and safetensors weights tensor by tensor. Uses `pread`, as pages
+of a mapped file would count as memory of the process until the file is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from moe_exp.host import files
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,15 +34,7 @@ class StoredWeight:
 
 
 class ModelFolder:
-    """Config and weights of a folder; values are read where they are asked for.
-
-    Args:
-        path: of the folder.
-
-    Raises:
-        ValueError: where it is no such folder, a file is missing or damaged, or the index disagrees with the
-            files.
-    """
+    """Config and weights of a folder, values read on request; ValueError if it is incomplete or damaged."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -105,17 +96,12 @@ class ModelFolder:
             )
 
     def read(self, name: str, index: int | None = None) -> Tensor:
-        """The values of a tensor, or of one index of its first axis.
-
-        Raises:
-            ValueError: where the file is damaged.
-        """
+        """The values of a tensor, or of one index of its first axis; ValueError if damaged."""
         with self._explained(self.weights[name].file):
             opened = self._opened(self.weights[name].file)
             return opened.get_tensor(name) if index is None else opened.get_slice(name)[index]
 
     def close(self) -> None:
-        """Closes the file that is open."""
         if self._open is not None:
             self._open[1].__exit__(None, None, None)
             self._open = None
@@ -141,17 +127,13 @@ class ModelFolder:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        ValueError: where it is missing or holds something else.
-    """
+    """Reads a JSON object from a file; ValueError if it is missing or holds something else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = files.read_json(path)
     except FileNotFoundError:
         raise ValueError(f"{path}: is missing. Fix: {_FETCH}.") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: is no JSON ({' '.join(str(error).split())}). Fix: {_FETCH}.") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON ({error}). Fix: {_FETCH}.") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds no object. Fix: {_FETCH}.")
     return content

@@ -1,6 +1,4 @@
-"""Which tensor of a checkpoint is made of which tensors of a Hugging Face folder, for one model: the rules
-written out.
-"""
+"""Maps every tensor of a checkpoint to tensors of a Hugging Face folder, for one model."""
 
 from __future__ import annotations
 
@@ -11,8 +9,7 @@ from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, TensorRule, joined_shape, sizes_of
 from moe_exp.config import Config
 
-# Tensors of a checkpoint that belong to training: counts that the loss `global_aux_loss` keeps.
-TRAINING_ONLY = (".mlp.router.global_tokens_per_expert",)
+TRAINING_ONLY = (".mlp.router.global_tokens_per_expert",)  # counts of the loss `global_aux_loss`
 
 
 @dataclass(frozen=True)
@@ -25,45 +22,30 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one tensor of ours, and the tensors of theirs that it is made of.
+    """A box of one of our tensors, and the tensors of theirs that it is made of."""
 
-    Args:
-        key: of ours; empty for a tensor that is theirs alone.
-        shape: of the whole tensor under that key.
-        offsets: of the box.
-        box: its sizes; ones for the layer and the expert.
-        theirs: in the order in which they are joined.
-        join: how, see tensor_rules.
-        expert: index of the expert, None for what is no expert's.
-        alias: another name for theirs, empty for none; see TensorRule.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    box: tuple[int, ...]
-    theirs: tuple[Theirs, ...]
-    join: str
-    expert: int | None = None
-    alias: str = ""
+    key: str  # of ours; empty for a tensor that only they have
+    shape: tuple[int, ...]  # of the whole tensor under that key
+    offsets: tuple[int, ...]  # of the box
+    box: tuple[int, ...]  # its sizes, 1 for layer and expert
+    theirs: tuple[Theirs, ...]  # in joining order
+    join: str  # see tensor_rules
+    expert: int | None = None  # its index
+    alias: str = ""  # another name for theirs, see TensorRule
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
-        """Of the box, without the axes of layer and expert."""
+        """Shape of the box without the axes of layer and expert."""
         return self.box[len(self.box) - len(self.theirs[0].shape) :]
 
 
 def layers_are_stacked(config: Config) -> bool:
-    """Whether the layers of a checkpoint are one tensor; as in engine/model.py, where Megatron decides by
-    this.
-    """
+    """Whether a checkpoint stores all layers as one tensor; Megatron's condition."""
     return len(set(config.moe_layers)) == 1
 
 
 def pieces(architecture: Architecture, config: Config) -> Iterator[Piece]:
-    """Everything that the model has, the embedding first, then layer by layer, so that one layer is in memory
-    at a time.
-    """
+    """All tensors of the model: the embedding, layer by layer, then the rest."""
     once = [rule for rule in architecture.tensors if rule.layers == "model" and CONDITIONS[rule.when](config)]
     yield from _of_model(once[:1], config)
     for layer, is_moe in enumerate(config.moe_layers):
@@ -87,19 +69,12 @@ def _of_layer(rule: TensorRule, layer: int, config: Config) -> Iterator[Piece]:
     for expert in range(config.num_experts) if rule.per_expert else (None,):
         theirs = _theirs(rule, config, before, expert)
         shape = joined_shape(rule.join, [part.shape for part in theirs], config)
-        axes = ([(layer, config.num_layers)] if stacked else []) + (
-            [(expert, config.num_experts)] if expert is not None else []
-        )
-        yield Piece(
-            key if rule.ours else "",
-            tuple(size for _, size in axes) + shape,
-            tuple(index for index, _ in axes) + (0,) * len(shape),
-            (1,) * len(axes) + shape,
-            theirs,
-            rule.join,
-            expert,
-            before + rule.alias if rule.alias else "",
-        )
+        axes = [(layer, config.num_layers)] if stacked else []
+        axes += [(expert, config.num_experts)] if expert is not None else []
+        whole = tuple(size for _, size in axes) + shape
+        offsets = tuple(index for index, _ in axes) + (0,) * len(shape)
+        box, alias = (1,) * len(axes) + shape, before + rule.alias if rule.alias else ""
+        yield Piece(key if rule.ours else "", whole, offsets, box, theirs, rule.join, expert, alias)
 
 
 def _theirs(
@@ -113,7 +88,7 @@ def _theirs(
 
 
 def misfits(lists: Mapping[str, Sequence[str]]) -> str:
-    """'missing: a, b; without a use: c', the first five of each list; empty where all are."""
+    """'missing: a, b; without a use: c' with the first five of each list; empty if all lists are."""
     return "; ".join(f"{what}: {_first(names)}" for what, names in lists.items() if names)
 
 

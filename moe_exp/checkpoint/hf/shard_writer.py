@@ -1,9 +1,7 @@
-"""Writes tensors as the sharded safetensors files of a Hugging Face folder, one tensor in memory at a time.
+"""Writes safetensors shards with one tensor in memory; the safetensors package needs all of a file.
 
-The package safetensors writes a file of tensors that are all in memory. Here the names, types and sizes are
-known before the first value is, so that the header can be written first: eight bytes with its length,
-little-endian, the header, which is JSON padded with spaces to a multiple of eight bytes, and the values, one
-tensor after the other (https://github.com/huggingface/safetensors, "Format").
+Format (https://github.com/huggingface/safetensors): header length (8 bytes, little-endian), header (JSON,
+padded with spaces to a multiple of 8 bytes), values of tensor after tensor.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that will be written."""
+    """A tensor to be written."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +32,6 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -51,12 +48,8 @@ def _in_files(entries: Sequence[Entry], max_bytes: int) -> list[list[Entry]]:
 
 
 class ShardWriter:
-    """Writes tensors in a given order; `finish` writes the index where there is more than one file.
-
-    Args:
-        folder: that is there.
-        entries: all tensors, in the order in which they will come.
-        max_bytes: of tensors in a file; a larger tensor has a file of its own.
+    """Writes tensors in the order of `entries` into an existing folder, at most `max_bytes` of them per file;
+    a larger tensor gets its own file. `finish` writes the index if there is more than one file.
     """
 
     def __init__(self, folder: Path, entries: Sequence[Entry], *, max_bytes: int):
@@ -68,7 +61,7 @@ class ShardWriter:
         self._open_index = -1
 
     def add(self, name: str, values: Tensor) -> None:
-        """The next tensor."""
+        """Writes the next tensor."""
         index, entry = self._expected[self._next]
         assert (name, tuple(values.shape), values.dtype) == (entry.name, entry.shape, entry.dtype)
         if index != self._open_index:
@@ -84,13 +77,10 @@ class ShardWriter:
         if len(self._shards) > 1:
             weight_map = {entry.name: self._name(index) for index, entry in self._expected}
             total = sum(entry.num_bytes for _, entry in self._expected)
-            write_json(
-                self.folder / INDEX,
-                {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
-            )
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_json(self.folder / INDEX, index)
 
     def close(self) -> None:
-        """Closes the file that is open."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -101,11 +91,8 @@ class ShardWriter:
         start = 0
         for entry in self._shards[index]:
             end = start + entry.num_bytes
-            header[entry.name] = {
-                "dtype": _NAMES[entry.dtype],
-                "shape": list(entry.shape),
-                "data_offsets": [start, end],
-            }
+            offsets = {"data_offsets": [start, end]}
+            header[entry.name] = {"dtype": _NAMES[entry.dtype], "shape": list(entry.shape), **offsets}
             start = end
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)

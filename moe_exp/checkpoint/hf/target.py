@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all, and how a conversion says how far it is."""
+"""Creates a folder atomically, and reports the progress of a conversion."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from moe_exp.checkpoint.format.folders import PARTIAL
-from moe_exp.host.files import sync_folder
+from moe_exp.host.files import bytes_text, sync_folder
 
 _MARGIN = 1.01  # headers, index, tokenizer
 
-# Takes a few words and the bytes of all, and gives a function that takes bytes as they are done.
+# (what, total bytes) -> context manager of a function that is called with the bytes just finished
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -26,16 +26,9 @@ def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
 @contextlib.contextmanager
 def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
-    """Yields an empty folder beside `target`, which becomes `target` by one rename, or goes away where the
-    work fails.
-
-    Args:
-        target: must not be there, or be an empty folder.
-        num_bytes: that will be written.
-
-    Raises:
-        ValueError: where it is there, cannot be made, or the disk has not enough room; nothing is changed
-            then.
+    """Yields an empty folder that is renamed to `target` at the end, or removed if the work fails.
+    ValueError, and no change, if `target` exists (unless empty), cannot be created, or the disk lacks room
+    for `num_bytes`.
     """
     check_target(target)
     partial = target.with_name(target.name + PARTIAL)
@@ -54,7 +47,7 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
     try:
         free = shutil.disk_usage(partial).free
         if free < num_bytes * _MARGIN:
-            rule = f"needs {num_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            rule = f"needs {bytes_text(num_bytes)}, {bytes_text(free)} are free"
             raise ValueError(f"DST={target}: {rule}. Fix: free some, or give a folder on another disk.")
         yield partial
         _sync_files(partial)
@@ -68,12 +61,12 @@ def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
 
 def _remove_empty(folders: list[Path]) -> None:
     for folder in folders:
-        with contextlib.suppress(OSError):  # it was never made, or somebody uses it meanwhile
+        with contextlib.suppress(OSError):  # never created, or in use by now
             folder.rmdir()
 
 
 def check_target(target: Path) -> None:
-    """Raises a ValueError where there is something at `target` already."""
+    """Raises ValueError if `target` exists and is not an empty folder."""
     if target.is_dir() and not any(target.iterdir()):
         return
     if target.exists() or target.is_symlink():

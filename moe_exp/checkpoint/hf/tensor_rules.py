@@ -1,19 +1,17 @@
-"""Rules between the tensors of a Hugging Face folder and those of a checkpoint, and how tensors are joined
-and taken apart.
+"""Maps tensors of a Hugging Face folder to those of a checkpoint, and joins and splits them.
 
 Sizes are letters: D hidden, V vocabulary, Q all query heads, K all key (or value) heads, H one head, F dense
 MLP, f one expert, S the shared expert, E experts. With multi-head latent attention: A and B the ranks of the
 compressed queries and keys, R = B and the rotary part of a key, N all queries, M keys without rotary part and
 values of all heads, O all values.
 
-Ways to join, of which each can be undone:
+Ways to join, all reversible:
 
 - plain   one tensor on either side.
-- padded  the vocabulary is a multiple of 128 rows here; the rows that are added are zeros.
-- rows    tensors above each other: gate and up projection are one here, gate first.
-- heads queries, keys and values as Megatron has them: for every group of queries its heads, then its key,
-  then its value.
-- zeros   theirs alone: a tensor that has no effect, which other software asks for all the same.
+- padded  zero rows fill our vocabulary up to a multiple of 128.
+- rows    concatenated rows: gate and up projection are one tensor here, gate first.
+- heads   Megatron's order: per query group its query heads, its key, its value.
+- zeros   only theirs: a tensor without effect that other software requires.
 """
 
 from __future__ import annotations
@@ -29,24 +27,15 @@ from moe_exp.config import Config
 
 @dataclass(frozen=True)
 class TensorRule:
-    """One tensor of ours per model, per layer or per expert, and those of theirs that it is made of.
+    """One of our tensors (per model, layer or expert) and the tensors of theirs that it is made of."""
 
-    Args:
-        ours: key; of a layer's tensor what comes after `decoder.layers.<layer>.`.
-        theirs: names to sizes, `{expert}` for the index of an expert; of a layer's tensor what comes after
-            `model.layers.<layer>.`.
-        join: see above.
-        layers: `model` (once), or in which layers it is: `all`, `moe`, `dense`.
-        when: a condition of CONDITIONS, empty for always.
-        alias: name of theirs in folders that transformers 5 writes with `save_original_format=False`; of an
-            expert's tensor that of one tensor for all experts, whose first axis they are.
-    """
-
-    ours: str
-    theirs: Mapping[str, str]
-    join: str = "plain"
-    layers: str = "all"
-    when: str = ""
+    ours: str  # key, in layers without `decoder.layers.<layer>.`
+    theirs: Mapping[str, str]  # names (in layers without `model.layers.<layer>.`, `{expert}`: index) to sizes
+    join: str = "plain"  # see above
+    layers: str = "all"  # `model` (once), or the layers that have it: `all`, `moe`, `dense`
+    when: str = ""  # key of CONDITIONS
+    # their name in folders that transformers 5 writes with `save_original_format=False`; for experts, of one
+    # tensor with all experts along its first axis
     alias: str = ""
     per_expert: bool = field(init=False)
 
@@ -71,37 +60,28 @@ CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
 
 
 def sizes_of(config: Config) -> dict[str, int]:
-    """The letters of the rules."""
-    heads, nope, rope = config.num_heads, config.qk_head_dim, config.qk_pos_emb_head_dim
+    """Sizes by letter, see above."""
+    heads, rank = config.num_heads, config.kv_lora_rank
+    nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
+    value, queries = heads * config.v_head_dim, heads * config.kv_channels
     return {
-        "1": 1,
-        "D": config.hidden_size,
-        "V": config.vocab_size,
-        "H": config.kv_channels,
-        "Q": heads * config.kv_channels,
-        "K": config.num_query_groups * config.kv_channels,
-        "F": config.ffn_hidden_size,
-        "f": config.expert_ffn_size,
-        "S": config.shared_expert_size,
-        "E": config.num_experts,
-        "A": config.q_lora_rank,
-        "B": config.kv_lora_rank,
-        "R": config.kv_lora_rank + rope,
-        "N": heads * (nope + rope),
-        "M": heads * (nope + config.v_head_dim),
-        "O": heads * config.v_head_dim,
-    }
+        "1": 1, "D": config.hidden_size, "V": config.vocab_size, "H": config.kv_channels, "Q": queries,
+        "K": config.num_query_groups * config.kv_channels, "F": config.ffn_hidden_size,
+        "f": config.expert_ffn_size, "S": config.shared_expert_size, "E": config.num_experts,
+        "A": config.q_lora_rank, "B": rank, "R": rank + rope, "N": heads * (nope + rope),
+        "M": heads * nope + value, "O": value,
+    }  # fmt: skip
 
 
 def joined_shape(join: str, parts: list[tuple[int, ...]], config: Config) -> tuple[int, ...]:
-    """Shape of ours, from the shapes of theirs."""
+    """Shape of our tensor, from the shapes of theirs."""
     if join == "padded":
         return (config.padded_vocab_size, *parts[0][1:])
     return (sum(shape[0] for shape in parts), *parts[0][1:])
 
 
 def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
-    """Ours, from theirs."""
+    """Our tensor, joined from theirs."""
     if join == "plain":
         return parts[0]
     if join == "padded":
@@ -115,13 +95,12 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
 
 
 def taken_apart(join: str, ours: Tensor, shapes: list[tuple[int, ...]], config: Config) -> list[Tensor]:
-    """Theirs, from ours: views where that is possible. The rows beyond the vocabulary are left out."""
+    """Their tensors, split from ours, as views if possible; without the rows beyond the vocabulary."""
     if join == "padded":
         return [ours[: shapes[0][0]]]
     if join == "heads":
         groups = config.num_query_groups
-        grouped = ours.view(groups, -1, *ours.shape[1:]).split(
-            [shape[0] // groups for shape in shapes], dim=1
-        )
+        rows = [shape[0] // groups for shape in shapes]
+        grouped = ours.view(groups, -1, *ours.shape[1:]).split(rows, dim=1)
         return [part.flatten(0, 1) for part in grouped]
     return list(ours.split([shape[0] for shape in shapes]))

@@ -1,3 +1,1 @@
-"""The work of `moe-exp ckpt`: info, verify (soundness.py), diff, reshape with layouts.py, prune and shrink;
-tables.py prints.
-"""
+"""`moe-exp ckpt`: info, verify (soundness), diff, reshape (with layouts), prune, shrink; tables prints."""

@@ -1,6 +1,4 @@
-"""Two checkpoints compared name by name, whatever layouts and styles they were written in; block by block,
-never two whole models.
-"""
+"""Compares two checkpoints of any layout and style by tensor name, block by block."""
 
 from __future__ import annotations
 
@@ -19,14 +17,13 @@ from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 32 << 20
-# settings that say where a run is, and nothing of its numbers
-_PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")
-_MEMORIES = ("spike_windows",)  # of progress: what the loss was lately, which differs wherever anything does
+_PLACES = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")  # do not affect numbers
+_MEMORIES = ("spike_windows",)  # recent losses, which differ whenever anything does
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How the tensor `name` of A differs from that of B; `relative` is ||a - b|| / ||b||."""
+    """Difference of a tensor between A and B; `relative` is ||a - b|| / ||b||."""
 
     name: str
     shape: tuple[int, ...]
@@ -37,15 +34,12 @@ class TensorDifference:
 
     @property
     def is_equal(self) -> bool:
-        """Whether all values are."""
         return self.num_equal == math.prod(self.shape)
 
 
 @dataclass
 class Comparison:
-    """What `compare` found. `settings` and `progress`: name to (value in A, value in B), of those that differ
-    and say something.
-    """
+    """Result of `compare`. `settings` and `progress` map names to differing (value in A, value in B)."""
 
     tensors: list[TensorDifference] = field(default_factory=list)
     only_in_a: list[str] = field(default_factory=list)
@@ -56,11 +50,11 @@ class Comparison:
 
     @property
     def num_equal(self) -> int:
-        """Tensors that are equal in every value."""
+        """Number of tensors that are equal in every value."""
         return sum(tensor.is_equal for tensor in self.tensors)
 
     def worst(self, count: int) -> list[TensorDifference]:
-        """The tensors that differ most, by their relative difference, without those that are equal."""
+        """Unequal tensors with the largest relative difference."""
         differing = [tensor for tensor in self.tensors if not tensor.is_equal]
         return sorted(
             differing,
@@ -68,21 +62,14 @@ class Comparison:
         )[:count]
 
     def is_within(self, rtol: float) -> bool:
-        """Whether both have the same tensors, none with a larger relative difference than `rtol`."""
+        """Whether both have the same tensors, with relative differences of at most `rtol`."""
         same = not (self.only_in_a or self.only_in_b or self.shapes)
         return same and all(tensor.is_equal or tensor.relative <= rtol for tensor in self.tensors)
 
 
 def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
-    """Compares the checkpoints in two folders, each of one iteration.
-
-    Args:
-        a: the one.
-        b: the other, which differences are relative to.
-        optimizer: its state, too: names are `exp_avg of NAME` then.
-
-    Raises:
-        ValueError: where one is damaged.
+    """Compares two iteration folders, relative to `b`; `optimizer` states are named `exp_avg of NAME`. Raises
+    ValueError if one is damaged.
     """
     readers = [CheckpointReader(folder, keep_bytes=KEEP_BYTES) for folder in (a, b)]
     found = compare_tensors(*(_named(reader, optimizer=optimizer) for reader in readers))
@@ -97,7 +84,7 @@ def compare(a: Path, b: Path, *, optimizer: bool = False) -> Comparison:
 
 
 class Readable(Protocol):
-    """A tensor whose values are read where they are asked for."""
+    """A tensor whose values are read on request."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -109,16 +96,10 @@ class Readable(Protocol):
 
 
 def compare_tensors(in_a: Mapping[str, Readable], in_b: Mapping[str, Readable]) -> Comparison:
-    """Compares tensors by their names, block by block.
-
-    Raises:
-        ValueError: where one cannot be read.
-    """
+    """Compares tensors by name, block by block. Raises ValueError if one cannot be read."""
     found = Comparison()
-    found.only_in_a, found.only_in_b = (
-        [name for name in in_a if name not in in_b],
-        [name for name in in_b if name not in in_a],
-    )
+    found.only_in_a = [name for name in in_a if name not in in_b]
+    found.only_in_b = [name for name in in_b if name not in in_a]
     both = [name for name in in_a if name in in_b]
     found.shapes = {
         name: (in_a[name].shape, in_b[name].shape) for name in both if in_a[name].shape != in_b[name].shape
@@ -148,14 +129,9 @@ def _difference(name: str, a: Readable, b: Readable, advance: Callable[[int], No
         squares += float(difference.square().sum())
         reference += float(y.square().sum())
         advance(x.numel() * a.dtype.itemsize)
-    if squares == 0:
-        relative = 0.0
-    else:
-        relative = (
-            math.sqrt(squares / reference)
-            if math.isfinite(squares) and math.isfinite(reference) and reference > 0
-            else math.inf
-        )
+    relative = math.inf if squares else 0.0
+    if squares and math.isfinite(squares) and math.isfinite(reference) and reference > 0:
+        relative = math.sqrt(squares / reference)
     dtypes = tuple(str(tensor.dtype).removeprefix("torch.") for tensor in (a, b))
     return TensorDifference(name, a.shape, (dtypes[0], dtypes[1]), num_equal, max_abs, relative)
 
@@ -173,23 +149,18 @@ def _blocks(a: Readable, b: Readable) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """With what is inside of a value by names of its own, so that of many facts only those that differ are
-    shown.
-    """
+    """Flattens one level of nesting, so only the facts that differ are shown."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= (
-            {f"{name}.{inner}": one for inner, one in value.items()}
-            if isinstance(value, Mapping)
-            else {name: value}
-        )
+        is_group = isinstance(value, Mapping)
+        flat |= {f"{name}.{inner}": one for inner, one in value.items()} if is_group else {name: value}
     return flat
 
 
 def _differing(
     a: Mapping[str, Any], b: Mapping[str, Any], *, without: tuple[str, ...]
 ) -> dict[str, tuple[Any, Any]]:
-    if not a or not b:  # one of them has no settings: nothing to compare
+    if not a or not b:  # one has no settings
         return {}
     names = [name for name in sorted(a.keys() | b.keys()) if name.partition(".")[0] not in without]
     return {name: (a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)}

@@ -1,9 +1,10 @@
-"""What is in a checkpoint, from its metadata: no tensor is read."""
+"""Describes checkpoints from their metadata, without reading tensors."""
 
 from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,14 +23,13 @@ from moe_exp.checkpoint.format.naming import (
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.runs.run_folder import LATEST
 
-# Beside the parameters the router has numbers of its own, which no optimizer trains and Megatron keeps in
-# fp32.
+# Router buffers, which no optimizer trains and Megatron keeps in fp32.
 BUFFERS = (".router.expert_bias", ".router.global_tokens_per_expert", ".router.local_tokens_per_expert")
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 
 def checkpoints_folder(path: Path) -> Path | None:
-    """The checkpoints folder that `path` means, itself or that of a run folder; None where it is neither."""
+    """`path` if it is a checkpoints folder, or that of the run folder `path`; None if it is neither."""
     for folder in (path, path / "checkpoints"):
         if (folder / LATEST).exists() or iterations(folder):
             return folder
@@ -37,52 +37,38 @@ def checkpoints_folder(path: Path) -> Path | None:
 
 
 def chosen(path: Path, iteration: int | None = None) -> Path:
-    """The folder of the checkpoint that a user means by a path and perhaps an iteration: see
-    `folders.one_checkpoint`.
-
-    Raises:
-        ValueError: where there is none.
-    """
+    """Checkpoint folder that a path, and an iteration if given, select; ValueError if there is none."""
     if iteration is None:
         return folders.one_checkpoint(path)
     folder = checkpoints_folder(path)
     if folder is None:
-        raise ValueError(
-            f"iteration={iteration}: {path} is no checkpoints folder. Fix: leave --iteration out, or name the"
-            " folder of a run."
-        )
+        fix = "leave --iteration out, or name the folder of a run"
+        raise ValueError(f"iteration={iteration}: {path} is no checkpoints folder. Fix: {fix}.")
     if iteration not in iterations(folder):
         there = ", ".join(map(str, iterations(folder))) or "none"
-        raise ValueError(
-            f"iteration={iteration}: {folder} has no such checkpoint. Fix: choose one of {there}."
-        )
+        rule = f"{folder} has no such checkpoint. Fix: choose one of {there}"
+        raise ValueError(f"iteration={iteration}: {rule}.")
     return folders.one_checkpoint(iteration_folder(folder, iteration))
 
 
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
-    """The iteration of a checkpoint, by what it says itself (Megatron-LM's do, too) or else by its folder's
-    name; 0 where neither does.
-    """
+    """Iteration as stored in the checkpoint, else from the folder name, else 0."""
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
     number = folder.name.removeprefix("iter_")
     return int(own) if own is not None else int(number) if number.isdigit() else 0
 
 
 def describe(folder: Path) -> dict[str, Any]:
-    """Everything about the checkpoint in `folder`, of one iteration, that can be known without reading
-    tensors.
-
-    Returns:
-        Plain values, in the order in which they are shown; None where the checkpoint does not say.
-
-    Raises:
-        ValueError: where it is damaged.
-    """
+    """Facts about an iteration's folder in display order, None if unknown; ValueError if it is damaged."""
     reader, manifest = CheckpointReader(folder), Manifest.read(folder)
     common, weights = reader.common(), logical_tensors(reader)
     config, progress = common.get("config") or {}, common.get("progress") or {}
     samples = progress.get("consumed_samples")
-    facts = dict(manifest.facts) if manifest else {}
+    facts, files = (
+        dict(manifest.facts) if manifest else {},
+        [one for one in folder.iterdir() if one.is_file()],
+    )
+    kept = states(reader) or ["in a form of its layout"] * any(map(is_optimizer, reader.tensors))
     return {
         "path": str(folder),
         "iteration": iteration_of(folder, common),
@@ -94,13 +80,11 @@ def describe(folder: Path) -> dict[str, Any]:
         "parameters": count_parameters(weights),
         "dtypes": dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in weights.values())),
         "optimizer_setting": config.get("optimizer"),
-        "optimizer": (
-            states(reader) or (["in a form of its layout"] if any(map(is_optimizer, reader.tensors)) else [])
-        ),
+        "optimizer": kept,
         "layout": _layout(config, common),
         "styles": _styles(reader),
-        "num_bytes": sum(path.stat().st_size for path in folder.iterdir() if path.is_file()),
-        "num_files": sum(path.is_file() for path in folder.iterdir()),
+        "num_bytes": sum(path.stat().st_size for path in files),
+        "num_files": len(files),
         "tensor_bytes": sum(stored.num_bytes for stored in reader.tensors.values()),
         "checksums": manifest is not None,
         "valid_loss": facts.get("valid_loss"),
@@ -111,7 +95,7 @@ def describe(folder: Path) -> dict[str, Any]:
 
 
 def count_parameters(weights: Mapping[str, LogicalTensor]) -> dict[str, int]:
-    """Trained parameters by group, and `total`."""
+    """Number of trained parameters by group, and `total`."""
     counts: Counter[str] = Counter()
     for name, tensor in weights.items():
         if not name.endswith(BUFFERS):
@@ -120,9 +104,7 @@ def count_parameters(weights: Mapping[str, LogicalTensor]) -> dict[str, int]:
 
 
 def model_line(weights: Mapping[str, LogicalTensor], config: Mapping[str, Any]) -> str:
-    """The model in a line, from the shapes of its weights and, where the checkpoint has them, its
-    settings.
-    """
+    """One-line description of the model, from the shapes of its weights and its settings, if any."""
     layers = {layer for name in weights if (layer := layer_of(name)[0]) is not None}
     routers = [tensor.shape for name, tensor in weights.items() if name.endswith(".router.weight")]
     words = [f"{len(layers)} layers"]
@@ -133,34 +115,20 @@ def model_line(weights: Mapping[str, LogicalTensor], config: Mapping[str, Any]) 
     if routers:
         top = f" top-{config['topk']}" if "topk" in config else ""
         words.append(f"{routers[0][0]} experts{top} in {len(routers)} layers")
-        width = next(
-            (
-                t.shape[1]
-                for name, t in weights.items()
-                if ".experts.0." in name and name.endswith("linear_fc2.weight")
-            ),
-            None,
-        )
-        words += [f"expert size {width}"] if width else []
-    return ", ".join(
-        words + [str(config[name]) for name in ("activation", "normalization") if name in config]
-    )
+        second = [t for name, t in weights.items() if re.search(r"\.experts\.0\..*linear_fc2\.weight$", name)]
+        words += [f"expert size {second[0].shape[1]}"] if second else []
+    words += [str(config[name]) for name in ("activation", "normalization") if name in config]
+    return ", ".join(words)
 
 
 def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
-    """Name, shape, type, number of chunks and bytes of the stored tensors whose names fit a shell pattern.
-
-    Raises:
-        ValueError: where none does, or the checkpoint is damaged.
-    """
+    """Name, shape, dtype, chunks and bytes of the tensors that match a shell pattern; ValueError if none."""
     reader = CheckpointReader(folder)
     found = [stored for key, stored in sorted(reader.tensors.items()) if fnmatch.fnmatchcase(key, pattern)]
     if not found:
         example = next(iter(sorted(reader.tensors)), "none at all")
-        raise ValueError(
-            f"tensors={pattern}: fits none of {len(reader.tensors)} tensors. Fix: give a pattern such as '*'"
-            f" ({example})."
-        )
+        fix = f"give a pattern such as '*' ({example})"
+        raise ValueError(f"tensors={pattern}: fits none of {len(reader.tensors)} tensors. Fix: {fix}.")
     return [
         {
             "name": stored.key,
@@ -174,21 +142,13 @@ def describe_tensors(folder: Path, pattern: str = "*") -> list[dict[str, Any]]:
 
 
 def describe_all(checkpoints: Path) -> list[dict[str, Any]]:
-    """Every checkpoint of a checkpoints folder: iteration, bytes, state by the sizes of its files, whether
-    `latest` names it.
-    """
+    """Iteration, bytes, state (by file sizes) and whether it is the latest, for each checkpoint."""
     latest, found = latest_iteration(checkpoints), []
     for iteration in iterations(checkpoints):
         folder = iteration_folder(checkpoints, iteration)
         num_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        found.append(
-            {
-                "iteration": iteration,
-                "num_bytes": num_bytes,
-                "state": _state(folder),
-                "latest": iteration == latest,
-            }
-        )
+        one = {"iteration": iteration, "num_bytes": num_bytes}
+        found.append(one | {"state": _state(folder), "latest": iteration == latest})
     if latest is not None and latest not in iterations(checkpoints):
         found.append({"iteration": latest, "num_bytes": 0, "state": "missing", "latest": True})
     return found
@@ -213,13 +173,9 @@ def _layout(config: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, A
 def _styles(reader: CheckpointReader) -> dict[str, str]:
     keys = [key for key in reader.tensors if not is_optimizer(key)]
     single_layers = any(layer_of(key)[0] is not None for key in keys)
-    single_experts = any(
-        ".experts.experts." in key and key.split(".experts.experts.")[1][0].isdigit() for key in keys
-    )
-    return {
-        "layers": "single" if single_layers else "stacked",
-        "experts": "single" if single_experts else "stacked",
-    }
+    single_experts = any(re.search(r"\.experts\.experts\.\d", key) for key in keys)
+    singles = {"layers": single_layers, "experts": single_experts}
+    return {name: "single" if is_single else "stacked" for name, is_single in singles.items()}
 
 
 def _schedule(common: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Removing checkpoints of a run by the rules of retention.py, by hand: `moe-exp ckpt prune`."""
+"""`moe-exp ckpt prune`: removes checkpoints by the rules of retention.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from moe_exp.runs.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Prunable:
-    """A checkpoint that goes: its folder, iteration and bytes."""
+    """A checkpoint to remove."""
 
     folder: Path
     iteration: int
@@ -33,17 +33,8 @@ class Prunable:
 
 
 def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
-    """The checkpoints of a checkpoints folder or run folder that no rule keeps; never the one that `latest`
-    names.
-
-    Args:
-        path: of the folder.
-        last: keep so many of the newest, and of the newest up to `latest`.
-        every: keep those whose iteration is a multiple of it; 0: this rule keeps none.
-        best: keep so many of those with the lowest validation loss; 0: this rule keeps none.
-
-    Raises:
-        ValueError: where the folder has no checkpoints, or a rule would keep none.
+    """Checkpoints of a checkpoints or run folder that no rule of `which_to_remove` keeps. Never `latest`;
+    `last` counts from it, too. ValueError if there are none, `last` < 1 or `best` without validation losses.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:
@@ -52,27 +43,19 @@ def prunable(path: Path, *, last: int, every: int, best: int) -> list[Prunable]:
         raise ValueError(f"keep-last={last}: must be 1 or more. Fix: keep at least the newest.")
     found, latest, losses = iterations(checkpoints), latest_iteration(checkpoints), valid_losses(checkpoints)
     if best and not losses:
-        raise ValueError(
-            f"keep-best={best}: no checkpoint in {checkpoints} says what its validation loss was. Fix: leave"
-            " --keep-best out."
-        )
-    # Newer ones than `latest` are damaged, or of an attempt that was given up: they do not take the place of
-    # those before.
+        rule = f"no checkpoint in {checkpoints} says what its validation loss was"
+        raise ValueError(f"keep-best={best}: {rule}. Fix: leave --keep-best out.")
+    # Checkpoints newer than `latest` are damaged or abandoned, so they must not displace older ones.
     usable = [iteration for iteration in found if latest is None or iteration <= latest]
-    gone = which_to_remove(usable, losses, last=last, every=every, best=best)
-    gone += [i for i in which_to_remove(found, losses, last=last, every=every, best=best) if i not in usable]
-    folders = [iteration_folder(checkpoints, iteration) for iteration in gone]
-    return [
-        Prunable(folder, iteration, _bytes(folder)) for folder, iteration in zip(folders, gone, strict=True)
-    ]
+    gone, of_all = (which_to_remove(of, losses, last=last, every=every, best=best) for of in (usable, found))
+    gone += [iteration for iteration in of_all if iteration not in usable]
+    folders = {iteration: iteration_folder(checkpoints, iteration) for iteration in gone}
+    return [Prunable(folder, iteration, _bytes(folder)) for iteration, folder in folders.items()]
 
 
 def remove(path: Path, found: list[Prunable]) -> Iterator[Prunable]:
-    """Removes checkpoints and yields each when it is gone. One that is half removed is no checkpoint any
-    more: it is renamed first.
-
-    Raises:
-        ValueError: while a run writes there; nothing is removed then.
+    """Removes checkpoints, renamed first so that none is left half removed, and yields each once it is gone.
+    ValueError, and nothing is removed, while a run writes there.
     """
     checkpoints = checkpoints_folder(path)
     if checkpoints is None:

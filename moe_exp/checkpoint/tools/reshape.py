@@ -1,10 +1,8 @@
-"""Rewrites a checkpoint for the ranks of another layout, in another style or type: on one process, chunk by
-chunk.
+"""Rewrites a checkpoint for another layout, style (see keys.py) or dtype, chunk by chunk in one process.
 
-A checkpoint can be loaded under any layout as it is; one that was rewritten for it has one file per rank with
-the very chunks that the rank asks for, so that nothing is read twice or in slices. Styles are those of
-keys.py. In memory are the chunk that is written, the piece that is copied into it, and the chunks of the
-source that were read last.
+Any checkpoint loads under any layout; a rewritten one has one file per rank with exactly the chunks that the
+rank requests, so nothing is read twice or in slices. In memory are the chunk being written, the piece copied
+into it, and the source chunks read last.
 """
 
 from __future__ import annotations
@@ -52,35 +50,27 @@ from moe_exp.runs.run_folder import LATEST
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
 _EXTRA_STATE = "._extra_state"
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")
 
-# What torch.save adds to a chunk, and the metadata about it.
-_CHUNK_OVERHEAD_BYTES = 2500
+_CHUNK_OVERHEAD_BYTES = 2500  # torch.save's per chunk, and its metadata
 
 
 @dataclass(frozen=True)
 class Reshaping:
-    """What is changed.
+    """The changes to make."""
 
-    Args:
-        layout: for whose ranks the files are.
-        weights_only: leave out optimizer, schedule, random streams and progress: a run that loads it starts
-            at iteration 0.
-        dtype: of the weights, `bf16` or `fp32`, which takes the optimizer's main weights where there are;
-            None: as they are.
-        layers: `stacked` or `single`; None: as they are, but single where the experts are to be.
-        experts: `stacked` or `single`; None: as they are.
-    """
-
-    layout: Layout
+    layout: Layout  # of the ranks that will load it
+    # leave out optimizer, schedule, random streams and progress: a run that loads it starts at iteration 0
     weights_only: bool = False
+    # of the weights: `bf16`, or `fp32`, which takes the optimizer's main weights if there are any; None: kept
     dtype: str | None = None
-    layers: str | None = None
-    experts: str | None = None
+    layers: str | None = None  # `stacked` or `single`; None: kept, but single if the experts become single
+    experts: str | None = None  # `stacked` or `single`; None: kept
 
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that was written: its folder, number of files for ranks, bytes."""
+    """The checkpoint that was written."""
 
     folder: Path
     num_rank_files: int
@@ -88,24 +78,15 @@ class Written:
 
 
 def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int = KEEP_BYTES) -> Written:
-    """Writes the checkpoint in `source` anew, as the only one of the checkpoints folder `target`.
-
-    Args:
-        source: of one iteration; it is only read.
-        target: is made, and appears when all is written.
-        changes: what is to be different.
-        keep_bytes: memory for chunks of the source that were read last, or for the last one where that is
-            larger.
-
-    Raises:
-        ValueError: where the source is damaged, the changes do not fit it, or `target` exists or its disk is
-            too small.
+    """Rewrites the checkpoint of an iteration's folder as the only one of a new checkpoints folder, which
+    appears atomically. `keep_bytes`: memory for the source chunks read last, at least one chunk. ValueError
+    if the source is damaged, the changes do not fit it, `target` exists or its disk is too small.
     """
     if target.exists():
         raise ValueError(f"DST={target}: exists already. Fix: give the name of a folder that does not.")
     reader = CheckpointReader(source, keep_bytes=keep_bytes)
     work = _Work(reader, changes)
-    chunks = work.chunks()  # before anything is written: it may refuse
+    chunks = work.chunks()  # may raise, so before anything is written
     num_bytes = sum(chunk.num_bytes for chunk in chunks)
     _check_space(target, num_bytes + _CHUNK_OVERHEAD_BYTES * (len(chunks) + len(reader.objects)))
     iteration = iteration_of(source, work.common)
@@ -121,9 +102,8 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    return Written(
-        iteration_folder(target, iteration), len({chunk.rank for chunk in chunks}), manifest.num_bytes
-    )
+    num_rank_files = len({chunk.rank for chunk in chunks})
+    return Written(iteration_folder(target, iteration), num_rank_files, manifest.num_bytes)
 
 
 def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callable[[int], None]) -> None:
@@ -132,7 +112,7 @@ def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callab
         for chunk in chunks:
             if chunk.rank // per_stage != stage:
                 stage = chunk.rank // per_stage
-                writer.next_file()  # so that the files of one stage alone are open
+                writer.next_file()  # so only one stage's files are open
             writer.rank = chunk.rank
             writer.add_chunk(chunk.key, chunk.read(), shape=chunk.shape, offsets=chunk.offsets)
             advance(chunk.num_bytes)
@@ -143,7 +123,7 @@ def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callab
 
 
 def _keep_fingerprints(source: Path, folder: Path, changes: Reshaping) -> None:
-    """They are of the values, which are the same, not of the files."""
+    """Fingerprints describe the values, which stay the same, not the files."""
     dtype = str(DTYPES[changes.dtype]).removeprefix("torch.") if changes.dtype else None
     saved = fingerprints.read(source) or {}
     if found := fingerprints.kept(saved, weights_only=changes.weights_only, dtype=dtype):
@@ -151,8 +131,6 @@ def _keep_fingerprints(source: Path, folder: Path, changes: Reshaping) -> None:
 
 
 class _Work:
-    """One rewriting: what the source holds and what becomes of it."""
-
     def __init__(self, reader: CheckpointReader, changes: Reshaping):
         self.reader, self.changes = reader, changes
         self.common = reader.common()
@@ -162,19 +140,18 @@ class _Work:
         self._check()
 
     def chunks(self) -> list[TargetChunk]:
-        """All chunks that are to be written, those of a pipeline stage together."""
+        """Chunks to write, grouped by pipeline stage."""
         main = logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
         values = {name: main.get(name, tensor) for name, tensor in self.weights.items()}
         found = list(self.plan.chunks(values, {name: self._dtype_of(name) for name in values}))
         for state in self.states:
             tensors = logical_tensors(self.reader, state)
-            found += self.plan.chunks(
-                tensors, {name: tensor.dtype for name, tensor in tensors.items()}, keep_prefix=True
-            )
+            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+            found += self.plan.chunks(tensors, dtypes, state=True)
         return sorted(found, key=lambda chunk: chunk.rank // self.plan.layout.ranks_per_stage)
 
     def objects(self) -> list[tuple[str, Any]]:
-        """Objects of the new checkpoint, under their full keys."""
+        """Objects of the new checkpoint, by full key."""
         found = []
         for full_key in self.reader.objects:
             if full_key == COMMON_OBJECT:  # it becomes common.pt
@@ -184,9 +161,7 @@ class _Work:
                 found.append((self._extra_state_key(match[1], match[2]), self.reader.read_object(full_key)))
             elif not (self.changes.weights_only or (full_key.startswith("rng_state/") and self._other_rng())):
                 found.append((full_key, self.reader.read_object(full_key)))
-        return [
-            (key, value[0] if isinstance(value, list) and len(value) == 1 else value) for key, value in found
-        ]
+        return [(key, value[0] if _is_boxed(value) else value) for key, value in found]
 
     def new_common(self) -> dict[str, Any]:
         """common.pt of the new checkpoint."""
@@ -194,30 +169,19 @@ class _Work:
         if self.changes.weights_only:
             common = {name: common[name] for name in ("config", "content_metadata") if name in common}
         if "content_metadata" in common:
-            common["content_metadata"] = {
-                **common["content_metadata"],
-                "singleton_local_shards": not self.plan.style.experts_stacked,
-            }
+            singles = {"singleton_local_shards": not self.plan.style.experts_stacked}
+            common["content_metadata"] = common["content_metadata"] | singles
         if "config" in common:
-            sizes: dict[str, Any] = {
-                "tp": layout.tp,
-                "pp": layout.pp,
-                "vpp": layout.vpp,
-                "ep": layout.ep,
-                "etp": layout.etp,
-            }
+            changed: dict[str, Any] = {name: getattr(layout, name) for name in _SIZES}
             if common["config"].get("pp") != layout.pp:
                 even = {"first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": ""}
-                sizes |= {name: value for name, value in even.items() if name in common["config"]}
-            common["config"] = {
-                **common["config"],
-                **sizes,
-                **({"dtype": self.changes.dtype} if self.changes.dtype else {}),
-            }
+                changed |= {name: value for name, value in even.items() if name in common["config"]}
+            changed |= {"dtype": self.changes.dtype} if self.changes.dtype else {}
+            common["config"] = common["config"] | changed
         if "layout" in common:
             common["layout"] = {**common["layout"], "tp": layout.tp, "pp": layout.pp}
             if self._other_rng():
-                # No layout of a run is equal to this one, so that its random streams start from the seed.
+                # equals no layout of a run, so random streams start from the seed
                 common["layout"]["random_streams"] = None
         return common
 
@@ -231,9 +195,8 @@ class _Work:
         layer, inner = layer_of(name)
         expert = next((int(part) for part in inner.split(".") if part.isdigit()), None)
         axes = [(layer, self.plan.model.num_layers)] if layer is not None and style.layers_stacked else []
-        axes += (
-            [(expert, self.plan.model.num_experts)] if expert is not None and style.experts_stacked else []
-        )
+        if expert is not None and style.experts_stacked:
+            axes.append((expert, self.plan.model.num_experts))
         axes = axes or [(0, 1)]
         indices, sizes = (".".join(str(axis[part]) for axis in axes) for part in (0, 1))
         return f"{styled_key(unstyled(key), layer, expert or 0, style)}/shard_{indices}_{sizes}"
@@ -246,53 +209,36 @@ class _Work:
 
     def _check(self) -> None:
         model, layout, changes = self.plan.model, self.changes.layout, self.changes
-        for name in ("tp", "pp", "vpp", "ep", "etp"):
+        for name in _SIZES:
             size = getattr(layout, name)
             if size is not None and size < 1:
                 raise ValueError(problem(name, size, "must be 1 or more", "give a positive number"))
-        if layout.pp * (layout.vpp or 1) > model.num_layers:
-            rule = f"{layout.pp * (layout.vpp or 1)} stages are more than the {model.num_layers} layers"
+        if (stages := layout.pp * (layout.vpp or 1)) > model.num_layers:
+            rule = f"{stages} stages are more than the {model.num_layers} layers"
             raise ValueError(problem("pp", layout.pp, rule, "give a smaller one"))
         if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
-            raise ValueError(
-                problem(
-                    "ep",
-                    layout.ep,
-                    f"does not divide the {model.num_experts} experts",
-                    "give a divisor of them",
-                )
-            )
+            rule = f"does not divide the {model.num_experts} experts"
+            raise ValueError(problem("ep", layout.ep, rule, "give a divisor of them"))
         self._check_optimizer()
-        if self.plan.style.layers_stacked and not model.layers_are_alike:
-            raise ValueError(
-                "layers=stacked: the layers differ, as dense and MoE layers do. Fix: give --layers single."
-            )
-        if self.plan.style.layers_stacked and not self.plan.style.experts_stacked:
-            raise ValueError(
-                "layers=stacked: Megatron has no such style with single experts. Fix: give --layers single."
-            )
-        if (
-            changes.dtype == "bf16"
-            and "optimizer" in self.common
-            and not changes.weights_only
-            and "param" not in self.states
-        ):
+        style, rule = self.plan.style, ""
+        if style.layers_stacked and not model.layers_are_alike:
+            rule = "the layers differ, as dense and MoE layers do"
+        elif style.layers_stacked and not style.experts_stacked:
+            rule = "Megatron has no such style with single experts"
+        if rule:
+            raise ValueError(f"layers=stacked: {rule}. Fix: give --layers single.")
+        has_optimizer = "optimizer" in self.common and not changes.weights_only
+        if changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
             rule = "the fp32 weights that the optimizer goes on from would be lost"
             raise ValueError(problem("dtype", "bf16", rule, "give --weights-only, too"))
 
     def _check_optimizer(self) -> None:
         known = {key for key in self.reader.tensors if not is_optimizer(key)}
-        for key in self.reader.tensors:
-            state = optimizer_state(key)
-            if (
-                not self.changes.weights_only
-                and is_optimizer(key)
-                and (state is None or state[2] not in known)
-            ):
-                rule = f"{key} belongs to the layout that wrote it"
-                raise ValueError(
-                    f"SRC={self.reader.folder}: {rule}, and cannot be rewritten. Fix: give --weights-only."
-                )
+        of_optimizer = [key for key in self.reader.tensors if key not in known]
+        for key in [] if self.changes.weights_only else of_optimizer:
+            if (state := optimizer_state(key)) is None or state[2] not in known:
+                rule = f"{key} belongs to the layout that wrote it, and cannot be rewritten"
+                raise ValueError(f"SRC={self.reader.folder}: {rule}. Fix: give --weights-only.")
 
 
 def _style(reader: CheckpointReader, weights: Mapping[str, LogicalTensor], changes: Reshaping) -> Style:
@@ -310,18 +256,18 @@ def _check_space(target: Path, needed_bytes: int) -> None:
     if not place.is_dir():
         raise ValueError(f"DST={target}: {place} is no folder. Fix: make it, or give another one.")
     if (free_bytes := shutil.disk_usage(place).free) < needed_bytes:
-        needed = (
+        rule = (
             f"{place} has {bytes_text(free_bytes)} free and the checkpoint needs {bytes_text(needed_bytes)}"
         )
-        raise ValueError(f"DST={target}: {needed}. Fix: choose a larger disk, or make room.")
+        raise ValueError(f"DST={target}: {rule}. Fix: choose a larger disk, or make room.")
 
 
 def _facts(source: Path, changes: Reshaping) -> dict[str, Any]:
     own = Manifest.read(source)
     facts = {name: value for name, value in (own.facts if own else {}).items() if name != "world_size"}
-    return {
-        **facts,
-        "layout": vars(changes.layout),
-        "reshaped_from": source.name,
-        "weights_only": changes.weights_only,
-    }
+    facts |= {"layout": vars(changes.layout), "reshaped_from": source.name}
+    return facts | {"weights_only": changes.weights_only}
+
+
+def _is_boxed(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 1

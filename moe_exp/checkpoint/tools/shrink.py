@@ -1,10 +1,8 @@
-"""Plain torch files whose tensors are views of larger storages, written again without what nobody sees:
-`moe-exp ckpt shrink`.
+"""`moe-exp ckpt shrink`: rewrites plain torch files without the parts of storages that no tensor uses.
 
-`torch.save` writes the whole storage of a tensor. A row of a matrix, a rank's part of a model or one layer of
-a flat buffer so takes the bytes of all of it. Here every tensor gets a storage of its own size. Tensors that
-are one and the same view (tied weights) stay so, and views that overlap in part keep a common storage, cut to
-what they cover. Nothing but tensors and plain containers is read.
+`torch.save` writes the whole storage of a tensor, even for one row of a matrix or one layer of a flat buffer.
+Here every tensor gets a storage of its own size. Identical views (tied weights) stay shared; views that
+overlap in part share a storage cut to what they cover. Only tensors and plain containers are read.
 """
 
 from __future__ import annotations
@@ -28,9 +26,7 @@ PATTERNS = ("*.pt", "*.pth", "*.bin")
 
 @dataclass
 class ShrunkFile:
-    """What became of a file. `before_bytes` and `after_bytes` are those of the file; `problem` says why it
-    was left alone.
-    """
+    """File sizes before and after; `problem` says why a file was left alone."""
 
     path: Path
     before_bytes: int
@@ -39,49 +35,33 @@ class ShrunkFile:
 
     @property
     def gain_bytes(self) -> int:
-        """Bytes that are saved."""
         return self.before_bytes - self.after_bytes
 
 
 def torch_files(path: Path, patterns: Sequence[str] = PATTERNS, *, recursive: bool = True) -> list[Path]:
-    """The files that a path means: itself, or those in it whose names fit a pattern.
-
-    Raises:
-        ValueError: where there is none.
-    """
+    """`path` if it is a file, else the files in it that match; ValueError if there are none."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(f"PATH={path}: is not there. Fix: name a file or a folder.")
     for pattern in patterns:
         if not pattern or Path(pattern).is_absolute() or ".." in Path(pattern).parts:
-            rule = "is a pattern of names inside of PATH"
-            raise ValueError(
-                problem("pattern", pattern, rule, "give one such as '*.pt', and the folder as PATH")
+            rule, fix = (
+                "is a pattern of names inside of PATH",
+                "give one such as '*.pt', and the folder as PATH",
             )
-    found = {
-        file
-        for pattern in patterns
-        for file in (path.rglob(pattern) if recursive else path.glob(pattern))
-        if file.is_file()
-    }
+            raise ValueError(problem("pattern", pattern, rule, fix))
+    glob = path.rglob if recursive else path.glob
+    found = sorted({file for pattern in patterns for file in glob(pattern) if file.is_file()})
     if not found:
-        raise ValueError(
-            f"PATH={path}: has no files like {' '.join(patterns)}. Fix: name another folder, or give"
-            " --pattern."
-        )
-    return sorted(found)
+        fix = "name another folder, or give --pattern"
+        raise ValueError(f"PATH={path}: has no files like {' '.join(patterns)}. Fix: {fix}.")
+    return found
 
 
 def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> ShrunkFile:
-    """Writes a file again, smaller, once what was written has been read back and compared; leaves it alone
-    where nothing is gained.
-
-    Args:
-        path: of a file that torch.save wrote.
-        target: of the new file, which must not exist; None: in the place of the old one, with its permissions
-            and time.
-        dry_run: only work out what would be gained.
+    """Rewrites a torch.save file if that makes it smaller, after reading the result back and comparing it.
+    `target` must not exist; None replaces the old file, with its permissions and time.
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
@@ -89,14 +69,14 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     try:
         loaded = _load(path)
         tensors = _tensors_of(loaded)
-    except Exception as error:  # whatever a damaged or foreign file does to the unpickler
+    except Exception as error:  # a damaged or foreign file can raise anything in the unpickler
         return ShrunkFile(path, before, before, _reason(error))
     compact = _Compact(tensors)
     if compact.gain_bytes <= 0:
         return ShrunkFile(path, before, before)
     if dry_run:
         return ShrunkFile(path, before, max(0, before - compact.gain_bytes))
-    place = path.resolve() if target is None else target  # of a link, what it points to
+    place = path.resolve() if target is None else target  # for a link, its destination
     if target is not None and target.exists():
         return ShrunkFile(path, before, before, f"{target} exists already")
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -112,7 +92,7 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
 
 
 def _write(temporary: Path, loaded: Any, compact: _Compact, path: Path) -> str:
-    """Writes the file and reads it back; what is wrong with it, or nothing."""
+    """Writes the file and reads it back; returns what is wrong, or an empty string."""
     state = path.stat()
     with temporary.open("wb") as file:
         torch.save(compact.replaced(loaded), file)
@@ -131,7 +111,7 @@ def _load(path: Path) -> Any:
         warnings.simplefilter("ignore")  # about storages of old files
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files of before torch 1.6 cannot be mapped
+        except RuntimeError:  # files from before torch 1.6 cannot be mapped
             return torch.load(path, map_location="cpu", weights_only=True)
 
 
@@ -150,17 +130,14 @@ class _Unsupported(ValueError):
 
 
 def _tensors_of(value: Any, seen: set[int] | None = None) -> list[Tensor]:
-    """All tensors in nested containers, in order; the same object once."""
+    """All tensors in nested containers, in order, each object once."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return []
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if (
-            value.layout is not torch.strided
-            or value.is_quantized
-            or type(value) not in (Tensor, torch.nn.Parameter)
-        ):
+        is_plain = value.layout is torch.strided and not value.is_quantized
+        if not is_plain or type(value) not in (Tensor, torch.nn.Parameter):
             raise _Unsupported(f"holds a tensor of another kind ({type(value).__name__}, {value.layout})")
         return [value]
     if isinstance(value, dict):
@@ -174,32 +151,22 @@ View = tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]  # storage
 
 
 def _view(tensor: Tensor) -> View:
-    return (
-        tensor.untyped_storage()._cdata,
-        tensor.dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-    )
+    place = tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset())
+    return tensor.untyped_storage()._cdata, tensor.dtype, *place
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """First byte of the storage that a tensor covers, and the one after the last."""
+    """First byte of the storage that a tensor covers, and one past the last."""
     if tensor.numel() == 0:
         return 0, 0
-    first = int(tensor.storage_offset())
-    last: int = first + sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    first, axes = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
+    last: int = first + sum((size - 1) * stride for size, stride in axes)
     return first * tensor.itemsize, (last + 1) * tensor.itemsize
 
 
 @dataclass
 class _Island:
-    """Views of one storage that overlap, each with one before it: they go on sharing what they cover.
-
-    All are of one type: torch.save refuses views of a storage as several.
-    """
+    """Overlapping views of one storage, which stay shared; of one dtype, as torch.save refuses several."""
 
     low: int
     high: int
@@ -211,14 +178,12 @@ class _Island:
 
     @property
     def num_bytes(self) -> int:
-        """What the island takes when it is written again."""
+        """Bytes after rewriting."""
         covered = self.high - self.low
         return min(covered, self.members[0].nbytes) if self.is_one_view else covered
 
     def parted(self) -> list[_Island]:
-        """One island for each view where no two of them share an element, as columns of a matrix do not;
-        itself otherwise.
-        """
+        """One island per view if no two share an element (columns of a matrix), else itself."""
         views: dict[View, list[Tensor]] = {}
         for tensor in self.members:
             views.setdefault(_view(tensor), []).append(tensor)
@@ -230,24 +195,20 @@ class _Island:
         itemsize = tensors[0].itemsize
         marks = torch.zeros((self.high - self.low) // itemsize, dtype=torch.bool)
         for tensor in tensors:
-            sizes = [
-                1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-            ]
-            seen = marks.as_strided(
-                sizes, tensor.stride(), int(tensor.storage_offset()) - self.low // itemsize
-            )
+            axes = zip(tensor.shape, tensor.stride(), strict=True)
+            sizes = [1 if stride == 0 else size for size, stride in axes]
+            offset = int(tensor.storage_offset()) - self.low // itemsize
+            seen = marks.as_strided(sizes, tensor.stride(), offset)
             if bool(seen.any()):
                 return True
             try:
                 seen.fill_(True)
-            except RuntimeError:  # it shares elements with itself, as torch.as_strided can make it
+            except RuntimeError:  # overlaps itself, as torch.as_strided allows
                 return True
         return False
 
 
 class _Compact:
-    """Tensors and what takes their place."""
-
     def __init__(self, tensors: list[Tensor]):
         storages: dict[int, list[Tensor]] = {}
         for tensor in tensors:
@@ -258,9 +219,7 @@ class _Compact:
         self._tensors: dict[int, Tensor] = {}
 
     def replaced(self, value: Any) -> Any:
-        """`value` with the new tensors. Its containers are changed, so that attributes of theirs stay, but
-        for tuples.
-        """
+        """`value` with the new tensors; containers other than tuples are changed in place."""
         for island in self._islands:
             self._tensors |= _copied(island)
         return self._replaced(value, {})
@@ -298,7 +257,7 @@ def _islands(members: list[Tensor]) -> Iterator[_Island]:
 
 
 def _copied(island: _Island) -> dict[int, Tensor]:
-    """The island's tensors by the id of the old ones."""
+    """New tensors of the island, by id of the old ones."""
     first = island.members[0]
     if island.num_bytes == first.nbytes and island.is_one_view:
         copy = first.detach().clone()
@@ -309,9 +268,8 @@ def _copied(island: _Island) -> dict[int, Tensor]:
         copies = []
         for tensor in island.members:
             offset = tensor.storage_offset() - island.low // tensor.itemsize
-            copies.append(
-                torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
-            )
+            empty = torch.empty(0, dtype=tensor.dtype)
+            copies.append(empty.set_(storage, offset, tensor.shape, tensor.stride()))
     return {id(tensor): _like(tensor, copy) for tensor, copy in zip(island.members, copies, strict=True)}
 
 
@@ -322,7 +280,7 @@ def _like(tensor: Tensor, copy: Tensor) -> Tensor:
 
 
 def difference(a: Any, b: Any) -> str:
-    """Where two loaded files differ in structure, values or in what is shared; nothing where they do not."""
+    """First difference of two loaded files in structure, values or sharing; empty if there is none."""
     found = _difference(a, b, "")
     if found:
         return found
@@ -338,13 +296,8 @@ def _difference(a: Any, b: Any, where: str) -> str:
     if type(a) is not type(b):
         return f"{where}: {type(a).__name__} and {type(b).__name__}"
     if isinstance(a, Tensor):
-        same = (
-            a.dtype == b.dtype
-            and a.shape == b.shape
-            and a.requires_grad == b.requires_grad
-            and _same_bits(a, b)
-        )
-        return "" if same else f"{where}: tensors"
+        alike = (a.dtype, a.shape, a.requires_grad) == (b.dtype, b.shape, b.requires_grad)
+        return "" if alike and _same_bits(a, b) else f"{where}: tensors"
     if isinstance(a, dict):
         if list(a) != list(b):
             return f"{where}: keys"

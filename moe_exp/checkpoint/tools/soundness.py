@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what it was when it was written, and could be loaded: `moe-exp ckpt verify`."""
+"""`moe-exp ckpt verify`: checks that a checkpoint is as it was written and can be loaded."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 from moe_exp.checkpoint.format import fingerprints, folders
@@ -19,15 +19,10 @@ from moe_exp.host.progress import progress
 
 @dataclass
 class Verification:
-    """What `verify` looks at.
+    """Checks one checkpoint and counts what was checked."""
 
-    Args:
-        folder: of the checkpoint, of one iteration.
-        finite: also look for values that are not finite.
-    """
-
-    folder: Path
-    finite: bool = False
+    folder: Path  # of one iteration
+    finite: bool = False  # also report values that are not finite
     num_files: int = 0
     num_tensors: int = 0
     num_chunks: int = 0
@@ -35,19 +30,17 @@ class Verification:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether there are any of its files; Megatron-LM writes none."""
+        """Whether there is a manifest; Megatron-LM writes none."""
         return (self.folder / folders.MANIFEST).exists()
 
     def findings(self) -> Iterator[str]:
-        """A line for everything that is wrong, as it is found. The counts of what was looked at are complete
-        at the end.
-        """
+        """One line per problem, as found; the counts are complete at the end."""
         try:
             manifest = Manifest.read(self.folder)
             if manifest is not None:
                 yield from self._damages(manifest)
             reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
-            # ours, which a run takes for damaged; Megatron-LM's have neither
+            # a run treats ours as damaged without it; Megatron-LM's have neither
             if "versions" in reader.common() and manifest is None:
                 yield f"{self.folder / folders.MANIFEST}: is missing"
             yield from self._misplaced(reader)
@@ -65,8 +58,7 @@ class Verification:
 
     def _misplaced(self, reader: CheckpointReader) -> Iterator[str]:
         for stored in reader.tensors.values():
-            problem = layout_problem(stored)
-            if problem:
+            if problem := layout_problem(stored):
                 yield f"{self.folder}: {stored.key} {problem}"
 
     def _unreadable(self, reader: CheckpointReader) -> Iterator[str]:
@@ -100,16 +92,12 @@ class Verification:
             self.num_chunks += 1
 
     def _other_values(self) -> Iterator[str]:
-        """Of tensors that are under the key that their fingerprint was taken under: `reshape` may give
-        experts keys of their own.
-        """
+        """Skips tensors not stored under their fingerprint's key: `reshape` may rename those of experts."""
         for name, saved in (fingerprints.read(self.folder) or {}).items():
             found = self._shares.get(name)
             if found is not None and found.num_values == saved.num_values and found != saved:
-                yield (
-                    f"{self.folder}: {shown(name)} is not what was in memory when it was saved, by its"
-                    " fingerprint"
-                )
+                rule = "is not what was in memory when it was saved, by its fingerprint"
+                yield f"{self.folder}: {shown(name)} {rule}"
 
     def _disagreements(self, reader: CheckpointReader) -> Iterator[str]:
         weights = logical_tensors(reader)
@@ -120,10 +108,8 @@ class Verification:
             for name, tensor in of_state.items():
                 weight = weights.get(name)
                 if weight is not None and tensor.shape != weight.shape:
-                    yield (
-                        f"{self.folder}: {name} has the shape {list(weight.shape)}, the optimizer's {state}"
-                        f" {list(tensor.shape)}"
-                    )
+                    shapes = f"{list(weight.shape)}, the optimizer's {state} {list(tensor.shape)}"
+                    yield f"{self.folder}: {name} has the shape {shapes}"
                 elif weight is not None and state == "param":
                     yield from self._unequal_main_weights(weight, tensor)
 
@@ -131,57 +117,35 @@ class Verification:
         try:
             ours, theirs = weight.read(), main.read().to(weight.dtype)
         except ValueError:
-            return  # told already
+            return  # already reported
         differing = int((ours != theirs).logical_and_(ours.eq(ours)).sum())
         if differing:
-            yield (
-                f"{self.folder}: {differing} of {ours.numel()} values of {weight.name} are not the"
-                " optimizer's main weights, rounded"
-            )
+            values = f"{differing} of {ours.numel()} values of {weight.name}"
+            yield f"{self.folder}: {values} are not the optimizer's main weights, rounded"
 
 
 def layout_problem(stored: StoredTensor) -> str:
-    """What is wrong with the places of a tensor's chunks, or nothing: together they have to fill it, without
-    overlap.
-    """
+    """Describes why a tensor's chunks do not fill it without overlap; empty if they do."""
     for chunk in stored.chunks:
         ends = [offset + size for offset, size in zip(chunk.offsets, chunk.sizes, strict=True)]
-        if (
-            len(ends) != len(stored.shape)
-            or min(chunk.offsets, default=0) < 0
-            or any(map(operator.gt, ends, stored.shape))
-        ):
-            return (
-                f"has a chunk at {list(chunk.offsets)} of {list(chunk.sizes)}, outside of its shape"
-                f" {list(stored.shape)}"
-            )
+        is_inside = len(ends) == len(stored.shape) and min(chunk.offsets, default=0) >= 0
+        if not is_inside or any(map(operator.gt, ends, stored.shape)):
+            place = f"{list(chunk.offsets)} of {list(chunk.sizes)}"
+            return f"has a chunk at {place}, outside of its shape {list(stored.shape)}"
     return _uneven(list(stored.chunks), stored.shape, 0)
 
 
 def _uneven(chunks: list[Chunk], shape: tuple[int, ...], axis: int) -> str:
-    """Whether each place of `shape`, from `axis` on, is in one of the chunks; in words where it is not."""
+    """Describes why the chunks do not fill `shape` exactly once, from `axis` on; empty if they do."""
     if len(chunks) == 1 and chunks[0].sizes[axis:] == shape[axis:]:
         return ""
     if axis == len(shape):
-        return (
-            f"has chunks that overlap, at {list(chunks[0].offsets)}"
-            if chunks
-            else "is not filled by its chunks"
-        )
-    edges = sorted(
-        {
-            0,
-            shape[axis],
-            *(c.offsets[axis] for c in chunks),
-            *(c.offsets[axis] + c.sizes[axis] for c in chunks),
-        }
-    )
-    for low, high in pairwise(edges):
-        inside = [
-            chunk
-            for chunk in chunks
-            if chunk.offsets[axis] <= low and chunk.offsets[axis] + chunk.sizes[axis] >= high
-        ]
+        overlap = f"has chunks that overlap, at {list(chunks[0].offsets)}" if chunks else ""
+        return overlap or "is not filled by its chunks"
+    spans = [(chunk.offsets[axis], chunk.offsets[axis] + chunk.sizes[axis]) for chunk in chunks]
+    for low, high in pairwise(sorted({0, shape[axis], *chain.from_iterable(spans)})):
+        pairs = zip(chunks, spans, strict=True)
+        inside = [chunk for chunk, (start, end) in pairs if start <= low and end >= high]
         if problem := _uneven(inside, shape, axis + 1):
             return problem
     return ""

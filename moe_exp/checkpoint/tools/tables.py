@@ -1,4 +1,4 @@
-"""What the commands about checkpoints print for people."""
+"""Prints the results of `moe-exp ckpt`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moe_exp.host.progress import print_summary
 
 
 def print_info(report: Mapping[str, Any]) -> None:
-    """The table of `info.describe`, without what the checkpoint does not say."""
+    """Prints the known facts of `info.describe`."""
     parameters = dict(report["parameters"])
     total = parameters.pop("total")
     rows = {
@@ -45,17 +45,8 @@ def print_info(report: Mapping[str, Any]) -> None:
     print_summary(report["path"], {name: value for name, value in rows.items() if value is not None})
 
 
-def _optimizer(report: Mapping[str, Any]) -> str:
-    """`sgd: momentum_buffer, param`; a checkpoint of an older version or another program does not say which
-    optimizer it was.
-    """
-    states = ", ".join(report["optimizer"])
-    name = report["optimizer_setting"]
-    return f"{name}: {states}" if name and states else states or "no"
-
-
 def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> None:
-    """The checkpoints of a folder, one a line."""
+    """Prints the checkpoints of a folder, one per line."""
     print(f"{len(found)} checkpoint{'' if len(found) == 1 else 's'} in {checkpoints}")
     for one in found:
         print(
@@ -65,7 +56,7 @@ def print_checkpoints(checkpoints: Path, found: Sequence[Mapping[str, Any]]) -> 
 
 
 def print_tensors(tensors: Sequence[Mapping[str, Any]]) -> None:
-    """Tensors, one a line that can be cut into columns."""
+    """Prints tensors, one per line, in columns separated by two spaces."""
     for one in tensors:
         print(
             f"{one['name']}  {one['shape']}  {one['dtype']}  {one['num_chunks']} chunks  {one['num_bytes']:,}"
@@ -73,11 +64,11 @@ def print_tensors(tensors: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-_LONGEST_VALUE = 80  # characters of a setting
+_LONGEST_VALUE = 80  # characters
 
 
 def print_comparison(found: Comparison, *, top: int) -> None:
-    """What two checkpoints differ in."""
+    """Prints the differences of two checkpoints, at most `top` of each kind."""
     for title, names in (("only in A", found.only_in_a), ("only in B", found.only_in_b)):
         for name in names[:top]:
             print(f"{title}: {name}")

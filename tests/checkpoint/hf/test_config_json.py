@@ -90,6 +90,14 @@ def test_llama3_scaling():
     }  # fmt: skip
 
 
+def test_a_rope_scaling_without_a_form_is_refused_by_name():
+    model = _config(settings(LLAMA)).model_copy(update={"rope_scaling": "new"})
+    with pytest.raises(
+        UnsupportedModel, match=r"^ROPE_SCALING=new: has no form .* use none, llama3 or yarn\.$"
+    ):
+        fields_of(model, architecture_of(LLAMA))
+
+
 def test_deepseek_v3_as_it_is_published():
     found = settings(DEEPSEEK)
     expected = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_there_and_back(tmp_path, hf_folders, capsys):
         == 0
     )
     out = capsys.readouterr().out
-    assert "MixtralForCausalLM, 0.00 GB of weights" in out
+    assert re.search(r"MixtralForCausalLM, [\d.]+ [kM]B of weights", out)
     assert "  not Qwen3MoeForCausalLM: QK_NORM=False" in out
     assert "Note: no tokenizer was written" in out
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1

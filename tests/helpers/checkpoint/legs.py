@@ -114,7 +114,7 @@ def build_job(config: Config, rank: Any) -> Any:
     from moe_exp import train
     from moe_exp.checkpoint.state import Trained
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
     from moe_exp.runs.run_folder import RunFolder
     from moe_exp.training.samples import build_data
 

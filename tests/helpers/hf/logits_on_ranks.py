@@ -56,7 +56,7 @@ def _logits(config: Any, rank: Any, folder: str, tokens: Tensor) -> Tensor:
     from moe_exp.checkpoint.load import load_weights
     from moe_exp.checkpoint.state import Trained
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optim import build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
