@@ -1,12 +1,11 @@
-"""Which code each part runs on this host, with the reason: decided by the parts themselves, collected here
-for people.
-"""
+"""Which code each part runs on this host and why: decided by the parts, collected here for display."""
 
 import torch
 
 from moe_exp.config import Config
+from moe_exp.config.choices import OPTIMIZERS
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config, use_te
-from moe_exp.engine.optim import choose_optimizer
+from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import choose_communication
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels.choice import choose_routing
@@ -19,7 +18,7 @@ from moe_exp.layers.router import kernel_problem
 
 
 def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
-    """Those of a run on `cpu` or `cuda`: part to (what runs, why)."""
+    """Backends of a run on `cpu` or `cuda`: part to (what runs, why)."""
     found = chosen_backends(
         device_type=device_type,
         dtype=DTYPES[config.dtype],
@@ -33,7 +32,7 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
         optimizer=(
             config.optimizer,
             config.optimizer_state_dtype,
-            config.muon_momentum if config.optimizer == "muon" else config.sgd_momentum,
+            getattr(config, OPTIMIZERS[config.optimizer].momentum or "sgd_momentum"),
         ),
     )
     if config.use_moe and config.token_rounding:
@@ -71,15 +70,11 @@ def chosen_backends(
     """Part to (what runs, why).
 
     Args:
-        device_type: `cpu` or `cuda`.
-        dtype: dtype of weights and activations.
-        expert_backend: EXPERT_BACKEND.
-        routing_kernels: ROUTING_KERNELS.
+        dtype: of weights and activations.
         router_problem: why the router takes no kernel, see `layers.router.kernel_problem`.
-        cross_entropy: CROSS_ENTROPY.
-        expert_bias: whether experts have biases, ADD_BIAS_LINEAR.
-        use_te: whether the parts around the MoE layer are Transformer Engine's.
-        other_value_size: value heads are not of the size of query heads (MULTI_LATENT_ATTENTION).
+        expert_bias: experts have biases (ADD_BIAS_LINEAR).
+        use_te: the parts around the MoE layer are Transformer Engine's.
+        other_value_size: value heads differ in size from query heads (MULTI_LATENT_ATTENTION).
         optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and its momentum.
     """
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")

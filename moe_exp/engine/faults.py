@@ -1,4 +1,4 @@
-"""Ends of a run that nobody planned: a signal, an error on one rank."""
+"""Unplanned ends of a run: a signal, or an error on one rank."""
 
 from __future__ import annotations
 
@@ -17,16 +17,23 @@ from types import FrameType
 from typing import NoReturn
 
 from moe_exp.host.devices import rank_place
-from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER, LAUNCH_TIME, complain, tell_launcher
+from moe_exp.host.exit_codes import (
+    BAD_INPUT,
+    CAUSED_BY_ANOTHER,
+    LAUNCH_TIME,
+    complain,
+    tell_first,
+    tell_launcher,
+)
 from moe_exp.host.processes import STOP_SIGNALS, end_with_parent
 
 logger = logging.getLogger(__name__)
 
 _WAIT_FOR_CAUSE_SECONDS = 5.0
 _LAST_SECOND = 1.0
-_LOOK_SECONDS = 1.0  # between two looks for the EXIT file
+_LOOK_SECONDS = 1.0  # between checks for the EXIT file
 
-# Why a run ends before TRAIN_ITERS. Where the ranks have several reasons, the first of this list is given.
+# Why a run ends before TRAIN_ITERS. If ranks have different reasons, the first in this list is reported.
 STOP_REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "EXIT", "EXIT_DURATION", "EXIT_INTERVAL")
 _IN_WORDS = {
     "EXIT": "the file EXIT is in the run folder",
@@ -41,14 +48,13 @@ def stop_in_words(reason: str) -> str:
 
 
 class StopSignal:
-    """Whether a signal asked this rank to save and end; `exchange.end_of_iteration` tells the others."""
+    """Whether a signal asked this rank to save and exit; `exchange.end_of_iteration` informs the others."""
 
     def __init__(self) -> None:
         self.reason = ""  # of STOP_REASONS
 
     @property
     def is_set(self) -> bool:
-        """Whether one has come."""
         return bool(self.reason)
 
     def receive(self, number: int, frame: FrameType | None) -> None:
@@ -58,12 +64,12 @@ class StopSignal:
 
 @contextlib.contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Receives STOP_SIGNALS; a process that imports this package for other ends keeps its handlers."""
+    """Handles STOP_SIGNALS; processes that import this package for other purposes keep their handlers."""
     stop = StopSignal()
     before = {number: signal.signal(number, stop.receive) for number in STOP_SIGNALS}
-    # The agent starts ranks with these blocked: now comes what was sent while this one imported.
+    # The agent starts ranks with these blocked: delivers what was sent during the imports.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank: no one would end it after its agent
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which nothing else would end after its agent
         end_with_parent(signal.SIGTERM)
     yield stop
     for number, handler in before.items():
@@ -71,13 +77,12 @@ def stop_signal() -> Iterator[StopSignal]:
 
 
 class StopRules:
-    """Why a run should end after an iteration, asked once per iteration on every rank. Costs a look at the
-    clock.
+    """Why a run should end after an iteration; called once per iteration on every rank, and cheap.
 
     Args:
-        stop: the signals that this rank got.
-        exit_file: that is looked for at most once a second; None on all ranks but the first.
-        exit_minutes: since the launch, over all restarts, or 0; looked at with `exit_file`.
+        stop: signals that this rank got.
+        exit_file: checked at most once a second; None except on rank 0.
+        exit_minutes: since the launch, over all restarts, or 0; checked with `exit_file`.
         exit_interval: iterations, or 0.
     """
 
@@ -88,7 +93,7 @@ class StopRules:
         self._next_look = 0.0
 
     def reason(self, iteration: int) -> str:
-        """Of STOP_REASONS, empty for none."""
+        """One of STOP_REASONS, or empty."""
         if self._stop.reason:
             return self._stop.reason
         now = time.monotonic()
@@ -102,7 +107,7 @@ class StopRules:
         return "EXIT_INTERVAL" if self._interval and iteration % self._interval == 0 else ""
 
     def obeyed(self, reason: str) -> None:
-        """The run has ended because of `reason`: removes the EXIT file, so that the next start runs."""
+        """Called when the run has ended because of `reason`: removes the EXIT file for the next start."""
         if reason == "EXIT" and self._file is not None:
             try:
                 self._file.unlink(missing_ok=True)
@@ -115,23 +120,21 @@ class StopRules:
 
 
 def end_job(lines: Sequence[str], code: int) -> NoReturn:
-    """Ends this rank for a reason that is no error of ours; every rank comes here. Rank 0 prints `lines`.
+    """Ends this rank for a reason that is not our error; called by every rank. Rank 0 prints `lines`.
 
-    torchrun answers an exit code with a page about it, which would bury the lines. Under our launcher the
-    ranks tell the code to the launcher, and end with 0.
+    torchrun follows an exit code with a page of text, which would bury the lines. Under our launcher the
+    ranks report the code to the launcher and exit with 0.
     """
     if os.environ.get("RANK", "0") == "0":
         complain(*lines)
     _wait_for_device()
     told = tell_launcher(code)
-    # Without the clean-up of process groups, which would wait for the other ranks.
+    # Skips the clean-up of process groups, which would wait for the other ranks.
     os._exit(0 if told else code)
 
 
 def _wait_for_device() -> None:
-    """What this rank has told the others last may still be on its way from its GPU, where it would go with
-    this process.
-    """
+    """Waits for messages to other ranks that may still be on the GPU and would be lost with the process."""
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -140,35 +143,44 @@ def _wait_for_device() -> None:
 
 @contextlib.contextmanager
 def named_by_rank(stop: StopSignal) -> Iterator[None]:
-    """Prints an error with rank, host name and device, and the error that caused the others first.
+    """Prints the causing error first, with rank, host name and device; for user errors only their line.
 
-    When a rank dies, the others fail too, in the collective that waits for it. They hold their own error back
-    for a while, in which torchrun ends them (SIGTERM, seen in `stop`): so the message on the screen is that
-    of the rank which failed.
+    When a rank dies, the others fail in the collective that waits for it. They hold back their own error
+    until torchrun ends them (SIGTERM, seen in `stop`), so the message shown is that of the rank that failed.
     """
     try:
         yield
     except Exception as error:
         if any(text in str(error) for text in CAUSED_BY_ANOTHER):
             _wait_for_cause(stop)
+        if isinstance(error, ValueError) and ". Fix: " in str(error):
+            _end_with_line(error)
         with contextlib.suppress(OSError):  # a log on a full disk
             print(f"moe-exp: {rank_place()} failed: {type(error).__name__}: {error}", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
         _leave_error(error)
-        # Without the clean-up of process groups, which would wait for the other ranks.
+        # Skips the clean-up of process groups, which would wait for the other ranks.
         os._exit(1)
 
 
+def _end_with_line(error: ValueError) -> NoReturn:
+    """Ends the job for a user error, which a restart would not fix; the node's first rank prints it."""
+    if tell_first(BAD_INPUT):
+        complain(*str(error).splitlines())
+    _leave_error(error)
+    os._exit(BAD_INPUT)
+
+
 def _leave_error(error: Exception) -> None:
-    """The error in a line, where and as torchrun's agent reads it."""
+    """Writes the error in one line, where and as torchrun's agent reads it."""
     if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         line = f"{type(error).__name__}: {error}".splitlines()[0]
         data = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(int(time.time()))}}
         whole = Path(f"{file}.whole")
         with contextlib.suppress(OSError):
             whole.write_text(json.dumps({"message": data}))
-            whole.replace(file)  # of half a file the agent would die
+            whole.replace(file)  # the agent would crash on a partial file
 
 
 def _wait_for_cause(stop: StopSignal) -> None:

@@ -1,12 +1,10 @@
-"""Steps of the optimizer that are made only where the gradient is finite, on all ranks or on none.
+"""Skips optimizer steps whose gradient is not finite, on all ranks or none.
 
-Megatron computes the gradient norm before it clips, on every rank the same number: a NaN or an infinity in
-one gradient of one rank makes it NaN or infinite on all. With bf16 and fp32 it then makes the step with it
-nevertheless; with fp16 the loss scaler looks at the gradients first. Here the step ends where the norm is
-known, which costs nothing: the number is on the host already.
+Megatron computes the gradient norm before clipping, identical on every rank: one NaN or infinity on one rank
+makes it NaN or infinite on all. With bf16 and fp32 it takes the step anyway; with fp16 the loss scaler checks
+the gradients first. Here the step ends once the norm is known, at no cost: it is already on the host.
 
-A loss that is not finite need not have such a gradient. `train.lm_loss` sees to that, so that the norm speaks
-for both.
+A loss that is not finite need not have such a gradient; `train.lm_loss` ensures that it does.
 """
 
 import math
@@ -22,23 +20,21 @@ from megatron.core.utils import get_model_config
 
 
 class _NotFiniteError(Exception):
-    """Ends Megatron's step between the norm and what is done with it."""
+    """Ends Megatron's step between the norm and its use."""
 
     def __init__(self, norm: float):
         self.norm = norm
 
 
 def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedDataParallel]) -> None:
-    """Has `optimizer.step` return `(False, norm, None)` and change nothing where the gradient norm is not
-    finite.
+    """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
 
-    The steps that the loss scaler of fp16 skips stay as they are: `(False, None, None)`. What routers keep of
-    a batch (expert bias, the fractions of `global_aux_loss`) stays as it was with either, although Megatron
-    moves it on before the step.
+    Steps that fp16's loss scaler skips still return `(False, None, None)`. In both cases the batch state of
+    routers (expert bias, the fractions of `global_aux_loss`) is restored (Megatron updates it first).
 
     Args:
         optimizer: Megatron's, over the parameters of all chunks.
-        model: the chunks of this rank, as `train.connect` leaves them.
+        model: the chunks of this rank, after `train.connect`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])
@@ -60,17 +56,12 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
             routers.restore()
         return updated, norm, num_zeros
 
-    # Of the instance: Megatron's own step calls the first.
+    # On the instance: Megatron's own step calls get_grad_norm.
     optimizer.get_grad_norm, optimizer.step = finite_norm, step
 
 
 class RouterState:
-    """What Megatron's `finalize_model_grads` moves on in every router, once per global batch, remembered from
-    before it does.
-
-    Args:
-        model: the chunks of this rank.
-    """
+    """Router state that Megatron's `finalize_model_grads` updates per global batch, saved before."""
 
     def __init__(self, model: list[DistributedDataParallel]):
         named = [(name, buffer) for chunk in model for name, buffer in chunk.named_buffers()]
@@ -82,7 +73,7 @@ class RouterState:
         self._before = [torch.empty_like(buffer) for buffer in self._kept]
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """`finalize`, which moves the routers on, with a look at them first."""
+        """`finalize`, which updates the routers, preceded by a copy of their state."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
@@ -93,7 +84,7 @@ class RouterState:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Takes back what `finalize` did to the routers."""
+        """Reverts what `finalize` did to the routers."""
         _copy(self._kept, self._before)
 
 

@@ -1,6 +1,4 @@
-"""Initial weights: drawn by SEED and the name of a parameter in the whole model, so that they are the same in
-every layout.
-"""
+"""Initial weights, drawn by SEED and global parameter name, so that they are the same in every layout."""
 
 from __future__ import annotations
 
@@ -18,12 +16,11 @@ from megatron.core.models.gpt import GPTModel
 
 @torch.no_grad()
 def initialize_weights(chunk: GPTModel, config: Config) -> None:
-    """Draws every weight from a generator of its own, keyed by seed and global name, and keeps this rank's
-    part.
+    """Draws every weight from its own generator, keyed by seed and global name, and keeps this rank's part.
 
-    So the initial model is the same whatever TP, PP, VPP, EP and ETP are. Normal with standard deviation
-    INIT_STD; the projections back into the residual stream with INIT_STD / sqrt(2 * NUM_LAYERS) (Radford et
-    al. 2019, GPT-2). Norms are 1, biases 0.
+    So the initial model does not depend on TP, PP, VPP, EP and ETP. Normal with standard deviation INIT_STD,
+    or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford et al. 2019, GPT-2).
+    Norms are 1, biases 0.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
@@ -31,12 +28,11 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name or parameter.dim() < 2:
             continue
-        # The output layer of the last stage is a copy of the embedding when the two are tied.
+        # If tied, the output layer of the last stage is a copy of the embedding.
         tied = config.tie_embeddings and name == "output_layer.weight"
         key = "embedding.word_embeddings.weight" if tied else global_name(chunk, name)
         dim = getattr(parameter, "partition_dim", -1)
-        # By name: Transformer Engine's layers do not say that a rank holds a part of the gate and a part of
-        # the up projection.
+        # By name: Transformer Engine's layers do not record that a rank holds parts of gate and up.
         stride = 2 if config.gated and key.endswith("linear_fc1.weight") else 1
         world = chunk.pg_collection.tp.size() if dim >= 0 else 1
         rank = chunk.pg_collection.tp.rank() if dim >= 0 else 0
@@ -76,16 +72,14 @@ def _draw(shape: list[int], key: str, std: float, config: Config, like: Tensor) 
 
 
 def _part(full: Tensor, dim: int, stride: int, rank: int, world: int) -> Tensor:
-    """This rank's part of `full`: every `world`-th of stride*world blocks, as Megatron splits gated
-    projections (stride 2).
-    """
+    """Every `world`-th of stride*world blocks of `full`, as Megatron splits gated projections (stride 2)."""
     if world == 1:
         return full
     return torch.cat(full.chunk(stride * world, dim=dim)[rank::world], dim=dim)
 
 
 def global_name(chunk: GPTModel, name: str) -> str:
-    """`name` with the layer's index in the whole model in the place of its index on this stage."""
+    """`name` with the layer's index in the whole model instead of on this stage."""
     parts = name.split(".")
     if parts[:2] == ["decoder", "layers"]:
         parts[2] = str(chunk.decoder.layers[int(parts[2])].layer_number - 1)

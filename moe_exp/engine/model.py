@@ -1,4 +1,4 @@
-"""From Config to Megatron's GPTModel with our layers, the same initial weights for every topology."""
+"""From Config to Megatron's GPTModel with our layers and topology-independent initial weights."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -53,8 +53,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         add_qkv_bias=config.qkv_bias,
         hidden_dropout=config.dropout,
         attention_dropout=config.attention_dropout,
-        # Weights are drawn by `initialize_weights`; Megatron still has to run its own step, which marks the
-        # parameters.
+        # `initialize_weights` draws the weights; Megatron's own step still marks parameters.
         init_method=_leave_as_is,
         output_layer_init_method=_leave_as_is,
         embedding_init_method=_leave_as_is,
@@ -67,8 +66,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        # The fused kernel knows no YaRN factor on queries and keys, and with MLA it is an experiment of
-        # Megatron's.
+        # The fused kernel ignores YaRN's factor on queries and keys; with MLA it is experimental.
         apply_rope_fusion=on_gpu
         and use_te(config)
         and config.rope_scaling != "yarn"
@@ -94,25 +92,20 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": config.vpp,
         **_uneven_stages(config),
         "context_parallel_size": config.cp,
-        # A dense model is trained with the settings of the MoE that it is compared with: EP and ETP do not
-        # concern it.
+        # EP and ETP are those of the MoE that a dense model is compared with; they do not apply to it.
         "expert_model_parallel_size": config.ep if config.use_moe else 1,
         "expert_tensor_parallel_size": config.etp if config.use_moe else 1,
         "sequence_parallel": config.tp > 1,
-        # The interleaved schedule needs overlapped p2p: without it two pipeline ranks train on mixed-up
-        # micro-batches.
+        # The interleaved schedule needs overlapped p2p, or two pipeline ranks mix up micro-batches.
         "overlap_p2p_comm": config.vpp is not None,
         "batch_p2p_comm": config.vpp is None,
-        # gloo still sends from a tensor when Megatron frees its storage: with overlapped p2p the next stage
-        # would get garbage.
+        # gloo may still send from storage that Megatron frees: with overlapped p2p, garbage arrives.
         "deallocate_pipeline_outputs": torch.cuda.is_available(),
     }
 
 
 def _uneven_stages(config: Config) -> dict[str, Any]:
-    """Megatron's layout, what stands on every model chunk in the order of the layers: unlike its number of
-    layers of the first and of the last stage, it can say any split, and may leave an end without layers.
-    """
+    """Megatron's layout: parts per model chunk. Allows any split, unlike first- and last-stage counts."""
     if len(set(config.stage_layers)) == 1:
         return {}
     num_chunks = config.vpp or 1
@@ -127,8 +120,7 @@ def _uneven_stages(config: Config) -> dict[str, Any]:
 def _moe_settings(config: Config) -> dict[str, Any]:
     settings = {
         "num_moe_experts": config.num_experts,
-        # 1, not a list of ones: Megatron then puts the tensors of all layers under one key, as its own MoE
-        # checkpoints have them.
+        # 1, not a list of ones: then all layers' tensors have one key, as in Megatron's MoE checkpoints.
         "moe_layer_freq": 1 if all(config.moe_layers) else [int(is_moe) for is_moe in config.moe_layers],
         "moe_ffn_hidden_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
@@ -157,9 +149,7 @@ def _moe_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
-    """Values that our layer has and Megatron's own refuses, set after its checks: another score function, an
-    expert bias with any of them, more kinds of losses and those with a capacity.
-    """
+    """Sets what our layer supports and Megatron's checks refuse: scores, expert bias, kinds of losses."""
     losses = config.balancing_losses
     settings.moe_router_score_function = config.router_score
     settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
@@ -187,9 +177,7 @@ def _latent_settings(config: Config) -> dict[str, Any]:
 
 
 def _set_yarn(settings: TransformerConfig, config: Config) -> None:
-    """TransformerConfig has no fields for YaRN without multi-latent attention; GPTModel and Attention look
-    for these attributes.
-    """
+    """Attributes that GPTModel and Attention read; TransformerConfig has YaRN fields only with MLA."""
     settings.yarn_rotary_scaling_factor = config.rope_scaling_factor
     settings.yarn_original_max_position_embeddings = config.rope_seq_len
     settings.yarn_beta_fast, settings.yarn_beta_slow = config.yarn_beta_fast, config.yarn_beta_slow
@@ -198,7 +186,7 @@ def _set_yarn(settings: TransformerConfig, config: Config) -> None:
 
 
 def _rotary_settings(config: Config) -> dict[str, Any]:
-    """GPTModel's arguments for the position embedding, which multi-latent attention makes by itself."""
+    """GPTModel's arguments for the position embedding, which multi-latent attention creates itself."""
     of_model = config.rope_scaling == "yarn" and not config.multi_latent_attention
     return {
         "position_embedding_type": "yarn" if of_model else "rope",
@@ -210,7 +198,7 @@ def _rotary_settings(config: Config) -> dict[str, Any]:
 
 
 def moe_options(config: Config) -> dict[str, Any]:
-    """What TransformerConfig has no field for."""
+    """Settings that TransformerConfig has no field for."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
     router: dict[str, Any] = {"normalize": normalize}
     if config.force_routing != "none":
@@ -225,7 +213,7 @@ def _recompute_settings(config: Config) -> dict[str, Any]:
     if config.recompute == "none":
         return {}
     module = {"selective": "moe", "moe_act": "moe_act"}[config.recompute] if config.use_moe else "core_attn"
-    # Megatron knows an activation recompute only with its name for grouped experts.
+    # Megatron accepts activation recompute only under its name for grouped experts.
     return {
         "recompute_granularity": "selective",
         "recompute_modules": [module],
@@ -238,9 +226,7 @@ def _leave_as_is(weight: Tensor) -> Tensor:
 
 
 def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParallel]:
-    """The model chunks of this rank (one, or VPP of them), wrapped for data parallelism, with initial
-    weights.
-    """
+    """Model chunks of this rank (one, or VPP), with initial weights, wrapped for data parallelism."""
     settings = transformer_config(config)
     chunks = [build_chunk(config, settings, runtime, stage) for stage in range(config.vpp or 1)]
     for chunk in chunks:
@@ -263,9 +249,7 @@ def build_chunk(
     *,
     initial_weights: bool = True,
 ) -> GPTModel:
-    """One model chunk with its initial weights, or without any for one whose weights are read from a
-    checkpoint.
-    """
+    """One model chunk; `initial_weights` False if they will be read from a checkpoint."""
     set_routing_kernels(config.routing_kernels)
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None
@@ -321,9 +305,7 @@ def moe_layers(chunks: list[nn.Module]) -> Iterator[tuple[int, MegatronMoELayer]
 
 
 class GPTModelWithOwnLoss(GPTModel):
-    """Megatron's GPTModel with the cross entropy of layers/megatron/token_loss.py (CROSS_ENTROPY=triton);
-    names of weights are Megatron's, too.
-    """
+    """GPTModel with the cross entropy of layers/megatron/token_loss.py (CROSS_ENTROPY=triton)."""
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Labels [B, S] and this rank's logits [S, B, V] to the loss of each token, [B, S] in fp32."""

@@ -1,16 +1,15 @@
-"""Muon: momentum whose matrices are orthogonalized before they are subtracted (Jordan 2024; Liu et al. 2025,
-arXiv:2502.16982).
+"""Muon: momentum with orthogonalized updates of matrices (Jordan 2024; Liu et al. 2025, arXiv:2502.16982).
 
     M <- momentum * M + (1 - momentum) * G        U = orthogonalized(lerp(G, M, momentum))
     W <- (1 - lr * weight_decay) * W - lr * 0.2 * sqrt(max(rows, columns)) * U
 
-The factor makes an update as large as AdamW's (section 2.2 of the second), so that a learning rate for AdamW
-serves. As torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, but in fp32, of a whole matrix whatever the
-layout, and of every expert's matrix by itself. Megatron-Core's Muon needs the package emerging_optimizers,
-and leaves to Adam what is no tensor of two axes, as our experts.
+The factor makes updates as large as AdamW's (Liu et al., section 2.2), so AdamW's learning rates apply. Like
+torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole matrices in any layout, and
+per expert. Megatron-Core's Muon needs the package emerging_optimizers and leaves tensors without exactly two
+axes, such as our experts, to Adam.
 
-Embedding, output layer, norms and biases are left to AdamW (Jordan 2024), with the settings of Adam. The
-projections of queries, keys and values are one matrix, and so are gate and up projection: as they are kept.
+Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's settings. The query, key and
+value projections are one matrix as stored, and so are gate and up projection.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moe_exp.engine.optimizers import MOMENTS, Adam
+from moe_exp.engine.optimizer_classes import MOMENTS, Adam
 
-# of a parameter group of matrices: the axis that tensor parallel ranks split, -2 or -1, or 0 where they do
-# not
+# In a parameter group of matrices: the axis split over tensor parallel ranks (-2 or -1), or 0.
 AXIS = "muon_axis"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_STEPS = 5
@@ -36,12 +34,10 @@ class Muon(Adam):
     """Muon for the parameter groups that have a `muon_axis`, AdamW for the others.
 
     Args:
-        params: groups.
         momentum: decay of Muon's running mean.
         tp_group: ranks that split the matrices of dense groups.
-        etp_group: ranks that split those of groups with `is_expert_parallel`, whose tensors are [experts,
-            rows, columns].
-        adam: of Adam.
+        etp_group: ranks that split those of groups with `is_expert_parallel`, [experts, rows, columns] each.
+        adam: arguments of Adam.
     """
 
     def __init__(
@@ -78,11 +74,7 @@ class Muon(Adam):
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
-    """This rank's part of the orthogonalized whole, times what makes it as large as an update of Adam.
-
-    Where a rank has a part of the gate and one of the up projection, the rows of the whole are in another
-    order than in the model's tensor; orthogonalization does not depend on it.
-    """
+    """This rank's part of the orthogonalized whole, scaled to the size of Adam's updates."""
     world = dist.get_world_size(ranks) if ranks is not None and axis else 1
     whole = part
     if world > 1:
@@ -94,11 +86,9 @@ def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | No
 
 
 def orthogonalized(matrices: Tensor) -> Tensor:
-    """Near U V^T for every matrix U S V^T: its singular values become 0.7 to 1.2, by five steps of Newton and
-    Schulz.
+    """Near U V^T for every fp32 matrix U S V^T [..., rows, columns]: singular values become 0.7 to 1.2.
 
-    Args:
-        matrices: fp32 [..., rows, columns].
+    Five Newton-Schulz steps.
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)

@@ -14,10 +14,12 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config
 from moe_exp.config.determinism import deterministic_environment, environment_problems
+from moe_exp.host.exit_codes import RENDEZVOUS_KEY
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -27,14 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Runtime:
-    """One rank of a job.
-
-    Args:
-        rank, local_rank, world_size: as torchrun gave them.
-        device: this rank's GPU, or the CPU.
-        host: host name.
-        groups: Megatron's process groups.
-    """
+    """One rank of a job; `device` is its GPU or the CPU, `groups` Megatron's process groups."""
 
     rank: int
     local_rank: int
@@ -55,11 +50,10 @@ def choose_communication() -> tuple[str, str]:
 
 
 def start(config: Config) -> Runtime:
-    """Joins the job that torchrun started: process group, Megatron's parallel state, seeds, threads,
-    DETERMINISTIC.
+    """Joins torchrun's job: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC.
 
     Raises:
-        ValueError: when the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids
+        ValueError: if the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids
             DETERMINISTIC.
     """
     rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
@@ -71,25 +65,25 @@ def start(config: Config) -> Runtime:
         )
     device = _device(config, local_rank)
     timeout = datetime.timedelta(minutes=30)
-    # With GPUs only NCCL knows the device; given here, it connects at once and a missing GPU is seen at the
-    # start.
+    # Only NCCL knows the device; given here, it connects at once and a missing GPU is noticed at the start.
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
     torch.distributed.init_process_group(
-        choose_communication()[0], timeout=timeout, device_id=device if device.type == "cuda" else None
-    )
+        choose_communication()[0], timeout=timeout, rank=rank, world_size=world_size,
+        store=PrefixStore(os.environ.get(RENDEZVOUS_KEY, ""), store),
+        device_id=device if device.type == "cuda" else None,
+    )  # fmt: skip
     return joined(config, rank, local_rank, device)
 
 
 def start_alone(config: Config) -> Runtime:
-    """The same for a program that is its only rank: nobody has to start it, and it opens no port."""
+    """Like `start` for a single-rank program, without launcher or port."""
     device = _device(config, 0)
     torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
     return joined(config, 0, 0, device)
 
 
 def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
-    """Megatron's parallel state and the seeds of a rank whose default process group is there, of whatever
-    backend.
-    """
+    """Sets up parallel state and seeds of a rank whose default process group exists, with any backend."""
     _start_parallel_state(config)
     seed_everything(config)
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -110,15 +104,13 @@ def _device(config: Config, local_rank: int) -> torch.device:
 
 
 def _make_deterministic(config: Config) -> None:
-    """From now on torch takes deterministic algorithms, and raises where an operation has none. Before
-    anything runs on a GPU.
-    """
+    """Enables deterministic algorithms, before any GPU work; torch then raises for operations without one."""
     if torch.cuda.is_available():
         for line in environment_problems(config, os.environ):
             raise ValueError(line)
-        # which no launcher has done under a bare torchrun
+        # A bare torchrun has no launcher that does this.
         os.environ.update(deterministic_environment(config, os.environ))
-    # Not warn_only, with which torch's attention keeps its other backward.
+    # Not warn_only, with which torch's attention keeps its non-deterministic backward.
     torch.use_deterministic_algorithms(True)
 
 
@@ -135,8 +127,7 @@ def _start_parallel_state(config: Config) -> None:
 
 
 def seed_everything(config: Config) -> None:
-    """Seeds Python, numpy and torch, and Megatron's random streams, which differ by tensor and pipeline rank
-    (for dropout).
+    """Seeds Python, numpy, torch and Megatron's random streams, which differ by tensor and pipeline rank.
 
     Weights do not come from these streams, see `model.initialize_weights`.
     """
@@ -148,15 +139,13 @@ def seed_everything(config: Config) -> None:
 
 
 def quiet_third_parties() -> None:
-    """Silences what Megatron says at every start about parts that it does without; `moe-exp doctor` says it
-    once and in words.
-    """
+    """Silences Megatron's messages about missing optional parts; `moe-exp doctor` reports these."""
     warnings.filterwarnings("ignore", category=UserWarning, module=r"megatron\..*")
-    # Megatron calls collectives by names that torch 2.13 has given new ones.
+    # Megatron calls collectives by names that torch 2.13 has replaced.
     for module in (r"torch\.distributed.*", r"megatron\..*"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
-    # "Unknown MLP type", once per layer: ours. From 0.19 on "GPTModel IS DEPRECATED", which a user cannot do
-    # anything about, and that the layout of the optimizer's buffers is computed inside DDP, as it always was.
+    # "Unknown MLP type", once per layer: ours. From 0.19 on "GPTModel IS DEPRECATED", which users cannot
+    # change, and that DDP computes the layout of the optimizer's buffers, as it always did.
     for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
         logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
     ddp = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
@@ -164,17 +153,14 @@ def quiet_third_parties() -> None:
 
 
 def freeze_garbage() -> None:
-    """Megatron has Python look for garbage at every save: what is there now stays, and need not be gone
-    through.
-    """
+    """Exempts existing objects from garbage collection, which Megatron triggers at every save."""
     gc.collect()
     gc.freeze()
-    # or libraries take for leaked what is there at the end, and say so at length
+    # Otherwise libraries report objects that exist at exit as leaks, at length.
     atexit.register(gc.unfreeze)
 
 
 def stop() -> None:
-    """Leaves the job."""
     if torch.distributed.is_initialized():
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
@@ -182,23 +168,21 @@ def stop() -> None:
 
 T = TypeVar("T")
 
-# What one rank finds out, on every rank.
+# Results of one rank, on every rank.
 
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """What `make` returns on rank 0, which keeps it for itself; None on the others. Called by every rank.
-    Raises as `from_first_rank`.
-    """
+    """What `make` returns on rank 0; None elsewhere. Called by every rank; raises like `from_first_rank`."""
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, where alone it is called. Called by every rank.
+    """What `make` returns on rank 0, the only one to call it, on every rank. Called by every rank.
 
     Raises:
-        ValueError: on every rank, where `make` does; so no rank waits for one that has given up.
+        ValueError: on every rank if `make` raises it, so no rank waits for one that has given up.
     """
     box: list[Any] = [None]
     if torch.distributed.get_rank() == 0:
@@ -214,11 +198,10 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """What `make` returns, of each rank its own. Called by every rank.
+    """What `make` returns, called on every rank, each with its own result.
 
     Raises:
-        ValueError: on every rank, with the same text, where `make` does on one; so no rank goes on without
-            it.
+        ValueError: on every rank, with the same text, if `make` raises it on one.
     """
     value, line = None, ""
     try:

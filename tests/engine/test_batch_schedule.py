@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_exp.config import load_config
 from moe_exp.config.ramp import ramp_steps
-from moe_exp.engine.optim import BatchSchedule
+from moe_exp.engine.optimizer_setup import BatchSchedule
 
 
 def schedule(rampup: str, *, gbsz: int = 64, mbsz: int = 2, ranks: int = 2) -> BatchSchedule:

@@ -7,7 +7,7 @@ import torch
 
 from helpers.relative_error import relative_error
 from moe_exp.engine.muon import AXIS, Muon, orthogonalized
-from moe_exp.engine.optimizers import allocate_moments, moments
+from moe_exp.engine.optimizer_classes import allocate_moments, moments
 
 SHAPES = [(16, 16), (7, 33), (40, 5), (1, 9)]
 

@@ -10,7 +10,7 @@ from moe_exp.config import Config
 from moe_exp.config.ramp import batch_size_at
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon
-from moe_exp.engine.optimizers import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
+from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 
 import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
@@ -20,18 +20,12 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-# Transformer Engine's or Apex's, where one of them is installed.
+# Transformer Engine's or Apex's, if one of them is installed.
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
 
 
 def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: float = 0.9) -> tuple[str, str]:
-    """The optimizer that runs, and the reason in words.
-
-    Args:
-        name: OPTIMIZER.
-        state_dtype: OPTIMIZER_STATE_DTYPE.
-        momentum: SGD_MOMENTUM or MUON_MOMENTUM.
-    """
+    """The optimizer that runs, and the reason in words; `momentum` is SGD_MOMENTUM or MUON_MOMENTUM."""
     if name == "sgd":
         return "torch SGD", f"OPTIMIZER=sgd, momentum {momentum:g}"
     if name == "muon":
@@ -41,6 +35,8 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
         )
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
+    if name != "adam":
+        raise ValueError(f"optimizer={name}: has no class in engine/optimizer_setup.py. Fix: use adam.")
     if state_dtype == "bf16":
         return "torch fused Adam, moments in bf16", "OPTIMIZER_STATE_DTYPE=bf16"
     if _FUSED_ADAM is not None:
@@ -53,15 +49,12 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
 
 def _optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
     """The class behind `choose_optimizer`."""
-    classes: dict[str, type[torch.optim.Optimizer]] = {"sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}
     of_adam = Bf16Adam if config.optimizer_state_dtype == "bf16" else (_FUSED_ADAM or Adam)
-    return classes.get(config.optimizer, of_adam)
+    return {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
 
 
 def _give_megatron(config: Config) -> None:
-    """Has Megatron build the chosen class, whatever it found when it was imported, and its distributed
-    optimizer accept it.
-    """
+    """Makes Megatron build the chosen class, and its distributed optimizer accept it."""
     chosen = _optimizer_class(config)
     module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
     module.Adam = module.SGD = chosen
@@ -72,8 +65,7 @@ def _give_megatron(config: Config) -> None:
         )
         module.Adam = partial(Muon, momentum=config.muon_momentum, tp_group=tp_group, etp_group=etp_group)
     module.USING_PYTORCH_OPTIMIZER = False
-    # Asked for by isinstance alone: SGD is refused for the form of Megatron's own checkpoints, which are not
-    # written here.
+    # Only for isinstance: SGD is refused because of Megatron's own checkpoint format, which we do not write.
     distributed.Adam = (chosen,)
     if _FUSED_ADAM is None:
         distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = True, True
@@ -84,9 +76,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _matrices() -> dict[ParamKey, Any]:
-    """Parameter groups of Muon: the matrices but embedding and output layer, by the axis that tensor parallel
-    ranks split.
-    """
+    """Muon's parameter groups by split axis: all matrices except embedding and output layer."""
     return {
         ParamKey(
             with_name_predicate=ParamWithNamePredicate(
@@ -126,7 +116,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         overlap_param_gather=model[0].ddp_config.overlap_param_gather,
         log_num_zeros_in_grad=True,
     )
-    # By dimension, not by name: a norm that falls into the decayed group makes the loss jump at a restart.
+    # By dimension, not name: a norm in the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
     overrides: dict[ParamKey, Any] = {norms_and_biases: {"wd_mult": 0.0}}
     optimizer = get_megatron_optimizer(
@@ -136,8 +126,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         use_gloo_process_groups=False,
     )
     for part in optimizer.chained_optimizers:
-        # Now, not at the first step: fp16 may save before it has made one, and memory that is lacking is
-        # missed at once.
+        # Before the first step: fp16 may save before any step, and out-of-memory errors come early.
         if not part.is_stub_optimizer:
             if isinstance(part.optimizer, Adam | Sgd):
                 allocate_moments(part.optimizer)
@@ -149,6 +138,9 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Megatron's schedule. It counts samples, so that a ramped-up batch does not bend the curve."""
+    if config.lr_decay_style not in ("cosine", "linear", "constant", "WSD"):
+        rule = "Megatron's scheduler has no such style"
+        raise ValueError(f"lr_decay_style={config.lr_decay_style}: {rule}. Fix: use cosine.")
     batch = config.gbsz
     return OptimizerParamScheduler(
         optimizer,
@@ -170,9 +162,7 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
 
 
 class BatchSchedule:
-    """Number of micro-batches by samples consumed: constant, or ramped up as RAMPUP_BATCH_SIZE says
-    (`config.ramp`).
-    """
+    """Micro-batches by consumed samples: constant, or ramped up by RAMPUP_BATCH_SIZE (`config.ramp`)."""
 
     def __init__(self, config: Config):
         self._config = config
@@ -184,15 +174,14 @@ class BatchSchedule:
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:
-    """Has all parts of `optimizer`, on all ranks, make a step or skip it together, and move their scales
-    alike. Without fp16: nothing.
+    """Makes all parts of `optimizer`, on all ranks, take or skip a step together and scale alike (fp16 only).
 
-    Megatron gives each part of its optimizer (dense parameters, experts) a loss scaler of its own. The loss
-    is multiplied by the first one's scale, each part divides its gradients by its own, and lowers it when its
-    own gradients overflow. As soon as one part has overflowed alone the scales differ for good, and the
-    gradients of the others are wrong by a power of two. Parts of different ranks may differ as well.
+    Megatron gives each part of its optimizer (dense parameters, experts) its own loss scaler. The loss is
+    multiplied by the first one's scale, but each part divides its gradients by its own, and lowers it when
+    its own gradients overflow. Once one part has overflowed alone, the scales differ for good and the other
+    gradients are wrong by a power of two. Parts of different ranks may differ as well.
 
-    Costs one reduction of a number over all ranks per step.
+    Costs one scalar reduction over all ranks per step.
     """
     parts = [part for part in optimizer.chained_optimizers if getattr(part, "grad_scaler", None) is not None]
     if not parts:
@@ -209,9 +198,9 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
             update(is_overflow)
         return is_overflow
 
-    # Of the instance: Megatron's own step calls it.
+    # On the instance: Megatron's own step calls it.
     optimizer.prepare_grads = prepare_grads
 
 
 def _not_yet(found_inf: bool) -> None:
-    """Whether a part alone has overflowed decides nothing."""
+    """An overflow in one part alone decides nothing."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers.relative_error import relative_error
-from moe_exp.engine.optimizers import (
+from moe_exp.engine.optimizer_classes import (
     BLOCK,
     SMALL,
     Adam,
@@ -143,7 +143,7 @@ def test_large_tensors_are_converted_in_pieces(monkeypatch):
     values = torch.randn(7 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
     whole = quantized(values, TABLES["signed"])
     back = dequantized(*whole, TABLES["signed"])
-    monkeypatch.setattr("moe_exp.engine.optimizers._CHUNK", 2 * BLOCK)
+    monkeypatch.setattr("moe_exp.engine.optimizer_classes._CHUNK", 2 * BLOCK)
     assert all(
         torch.equal(a, b) for a, b in itertools.zip_longest(whole, quantized(values, TABLES["signed"]))
     )

@@ -1,11 +1,9 @@
-"""The optimizers that Megatron's wrappers drive: AdamW with moments in fp32, bf16 or 8 bits, and SGD with
-momentum.
+"""Optimizers driven by Megatron's wrappers: AdamW with fp32, bf16 or 8-bit moments, and SGD with momentum.
 
-Megatron's optimizer expects a `step` once per parameter group, and the moments alone as the state of a
-parameter. What a moment is in memory is the optimizer's own business: `moments` gives it in fp32, of the
-parameter's shape, for a checkpoint, which therefore fits every layout and every optimizer that keeps the same
-moments, and `set_moments` takes it back. With Megatron's distributed optimizer a parameter here is a flat
-fp32 range of a parameter of the model, and everything below holds for it.
+Megatron expects one `step` per parameter group, and only moments as the state of a parameter. Their format in
+memory is up to the optimizer: `moments` returns them in fp32, in the parameter's shape, for checkpoints,
+which therefore fit every layout and every optimizer with the same moments; `set_moments` restores them. With
+Megatron's distributed optimizer, a parameter here is a flat fp32 range of a model parameter.
 """
 
 from __future__ import annotations
@@ -18,27 +16,24 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
-BLOCK = 256  # values that share a scale in 8 bits, as the kernels of bitsandbytes have it
-# tensors of fewer values keep fp32 moments, as in bitsandbytes: norms are sensitive, and cost nothing
+BLOCK = 256  # values that share a scale in 8 bits, as in the kernels of bitsandbytes
+# Smaller tensors keep fp32 moments, as in bitsandbytes: norms are sensitive and cost nothing.
 SMALL = 4096
-_CHUNK = 1 << 22  # values that are quantized at once, to bound the memory that takes
+_CHUNK = 1 << 22  # values quantized at once, to bound memory
 
 
 class Adam(torch.optim.Optimizer):
-    """AdamW with the contract of Apex's FusedAdam, computed by torch's fused kernel.
+    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) like FusedAdam, by torch's fused kernel.
 
-    torch's own AdamW keeps a `step` tensor per parameter: checkpoints then hold none, and after a load all
-    parameters share one, which advances once per parameter and gives wrong losses. Loshchilov and Hutter 2019
-    (arXiv:1711.05101).
+    torch's own AdamW keeps a `step` tensor per parameter, which is missing in checkpoints; after a load all
+    parameters share one, which advances once per parameter and gives wrong losses.
 
     Args:
         params: parameters or groups.
-        lr: learning rate.
         betas: decay of the two moments.
         eps: added to the denominator.
-        weight_decay: decoupled weight decay.
-        adam_w_mode: has to be true.
-        capturable: in a CUDA graph; has to be false. Megatron passes it from 0.19 on.
+        adam_w_mode: must be True.
+        capturable: for CUDA graphs; must be False. Passed by Megatron from 0.19 on.
     """
 
     def __init__(
@@ -74,16 +69,16 @@ class Adam(torch.optim.Optimizer):
                 self._update(group, params)
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Moments of a parameter of a group, if it has none yet: zeros."""
+        """Creates a parameter's moments if it has none: zeros."""
         if not self.state[p]:
             self.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
     def moments(self, p: Tensor) -> dict[str, Tensor]:
-        """The two moments in fp32, of the shape of `p`."""
+        """The two moments in fp32, in the shape of `p`."""
         return {name: self.state[p][name] for name in ("exp_avg", "exp_avg_sq")}
 
     def set_moments(self, p: Tensor, values: Mapping[str, Tensor]) -> None:
-        """Keeps `values`, which are like those of `moments`."""
+        """Stores `values`, which have the format of `moments`."""
         for name, value in self.moments(p).items():
             value.copy_(values[name])
 
@@ -94,7 +89,7 @@ class Adam(torch.optim.Optimizer):
 def _fused_adamw(
     group: Mapping[str, Any], params: Sequence[Tensor], moments: Sequence[Mapping[str, Tensor]]
 ) -> None:
-    # The kernel adds one to each step tensor before it uses it.
+    # The kernel increments each step tensor before use.
     steps = (
         list(torch.full((len(params),), float(group["step"] - 1), device=params[0].device).unbind())
         if params
@@ -119,10 +114,9 @@ def _fused_adamw(
 
 
 class Bf16Adam(Adam):
-    """Adam whose moments are bf16 between steps, and fp32 while one parameter is updated (DeepSeek-V3,
-    arXiv:2412.19437, section 3.3.2).
+    """Adam with moments in bf16, in fp32 during the update (DeepSeek-V3, arXiv:2412.19437, sec. 3.3.2).
 
-    Rounded to the nearest: a moment whose relative change in a step is under 2^-8 may stay where it is.
+    Rounds to nearest: a moment that changes by less than 2^-8 of its value in a step may not change at all.
     """
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
@@ -146,15 +140,13 @@ class Bf16Adam(Adam):
 
 
 class Adam8bit(Adam):
-    """Adam whose moments are 8-bit codes with an fp32 scale for every 256 values, updated by the kernels of
-    bitsandbytes.
+    """Adam with 8-bit moments and an fp32 scale per 256 values, on the kernels of bitsandbytes.
 
-    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values
-    between -1 and 1 (0 and 1 for the second moment). Tensors of fewer than 4096 values have fp32 moments.
+    Dettmers et al. 2022 (arXiv:2110.02861): a moment is `table[code] * scale`, with a table of 256 values in
+    [-1, 1] ([0, 1] for the second moment). Tensors of fewer than 4096 values have fp32 moments.
 
     Raises:
-        ValueError: where the kernels of the installed bitsandbytes do not run on the device of the
-            parameters.
+        ValueError: if the installed bitsandbytes kernels do not run on the parameters' device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -166,9 +158,7 @@ class Adam8bit(Adam):
         self._try_kernels()
 
     def _try_kernels(self) -> None:
-        """Before training, and in one line: a package that is there may have been built for another
-        device.
-        """
+        """Fails before training, in one line, if the package was built for another device."""
         device = (
             self.param_groups[0]["params"][0].device
             if self.param_groups[0]["params"]
@@ -197,7 +187,7 @@ class Adam8bit(Adam):
             return
         num_blocks = -(-p.numel() // BLOCK)
         for name in ("exp_avg", "exp_avg_sq"):
-            # Code 0 is the lowest value, not 0; with a scale of 0 every code is.
+            # Code 0 is the lowest value, not 0; with a scale of 0 every code is 0.
             self.state[p][name] = torch.zeros_like(p, dtype=torch.uint8)
             self.state[p][f"{name}_scale"] = torch.zeros(num_blocks, device=p.device)
 
@@ -242,12 +232,12 @@ class Adam8bit(Adam):
 
 
 def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
-    """`table[codes] * scale` with a scale for every 256 values: fp32, flat.
+    """`table[codes] * scale` with a scale per 256 values: fp32, flat.
 
     Args:
         codes: uint8, n values of any shape.
         scale: fp32 [ceil(n / 256)].
-        table: fp32 [256], rising.
+        table: fp32 [256], ascending.
     """
     flat, found = codes.reshape(-1), torch.empty(codes.numel(), device=codes.device)
     for start in range(0, flat.numel(), _CHUNK):
@@ -258,15 +248,15 @@ def dequantized(codes: Tensor, scale: Tensor, table: Tensor) -> Tensor:
 
 
 def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest codes and their scales: codes uint8 [n] and fp32 [ceil(n / 256)].
+    """The nearest codes, uint8 [n], and their scales, fp32 [ceil(n / 256)].
 
-    A block's scale is the least at which no value is out of the table's range. bitsandbytes takes the largest
-    absolute value, but the lowest of the signed table is -0.993: of values that were quantized before, ours
-    finds the scale again, and so the same codes.
+    A block's scale is the smallest that keeps all values in the table's range. bitsandbytes uses the largest
+    absolute value, but the lowest value of the signed table is -0.993: requantizing finds our scale again,
+    and so the same codes.
 
     Args:
         values: fp32, n values of any shape.
-        table: fp32 [256], rising, from 0 or below up to 1.
+        table: fp32 [256], ascending, from 0 or below up to 1.
     """
     flat, bounds = values.reshape(-1), (table[1:] + table[:-1]) / 2
     codes = torch.empty(flat.numel(), dtype=torch.uint8, device=flat.device)
@@ -286,20 +276,19 @@ def quantized(values: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class Sgd(torch.optim.SGD):
-    """torch's SGD, whose momentum is there from the start: a checkpoint has it before the first step as well.
+    """torch's SGD with momentum from the start, so that checkpoints before the first step have it.
 
-    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch begins with m = g, which is the same as
-    m = 0 before.
+    `m = momentum * m + (g + weight_decay * w)`, `w -= lr * m`. torch starts with m = g, as from m = 0.
     """
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
-        """Momentum of a parameter that has none yet: zeros; none without momentum."""
+        """Creates a parameter's momentum if it has none: zeros."""
         if self.defaults["momentum"] and not self.state[p]:
             self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
 
 
 def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Moments of all parameters of one of the optimizers here."""
+    """Creates the moments of all parameters of one of these optimizers."""
     assert isinstance(optimizer, Adam | Sgd)
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -307,16 +296,14 @@ def allocate_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def moments(optimizer: torch.optim.Optimizer, p: Tensor) -> dict[str, Tensor]:
-    """Name in MOMENTS to the running mean of a parameter, fp32 of its shape: the optimizer's own tensors
-    where it keeps fp32, or copies.
-    """
+    """Name in MOMENTS to a parameter's running mean in fp32, in its shape: not a copy if kept in fp32."""
     if isinstance(optimizer, Adam):
         return optimizer.moments(p)
     return {name: optimizer.state[p][name] for name in MOMENTS if name in optimizer.state[p]}
 
 
 def set_moments(optimizer: torch.optim.Optimizer, p: Tensor, values: Mapping[str, Tensor]) -> None:
-    """Gives a parameter the moments `values`, by the names of `moments`; nothing is copied onto itself."""
+    """Sets a parameter's moments, named as in `moments`; nothing is copied onto itself."""
     kept = optimizer.state[p]
     if all(kept.get(name) is value for name, value in values.items()):
         return
