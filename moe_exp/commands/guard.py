@@ -1,11 +1,10 @@
-"""What all commands share: flags by their whole names, errors that a user can mend as one line, and output
-that nobody reads.
-"""
+"""What all commands share: exact flags, one-line errors for what a user can fix, and unread output."""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import select
 import sys
@@ -24,6 +23,25 @@ class ExactParser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any):
         super().__init__(**options, allow_abbrev=False)
+
+
+def add_subcommands(parser: argparse.ArgumentParser, command: str) -> Any:
+    """Adds the commands of `moe-exp COMMAND`; what is chosen is `COMMAND_command` of the arguments."""
+    return parser.add_subparsers(
+        dest=f"{command}_command", metavar="command", required=True, parser_class=ExactParser
+    )
+
+
+def print_json(value: object) -> None:
+    """Prints one JSON object; what JSON has no form for, such as paths, as text."""
+    print(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
+    """The error for an argument, as `config.problem` words it."""
+    from moe_exp.config import problem
+
+    return ValueError(problem(name, value, rule, fix))
 
 
 def guarded(
@@ -76,9 +94,7 @@ _UNREAD = 141  # as a shell has it for a program that SIGPIPE ended
 
 
 def ended_quietly(work: Callable[[], int]) -> int:
-    """Runs a program to its exit code; 141, and not a word, where nobody reads its standard output any more,
-    as in `moe-exp ... | head`.
-    """
+    """Runs a program to its exit code; silently 141 if its output is no longer read: `moe-exp ... | head`."""
     try:
         try:
             return work()

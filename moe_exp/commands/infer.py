@@ -6,8 +6,11 @@ import argparse
 import os
 import sys
 import tempfile
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from moe_exp.commands.guard import setting_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
 _DTYPES = ("fp32", "bf16", "fp16")
 _SHOWN_EXPERTS = 8
 
+T = TypeVar("T")
+
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
@@ -28,22 +33,14 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "score", help="token ids to logits, with the model of a checkpoint", allow_abbrev=False
     )
     _add_model(score)
-    score.add_argument("--tokens", required=True, metavar="IDS.npy", help="integers [B, S]")
-    score.add_argument(
-        "--out",
-        required=True,
-        metavar="LOGITS.npy",
-        help="float32 [B, S, VOCAB_SIZE], for the token after each",
-    )
-    score.add_argument(
-        "--batch-size", type=int, help="rows at a time (default: as many as have 256 MB of logits)"
-    )
-    score.add_argument(
-        "--capacity",
-        action="store_true",
-        help="drop tokens over capacity as in training, per batch (MOE_TYPE=moe)",
-    )
-    score.add_argument("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
+    add = score.add_argument
+    add("--tokens", required=True, metavar="IDS.npy", help="integers [B, S]")
+    about = "float32 [B, S, VOCAB_SIZE], for the token after each"
+    add("--out", required=True, metavar="LOGITS.npy", help=about)
+    add("--batch-size", type=int, help="rows at a time (default: as many as have 256 MB of logits)")
+    about = "drop tokens over capacity as in training, per batch (MOE_TYPE=moe)"
+    add("--capacity", action="store_true", help=about)
+    add("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
     score.set_defaults(run=_score)
     evaluate = subparsers.add_parser(
         "eval", help="loss, perplexity and bits per byte on held-out tokens", allow_abbrev=False
@@ -60,135 +57,70 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--checkpoint",
-        required=True,
-        metavar="DIR",
-        help="an iter_ folder, a checkpoints folder or a run folder",
-    )
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, default="", help="compute type (default: that of the training)"
-    )
+    add = parser.add_argument
+    about = "an iter_ folder, a checkpoints folder or a run folder"
+    add("--checkpoint", required=True, metavar="DIR", help=about)
+    add("--dtype", choices=_DTYPES, default="", help="compute type (default: that of the training)")
     for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
-        parser.add_argument(
-            f"--{name}",
-            type=_positive,
-            default=1,
-            help=f"{what} parallel size (default: 1, whatever the training had)",
-        )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=_positive,
-        default=0,
-        metavar="N",
-        help="ranks per node (default: what the sizes need)",
-    )
-    parser.add_argument(
-        "--threads-per-rank",
-        type=_positive,
-        default=0,
-        metavar="N",
-        help="torch threads (default: the cores, shared)",
-    )
+        about = f"{what} parallel size (default: 1, whatever the training had)"
+        add(f"--{name}", type=_positive, default=1, help=about)
+    about = "ranks per node (default: what the sizes need)"
+    add("--gpus-per-node", type=_positive, default=0, metavar="N", help=about)
+    about = "torch threads (default: the cores, shared)"
+    add("--threads-per-rank", type=_positive, default=0, metavar="N", help=about)
     for name in ("nnodes", "node-rank", "master-addr", "master-port"):
         variable = name.upper().replace("-", "_")
-        parser.add_argument(
-            f"--{name}", default=None, help=f"as in moe-exp train (default: {variable} of the environment)"
-        )
+        add(f"--{name}", default=None, help=f"as in moe-exp train (default: {variable} of the environment)")
 
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     data_help = (
         "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, or the embedded corpus)"
     )
-    parser.add_argument("--data", nargs="+", default=[], metavar="PREFIX", help=data_help)
-    parser.add_argument(
-        "--samples",
-        type=int,
-        metavar="N",
-        help="the first N sequences of SEQ_LEN tokens of each prefix (default: all)",
-    )
-    parser.add_argument(
-        "--by-document", action="store_true", help="every document alone, instead of one text of all of them"
-    )
+    add = parser.add_argument
+    add("--data", nargs="+", default=[], metavar="PREFIX", help=data_help)
+    about = "the first N sequences of SEQ_LEN tokens of each prefix (default: all)"
+    add("--samples", type=int, metavar="N", help=about)
+    add("--by-document", action="store_true", help="every document alone, instead of one text of all of them")
     experts_help = (
         "count which experts take each prefix's tokens, and show the N most specialised ones per layer"
         " (default: 8)"
     )
-    parser.add_argument(
-        "--experts", type=int, nargs="?", const=_SHOWN_EXPERTS, metavar="N", help=experts_help
-    )
-    parser.add_argument(
-        "--batch-size", type=int, help="sequences at a time (default: as many as have 256 MB of logits)"
-    )
+    add("--experts", type=int, nargs="?", const=_SHOWN_EXPERTS, metavar="N", help=experts_help)
+    add("--batch-size", type=int, help="sequences at a time (default: as many as have 256 MB of logits)")
     capacity_help = (
         "drop tokens over capacity, and leave out sequences shorter than SEQ_LEN, as in training"
         " (MOE_TYPE=moe)"
     )
-    parser.add_argument("--capacity", action="store_true", help=capacity_help)
+    add("--capacity", action="store_true", help=capacity_help)
     tokenizer_help = (
         "tokenizer.json, its folder, a .model file, or bytes, for bits per byte (default: the training's)"
     )
-    parser.add_argument("--tokenizer", default="", help=tokenizer_help)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add("--tokenizer", default="", help=tokenizer_help)
+    add("--json", action="store_true", help="print one JSON object")
 
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--prompt", action="append", default=[], help="text to go on from; may be given several times"
-    )
-    parser.add_argument(
-        "--prompt-file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="a file with a prompt, or - for standard input",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        default="",
-        help="tokenizer.json, its folder, a .model file, or bytes (default: the training's)",
-    )
-    parser.add_argument(
-        "--allow-special", action="store_true", help="read special tokens in a prompt, such as <s>, as such"
-    )
-    parser.add_argument("--max-new-tokens", type=int, default=128, help="per prompt (default: 128)")
-    parser.add_argument(
-        "--max-positions",
-        type=int,
-        default=0,
-        help="of prompt and text together (default: SEQ_LEN of the training)",
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0: the most probable token each time (default)"
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="draw from the k most probable tokens; 0: all (default)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=1.0,
-        help="draw from the most probable tokens that add up to this; 1: all (default)",
-    )
-    parser.add_argument(
-        "--seed",
-        type=int,
-        default=1234,
-        help="of the random stream; the same text in every layout (default: 1234)",
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end before this text; may be given several times",
-    )
-    parser.add_argument(
-        "--json",
-        action="store_true",
-        help="print one JSON object per prompt, with tokens and log-probabilities",
-    )
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], help="text to go on from; may be given several times")
+    about = "a file with a prompt, or - for standard input"
+    add("--prompt-file", action="append", default=[], metavar="FILE", help=about)
+    about = "tokenizer.json, its folder, a .model file, or bytes (default: the training's)"
+    add("--tokenizer", default="", help=about)
+    add("--allow-special", action="store_true", help="read special tokens in a prompt, such as <s>, as such")
+    add("--max-new-tokens", type=int, default=128, help="per prompt (default: 128)")
+    about = "of prompt and text together (default: SEQ_LEN of the training)"
+    add("--max-positions", type=int, default=0, help=about)
+    add("--temperature", type=float, default=0.0, help="0: the most probable token each time (default)")
+    add("--top-k", type=int, default=0, help="draw from the k most probable tokens; 0: all (default)")
+    about = "draw from the most probable tokens that add up to this; 1: all (default)"
+    add("--top-p", type=float, default=1.0, help=about)
+    about = "of the random stream; the same text in every layout (default: 1234)"
+    add("--seed", type=int, default=1234, help=about)
+    about = "end before this text; may be given several times"
+    add("--stop", action="append", default=[], metavar="TEXT", help=about)
+    about = "print one JSON object per prompt, with tokens and log-probabilities"
+    add("--json", action="store_true", help=about)
 
 
 def _positive(text: str) -> int:
@@ -198,107 +130,57 @@ def _positive(text: str) -> int:
 
 
 def _layout(arguments: argparse.Namespace) -> Layout:
-    from moe_exp.config import problem
     from moe_exp.inference.layout import Layout
 
-    values: dict[str, Any] = {
-        name: getattr(arguments, name)
-        for name in ("tp", "pp", "ep", "etp", "gpus_per_node", "threads_per_rank")
-    }
-    for name, default in (
-        ("nnodes", 1),
-        ("node_rank", 0),
-        ("master_addr", "localhost"),
-        ("master_port", 23456),
-    ):
+    same = ("tp", "pp", "ep", "etp", "gpus_per_node", "threads_per_rank")
+    values: dict[str, Any] = {name: getattr(arguments, name) for name in same}
+    defaults = {"nnodes": 1, "node_rank": 0, "master_addr": "localhost", "master_port": 23456}
+    for name, default in defaults.items():
         text = getattr(arguments, name) or os.environ.get(name.upper()) or str(default)
         if isinstance(default, int) and not text.isdigit():
-            raise ValueError(
-                problem(name, text, "must be a whole number", f"give --{name.replace('_', '-')}")
-            )
+            raise setting_error(name, text, "must be a whole number", f"give --{name.replace('_', '-')}")
         values[name] = int(text) if isinstance(default, int) else text
     return Layout(**values)
 
 
+def _request(kind: type[T], arguments: argparse.Namespace, **others: Any) -> T:
+    """A request of `kind`: its fields are the arguments of the same names, `layout` and `others`."""
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return kind(**given | others | {"layout": _layout(arguments)})
+
+
 def _score(arguments: argparse.Namespace) -> int:
-    from moe_exp.inference.jobs import run_alone
-    from moe_exp.inference.loading import check_files
     from moe_exp.inference.score import ScoreRequest, plan_scoring, score
 
-    request = ScoreRequest(
-        checkpoint=arguments.checkpoint,
-        tokens=arguments.tokens,
-        out=arguments.out,
-        batch_size=arguments.batch_size,
-        dtype=arguments.dtype,
-        capacity=arguments.capacity,
-        overwrite=arguments.overwrite,
-        layout=_layout(arguments),
-    )
+    request = _request(ScoreRequest, arguments)
     plan = plan_scoring(request)
-    check_files(plan.folder)
-    if plan.config.world_size > 1:
-        try:
-            return _run_job(plan.config, request.to_json(), "moe_exp.inference.score")
-        finally:
-            if not plan.config.node_rank:  # another node may be done before rank 0 has published the file
-                plan.partial.unlink(missing_ok=True)
-    run_alone(plan.config, lambda rank: score(plan, rank))
-    return 0
+    try:
+        return _run_ranks(plan, request, score)
+    finally:
+        # another node may be done before rank 0 has published the file
+        if plan.config.world_size > 1 and not plan.config.node_rank:
+            plan.partial.unlink(missing_ok=True)
 
 
 def _eval(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.evaluate import EvalRequest, plan_evaluation, print_evaluated
-    from moe_exp.inference.loading import check_files
 
-    request = EvalRequest(
-        checkpoint=arguments.checkpoint,
-        data=tuple(arguments.data),
-        samples=arguments.samples,
-        by_document=arguments.by_document,
-        experts=arguments.experts,
-        batch_size=arguments.batch_size,
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        capacity=arguments.capacity,
-        as_json=arguments.json,
-        layout=_layout(arguments),
-    )
-    plan = plan_evaluation(request)
-    check_files(plan.folder)
-    return _run_ranks(
-        plan.config, request.to_json(), "moe_exp.inference.evaluate", lambda rank: print_evaluated(plan, rank)
-    )
+    request = _request(EvalRequest, arguments, data=tuple(arguments.data), as_json=arguments.json)
+    return _run_ranks(plan_evaluation(request), request, print_evaluated)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
     from moe_exp.inference.generate import GenerateRequest, plan_generation, print_generated
-    from moe_exp.inference.loading import check_files
     from moe_exp.inference.sampling import Sampling
 
-    request = GenerateRequest(
-        checkpoint=arguments.checkpoint,
-        prompts=tuple(_prompts(arguments)),
-        sampling=Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed),
-        max_new_tokens=arguments.max_new_tokens,
-        max_positions=arguments.max_positions,
-        stops=tuple(stop for stop in arguments.stop if stop),
-        tokenizer=arguments.tokenizer,
-        allow_special=arguments.allow_special,
-        dtype=arguments.dtype,
-        as_json=arguments.json,
-        layout=_layout(arguments),
-    )
-    plan = plan_generation(request)
-    check_files(plan.folder)
-    return _run_ranks(
-        plan.config, request.to_json(), "moe_exp.inference.generate", lambda rank: print_generated(plan, rank)
-    )
+    sampling = Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    texts = {"prompts": tuple(_prompts(arguments)), "stops": tuple(stop for stop in arguments.stop if stop)}
+    request = _request(GenerateRequest, arguments, sampling=sampling, **texts, as_json=arguments.json)
+    return _run_ranks(plan_generation(request), request, print_generated)
 
 
 def _prompts(arguments: argparse.Namespace) -> list[str]:
-    from moe_exp.config import problem
-
     prompts = list(arguments.prompt)
     for name in arguments.prompt_file:
         try:
@@ -306,29 +188,24 @@ def _prompts(arguments: argparse.Namespace) -> list[str]:
             prompts.append(data.decode())
         except OSError as error:
             fix = "name a file that you can read, or - for standard input"
-            raise ValueError(
-                problem("prompt_file", name, f"cannot be read ({error.strerror})", fix)
-            ) from None
+            raise setting_error("prompt_file", name, f"cannot be read ({error.strerror})", fix) from None
         except UnicodeDecodeError as error:
-            raise ValueError(
-                problem(
-                    "prompt_file", name, f"is not UTF-8 ({error.reason} at byte {error.start})", "convert it"
-                )
-            ) from None
+            rule = f"is not UTF-8 ({error.reason} at byte {error.start})"
+            raise setting_error("prompt_file", name, rule, "convert it") from None
     if not prompts:
-        raise ValueError(problem("prompt", "", "there is none", "give --prompt TEXT, or --prompt-file FILE"))
+        raise setting_error("prompt", "", "there is none", "give --prompt TEXT, or --prompt-file FILE")
     return prompts
 
 
-def _run_ranks(config: Config, request: str, module: str, alone: Callable[[Runtime], None]) -> int:
-    """`alone` in this process where one rank is asked for, else a job of `module`, whose ranks read
-    `request`.
-    """
+def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) -> int:
+    """Runs `work` of the plan here if one rank is asked for, else a job of the request's module."""
     from moe_exp.inference.jobs import run_alone
+    from moe_exp.inference.loading import check_files
 
-    if config.world_size > 1:
-        return _run_job(config, request, module)
-    run_alone(config, alone)
+    check_files(plan.folder)
+    if plan.config.world_size > 1:
+        return _run_job(plan.config, request.to_json(), type(request).__module__)
+    run_alone(plan.config, lambda rank: work(plan, rank))
     return 0
 
 

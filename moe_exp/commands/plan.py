@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import ExactParser
-from moe_exp.config import Config, add_arguments
+from moe_exp.commands.guard import ExactParser, print_json, setting_error
+from moe_exp.config import Config, add_arguments, problem
 
 if TYPE_CHECKING:
     from moe_exp.planner.hardware import Hardware
@@ -60,18 +59,14 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--gpus", type=int, metavar="N", help="devices in all, instead of NNODES")
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help=f"kind of device, or its JSON file (default: {_DEFAULT_GPU}); see moe-exp plan hardware",
-    )
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote"
-    )
-    parser.add_argument("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
-    parser.add_argument("--price", metavar="X", help="of a GPU-hour, in any currency")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add = parser.add_argument
+    add("--gpus", type=int, metavar="N", help="devices in all, instead of NNODES")
+    about = f"kind of device, or its JSON file (default: {_DEFAULT_GPU}); see moe-exp plan hardware"
+    add("--gpu", metavar="NAME", help=about)
+    add("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
+    add("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
+    add("--price", metavar="X", help="of a GPU-hour, in any currency")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     add_arguments(parser)
 
 
@@ -86,44 +81,25 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
         usage="moe-exp plan search [flags] [settings as moe-exp train has them]",
         argument_default=argparse.SUPPRESS,
     )
-    parser.add_argument("--top", type=int, metavar="N", default=10, help="layouts to show (default: 10)")
-    parser.add_argument(
-        "--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses"
-    )
-    parser.add_argument(
-        "--export",
-        choices=("env",),
-        default="",
-        help="print the best layout as environment variables, tables on standard error",
-    )
-    parser.add_argument(
-        "--rank",
-        type=int,
-        metavar="N",
-        default=1,
-        help="place of the layout to export (default: 1); with --explain that one",
-    )
+    add = parser.add_argument
+    add("--top", type=int, metavar="N", default=10, help="layouts to show (default: 10)")
+    add("--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses")
+    about = "print the best layout as environment variables, tables on standard error"
+    add("--export", choices=("env",), default="", help=about)
+    about = "place of the layout to export (default: 1); with --explain that one"
+    add("--rank", type=int, metavar="N", default=1, help=about)
     _add_settings(parser)
     parser.set_defaults(run=_search)
 
 
 def _add_calibrate(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser(
-        "calibrate",
-        help="fit the constants of predictions to measured runs",
-        argument_default=argparse.SUPPRESS,
-    )
-    parser.add_argument("--runs", type=Path, required=True, metavar="CSV", help="measured runs")
-    parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="profile to write, for --profile"
-    )
-    parser.add_argument(
-        "--prior",
-        type=Path,
-        metavar="FILE",
-        default=None,
-        help="profile that the fit starts from: with a few runs of a new device",
-    )
+    about = "fit the constants of predictions to measured runs"
+    parser = subparsers.add_parser("calibrate", help=about, argument_default=argparse.SUPPRESS)
+    add = parser.add_argument
+    add("--runs", type=Path, required=True, metavar="CSV", help="measured runs")
+    add("--out", type=Path, required=True, metavar="FILE", help="profile to write, for --profile")
+    about = "profile that the fit starts from: with a few runs of a new device"
+    add("--prior", type=Path, metavar="FILE", default=None, help=about)
     parser.set_defaults(run=_calibrate)
 
 
@@ -131,23 +107,12 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser = subparsers.add_parser(
         "predict", help="memory and time of runs in a CSV", argument_default=argparse.SUPPRESS
     )
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        required=True,
-        metavar="CSV",
-        help="runs; columns of results may be absent or empty",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        required=True,
-        metavar="CSV",
-        help="predictions to write: row_id,mem_gb,sec_per_it,oom",
-    )
-    parser.add_argument(
-        "--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote"
-    )
+    add = parser.add_argument
+    about = "runs; columns of results may be absent or empty"
+    add("--runs", type=Path, required=True, metavar="CSV", help=about)
+    about = "predictions to write: row_id,mem_gb,sec_per_it,oom"
+    add("--out", type=Path, required=True, metavar="CSV", help=about)
+    add("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
     parser.set_defaults(run=_predict)
 
 
@@ -168,13 +133,12 @@ def _run(arguments: argparse.Namespace) -> None:
     prediction = predict(Job.of(config), hardware, constants)
     report = describe_run(config, hardware, prediction, cost)
     if arguments.json:
-        _print_json(report)
+        print_json(report)
     else:
         PlanPrinter(sys.stdout).run(report, prediction, cost)
 
 
 def _search(arguments: argparse.Namespace) -> int:
-    from moe_exp.config import problem
     from moe_exp.planner.estimate import cost_of
     from moe_exp.planner.reports import describe_cost, describe_explanation, describe_search
     from moe_exp.planner.search.explanation import explain
@@ -184,18 +148,10 @@ def _search(arguments: argparse.Namespace) -> int:
 
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"
-        raise ValueError(
-            problem(name, getattr(arguments, name), "must be at least 1", "give a number of layouts")
-        )
+        raise setting_error(name, getattr(arguments, name), "must be at least 1", "give a number of layouts")
     if arguments.export and arguments.json:
-        raise ValueError(
-            problem(
-                "export",
-                arguments.export,
-                "does not go with --json, standard output is one of the two",
-                "give one of them",
-            )
-        )
+        rule = "does not go with --json, standard output is one of the two"
+        raise setting_error("export", arguments.export, rule, "give one of them")
     hardware, constants = _hardware_and_constants(arguments)
     budget = _budget(arguments)
     config, fixed = _searched(arguments, hardware)
@@ -212,7 +168,7 @@ def _search(arguments: argparse.Namespace) -> int:
         report = describe_search(found, hardware, arguments.top) | {
             "cost": describe_cost(cost) if cost else None
         }
-        _print_json(report | ({"explained": describe_explanation(told, found, hardware)} if told else {}))
+        print_json(report | ({"explained": describe_explanation(told, found, hardware)} if told else {}))
     elif told:
         printer.explanation(told, found)
     else:
@@ -225,17 +181,13 @@ def _search(arguments: argparse.Namespace) -> int:
 
 
 def _chosen(found: Search, told: Explanation | None, rank: int) -> Candidate:
-    from moe_exp.config import problem
-
     if told and not (told.fits and told.candidate):
         words = ",".join(f"{name.upper()}={value}" for name, value in told.wanted.items())
-        raise ValueError(
-            problem("explain", words, "cannot run, so nothing is exported", "choose another layout")
-        )
+        raise setting_error("explain", words, "cannot run, so nothing is exported", "choose another layout")
     if told and told.candidate:
         return told.candidate
     if rank > len(found.ranked):
-        raise ValueError(problem("rank", rank, f"{len(found.ranked)} layouts fit", "choose one of them"))
+        raise setting_error("rank", rank, f"{len(found.ranked)} layouts fit", "choose one of them")
     return found.ranked[rank - 1]
 
 
@@ -295,23 +247,18 @@ def _check_out(out: Path, runs: Path) -> None:
     Raises:
         ValueError: with the line.
     """
-    from moe_exp.config import problem
-
     if out.exists() and out.samefile(runs):
-        raise ValueError(problem("out", out, "is the file of the runs", "name another file"))
+        raise setting_error("out", out, "is the file of the runs", "name another file")
     # a directory; or a device such as /dev/stdout, which a file would take the place of
     if out.exists() and not out.is_file():
-        raise ValueError(problem("out", out, "is there and is no regular file", "name a file"))
+        raise setting_error("out", out, "is there and is no regular file", "name a file")
     if not out.parent.is_dir():
-        raise ValueError(
-            problem("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere")
-        )
+        raise setting_error("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere")
 
 
 def _hardware(arguments: argparse.Namespace) -> None:
     _refuse_settings(arguments)
-    from moe_exp.planner.hardware import load_hardware
-    from moe_exp.planner.reports import hardware_profiles
+    from moe_exp.planner.hardware import hardware_profiles, load_hardware
     from moe_exp.planner.tables import PlanPrinter
 
     profiles = hardware_profiles()
@@ -319,24 +266,18 @@ def _hardware(arguments: argparse.Namespace) -> None:
         name = load_hardware(arguments.name).name
         profiles = {name: profiles[name]}
     if arguments.json:
-        _print_json(profiles)
+        print_json(profiles)
     else:
         PlanPrinter(sys.stdout).hardware(profiles)
 
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
     """Settings given before a command that has none would have no effect."""
-    from moe_exp.config import problem
-
-    if given := [
-        name
-        for name in (*Config.model_fields, "gpus", "gpu", "tokens", "price")
-        if getattr(arguments, name) is not None
-    ]:
+    names = (*Config.model_fields, "gpus", "gpu", "tokens", "price")
+    if given := [name for name in names if getattr(arguments, name) is not None]:
         fix = f"leave it out of moe-exp plan {arguments.plan_command}"
-        raise ValueError(
-            "\n".join(problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
-        )
+        lines = (problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
+        raise ValueError("\n".join(lines))
 
 
 def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Constants]:
@@ -348,11 +289,10 @@ def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Co
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
     """Flags of settings by field name; --gpus as NNODES and GPUS_PER_NODE."""
-    from moe_exp.config.misspelt import unknown_variables
+    from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.planner.search.layout_text import world_of
 
-    for name, near in unknown_variables(os.environ):
-        print(f"moe-exp plan: warning: {name} is not a setting; did you mean {near}?", file=sys.stderr)
+    warn_of_misspelt()
     flags = {
         name: getattr(arguments, name) for name in Config.model_fields if getattr(arguments, name) is not None
     }
@@ -368,12 +308,9 @@ def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, An
 
 
 def _whole(name: str, text: str) -> int:
-    from moe_exp.config import problem
-
     if not text.isdecimal():
-        raise ValueError(
-            problem(name, text, "must be a whole number of at least 1", f"give {name.upper()} as a number")
-        )
+        rule = "must be a whole number of at least 1"
+        raise setting_error(name, text, rule, f"give {name.upper()} as a number")
     return int(text)
 
 
@@ -390,11 +327,8 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
         if os.environ.get(name.upper()) and name not in fixed
     ]
     if ignored:
-        print(
-            f"moe-exp plan: {', '.join(ignored)} of the environment: searched all the same, a flag would"
-            " fix it",
-            file=sys.stderr,
-        )
+        rule = "searched all the same, a flag would fix it"
+        print(f"moe-exp plan: {', '.join(ignored)} of the environment: {rule}", file=sys.stderr)
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node
@@ -406,7 +340,3 @@ def _budget(arguments: argparse.Namespace) -> dict[str, Any]:
     from moe_exp.planner.search.layout_text import parse_budget
 
     return parse_budget(arguments.tokens, arguments.price)
-
-
-def _print_json(value: object) -> None:
-    print(json.dumps(value, ensure_ascii=False))

@@ -1,12 +1,12 @@
-"""`moe-exp report RUN [RUN ...]`: runs side by side, as one HTML page, as Markdown, in the terminal, or as a
-report on wandb's site.
-"""
+"""`moe-exp report RUN [RUN ...]`: runs side by side, as HTML, Markdown, in the terminal or on wandb."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from pathlib import Path
+
+from moe_exp.commands.guard import setting_error
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
@@ -23,27 +23,18 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, RUN_DIR/RUN_NAME")
-    parser.add_argument(
-        "--format", choices=("html", "md"), help="html: a page (default); md: a short table in Markdown"
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="default: report.html, or with --format md the standard output",
-    )
-    parser.add_argument("--title", default="", help="heading (default: the names of the runs)")
-    parser.add_argument(
-        "--loss",
-        type=float,
-        metavar="X",
-        help="loss that the costs are given for (default: the lowest that all reach)",
-    )
-    parser.add_argument("--watch", action="store_true", help="follow the runs in the terminal instead")
-    parser.add_argument("--once", action="store_true", help="with --watch: one picture")
-    parser.add_argument("--project", default="", help="of wandb, for `report wandb`")
-    parser.add_argument("--entity", default="", help="user or team on wandb (default: yours)")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folders, RUN_DIR/RUN_NAME")
+    add("--format", choices=("html", "md"), help="html: a page (default); md: a short table in Markdown")
+    about = "default: report.html, or with --format md the standard output"
+    add("--out", type=Path, metavar="FILE", help=about)
+    add("--title", default="", help="heading (default: the names of the runs)")
+    about = "loss that the costs are given for (default: the lowest that all reach)"
+    add("--loss", type=float, metavar="X", help=about)
+    add("--watch", action="store_true", help="follow the runs in the terminal instead")
+    add("--once", action="store_true", help="with --watch: one picture")
+    add("--project", default="", help="of wandb, for `report wandb`")
+    add("--entity", default="", help="user or team on wandb (default: yours)")
     parser.set_defaults(run=_report)
 
 
@@ -64,29 +55,20 @@ def _report(arguments: argparse.Namespace) -> int:
 def _refuse_unused(arguments: argparse.Namespace, kind: str) -> None:
     from moe_exp.config import ConfigError, problem
 
-    given = {
-        name: value
-        for name in _NOT_WITH[kind]
-        if (value := getattr(arguments, name)) not in (None, "", False)
-    }
-    if given:
-        raise ConfigError(
-            [
-                problem(name, value, f"is not used for {kind}", f"leave --{name} out")
-                for name, value in given.items()
-            ]
-        )
+    given = {name: getattr(arguments, name) for name in _NOT_WITH[kind]}
+    rule = f"is not used for {kind}"
+    given = {name: value for name, value in given.items() if value not in (None, "", False)}
+    if problems := [problem(name, value, rule, f"leave --{name} out") for name, value in given.items()]:
+        raise ConfigError(problems)
 
 
 def _wandb(arguments: argparse.Namespace) -> int:
-    from moe_exp.config import problem
     from moe_exp.report.wandb_report import wandb_report
 
     if not arguments.project or not arguments.runs[1:]:
         name = "project" if not arguments.project else "runs"
-        raise ValueError(
-            problem(name, "", "a wandb report needs it", "call moe-exp report wandb RUN ... --project P")
-        )
+        rule = "a wandb report needs it"
+        raise setting_error(name, "", rule, "call moe-exp report wandb RUN ... --project P")
     title = {"title": arguments.title} if arguments.title else {}
     runs = [Path(run) for run in arguments.runs[1:]]
     print(wandb_report(runs, project=arguments.project, entity=arguments.entity or None, **title))
@@ -105,13 +87,10 @@ def _watch(arguments: argparse.Namespace) -> int:
 def _page(arguments: argparse.Namespace) -> int:
     import math
 
-    from moe_exp.config import problem
     from moe_exp.report.page import write_report
 
     if arguments.loss is not None and not math.isfinite(arguments.loss):
-        raise ValueError(
-            problem("loss", arguments.loss, "must be a finite number", "give a loss such as 3.2")
-        )
+        raise setting_error("loss", arguments.loss, "must be a finite number", "give a loss such as 3.2")
     kind = arguments.format or "html"
     out = arguments.out or (Path("report.html") if kind == "html" else None)
     warnings = write_report(

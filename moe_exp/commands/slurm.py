@@ -22,57 +22,36 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         ),
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the sbatch file, and on stderr the calls of sbatch; write and submit nothing",
-    )
-    for name, field in SlurmSettings.model_fields.items():
-        default = "" if field.default == "" else f" (default: {str(field.default).lower()})"
-        text = f"{field.description}{default}".replace("%", "%%")
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=text)
+    about = "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"
+    parser.add_argument("--dry-run", action="store_true", help=about)
+    add_arguments(parser, SlurmSettings)
     add_arguments(parser.add_argument_group("settings of the run, as in moe-exp train"))
     parser.set_defaults(run=_submit)
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from moe_exp.config.misspelt import unknown_variables
+    from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
 
-    for name, near in unknown_variables(os.environ, [name.upper() for name in SlurmSettings.model_fields]):
-        print(
-            f"moe-exp slurm: warning: {name} is not a setting; did you mean {near}?",
-            file=sys.stderr,
-            flush=True,
-        )
-    flags = {
-        name: value for name, value in vars(arguments).items() if name not in ("command", "run", "dry_run")
-    }
+    warn_of_misspelt(SlurmSettings.model_fields)
+    others = ("command", "run", "dry_run")
+    flags = {name: value for name, value in vars(arguments).items() if name not in others}
     try:
         job = plan_job(flags, os.environ)
     except ConfigError as error:
         print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
     if job.slurm.exclude_file and not job.exclude_file.exists():
-        print(
-            f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: is not there yet, no node is"
-            " left out",
-            file=sys.stderr,
-        )
+        rule = "is not there yet, no node is left out"
+        print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: {rule}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
-        print(
-            "moe-exp slurm: the file would be written and submitted by:",
-            *planned_commands(job),
-            sep="\n  ",
-            file=sys.stderr,
-        )
+        head = "moe-exp slurm: the file would be written and submitted by:"
+        print(head, *planned_commands(job), sep="\n  ", file=sys.stderr)
         return 0
     ids = submit(job)
-    print(
-        f"submitted {job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}; run folder"
-        f" {job.run_folder}"
-    )
+    jobs = f"{job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}"
+    print(f"submitted {jobs}; run folder {job.run_folder}")
     print(f"  squeue --name={job.name}   # the queue")
     print(f"  tail -F {job.folder}/jobs.log {job.folder}/*.log   # what they say")
     print(f"  moe-exp watch run {job.run_folder} --slurm-name {job.name}   # whether all is well")

@@ -25,11 +25,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print settings, torchrun command and parameter report, start nothing",
-    )
+    about = "print settings, torchrun command and parameter report, start nothing"
+    parser.add_argument("--dry-run", action="store_true", help=about)
     add_arguments(parser)
     parser.set_defaults(run=_train)
 

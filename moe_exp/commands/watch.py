@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from moe_exp.config import Config
+from moe_exp.commands.guard import print_json
+from moe_exp.config import add_arguments
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -42,13 +42,7 @@ LAUNCH_SETTINGS = (
 
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of LAUNCH_SETTINGS."""
-    for name in LAUNCH_SETTINGS:
-        parser.add_argument(
-            f"--{name.replace('_', '-')}",
-            dest=name,
-            metavar=name.upper(),
-            help=Config.model_fields[name].description,
-        )
+    add_arguments(parser, names=LAUNCH_SETTINGS)
 
 
 def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -64,20 +58,13 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         allow_abbrev=False,
     )
     add_launch_arguments(parser)
-    parser.add_argument(
-        "--hosts",
-        default="",
-        metavar="LIST",
-        help="names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)",
-    )
-    parser.add_argument(
-        "--exclude-file",
-        type=Path,
-        metavar="FILE",
-        help="add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)",
-    )
-    parser.add_argument("--no-exclude", action="store_true", help="add no nodes to the list")
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add = parser.add_argument
+    about = "names of the nodes by NODE_RANK, as a[1-3],b (default: SLURM_JOB_NODELIST)"
+    add("--hosts", default="", metavar="LIST", help=about)
+    about = "add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)"
+    add("--exclude-file", type=Path, metavar="FILE", help=about)
+    add("--no-exclude", action="store_true", help="add no nodes to the list")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_preflight)
 
 
@@ -93,7 +80,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
     path = arguments.exclude_file or Path(config.run_dir).expanduser() / EXCLUDE_NODES
     added = [] if arguments.no_exclude or config.node_rank else add_to_list(verdict, path)
     if config.node_rank == 0 and arguments.json:
-        print(json.dumps(verdict.as_json(), ensure_ascii=False))
+        print_json(verdict.as_json())
     elif config.node_rank == 0:
         print_report(verdict, num_ranks=config.world_size)
         print(*(f"{path}: added {host}" for host in added), sep="\n", end="\n" if added else "", flush=True)
@@ -134,10 +121,8 @@ def _exclude(arguments: argparse.Namespace) -> None:
     gone = readmit(arguments.file, arguments.remove)
     for host in map(slurm_name, arguments.remove):
         if host not in gone:
-            print(
-                f"moe-exp watch: --remove={host}: is not in {arguments.file}. Fix: look for its name there.",
-                file=sys.stderr,
-            )
+            rule = f"is not in {arguments.file}. Fix: look for its name there"
+            print(f"moe-exp watch: --remove={host}: {rule}.", file=sys.stderr)
     if arguments.slurm:
         if option := slurm_option(read_excluded(arguments.file)):
             print(option)
@@ -150,20 +135,12 @@ def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "blame", help="which node, rank and device the errors in logs come from, and what to do"
     )
-    parser.add_argument(
-        "logs",
-        nargs="+",
-        type=Path,
-        metavar="LOG",
-        help="logs of ranks, srun or the kernel, or the folder of a run",
-    )
-    parser.add_argument(
-        "--exclude",
-        type=Path,
-        metavar="FILE",
-        help="add hosts whose hardware, driver or link fails to this list",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add = parser.add_argument
+    about = "logs of ranks, srun or the kernel, or the folder of a run"
+    add("logs", nargs="+", type=Path, metavar="LOG", help=about)
+    about = "add hosts whose hardware, driver or link fails to this list"
+    add("--exclude", type=Path, metavar="FILE", help=about)
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_blame)
 
 
@@ -180,27 +157,18 @@ def _blame(arguments: argparse.Namespace) -> None:
 
     found = blame(log_files(arguments.logs))
     bad = hosts_to_exclude(found)
-    added = [
-        host
-        for host, reason in bad.items()
-        if arguments.exclude and exclude(arguments.exclude, host, f"blame: {reason}")
-    ]
+    added = []
+    if arguments.exclude:
+        added = [host for host, why in bad.items() if exclude(arguments.exclude, host, f"blame: {why}")]
     told = told_by_runs(arguments.logs)
     if arguments.json:
-        print(
-            json.dumps(
-                {"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": told},
-                ensure_ascii=False,
-            )
-        )
+        print_json({"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": told})
         return
     print_blame(found)
     print(*told, sep="\n", end="\n" if told else "")
     for host, reason in bad.items():
-        print(
-            f"{host} should get no jobs: {reason}"
-            + (f"; added to {arguments.exclude}" if host in added else "")
-        )
+        where = f"; added to {arguments.exclude}" if host in added else ""
+        print(f"{host} should get no jobs: {reason}{where}")
 
 
 # `moe-exp watch run`: whether runs are alive, and messages when they are not.
@@ -218,13 +186,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         allow_abbrev=False,
     )
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
-    parser.add_argument(
-        "--slurm-name",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="--job-name of its jobs; once per RUN_DIR, in their order",
-    )
+    about = "--job-name of its jobs; once per RUN_DIR, in their order"
+    parser.add_argument("--slurm-name", action="append", default=[], metavar="NAME", help=about)
     parser.add_argument("--slurm-user", default="", metavar="NAME", help="whose jobs (default: yours)")
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--once", action="store_true", help="look once, as from cron (default)")
@@ -233,36 +196,16 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--test-alert", action="store_true", help="send a test by every channel, and look at nothing"
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing about runs that are well")
-    parser.add_argument(
-        "--again",
-        default="6h",
-        metavar="TIME",
-        help="before a problem that goes on is told again (default: 6h)",
-    )
-    parser.add_argument(
-        "--stuck",
-        default="",
-        metavar="TIME",
-        help="silence that counts as stuck (default: by the run's own pace)",
-    )
-    parser.add_argument(
-        "--ahead",
-        default="24h",
-        metavar="TIME",
-        help="tell so long before that a chain of jobs is too short (default: 24h)",
-    )
-    parser.add_argument(
-        "--wait",
-        default="24h",
-        metavar="TIME",
-        help="without a running job, though some wait, that counts (default: 24h)",
-    )
-    parser.add_argument(
-        "--state",
-        type=Path,
-        metavar="FOLDER",
-        help="what is remembered (default: ~/.local/state/moe-exp/watch)",
-    )
+    about = "before a problem that goes on is told again (default: 6h)"
+    parser.add_argument("--again", default="6h", metavar="TIME", help=about)
+    about = "silence that counts as stuck (default: by the run's own pace)"
+    parser.add_argument("--stuck", default="", metavar="TIME", help=about)
+    about = "tell so long before that a chain of jobs is too short (default: 24h)"
+    parser.add_argument("--ahead", default="24h", metavar="TIME", help=about)
+    about = "without a running job, though some wait, that counts (default: 24h)"
+    parser.add_argument("--wait", default="24h", metavar="TIME", help=about)
+    about = "what is remembered (default: ~/.local/state/moe-exp/watch)"
+    parser.add_argument("--state", type=Path, metavar="FOLDER", help=about)
     _add_channels(parser)
     parser.set_defaults(run=_run)
 
@@ -271,22 +214,16 @@ def _add_channels(parser: argparse.ArgumentParser) -> None:
     channels = parser.add_argument_group(
         "channels; passwords and addresses of webhooks are taken from files and variables alone"
     )
-    channels.add_argument("--mail-to", metavar="ADDRESSES", help="by e-mail, to these")
-    channels.add_argument("--mail-from", metavar="ADDRESS", help="sender (default: moe-exp@HOST)")
-    channels.add_argument("--smtp", metavar="HOST:PORT", help="server (default: localhost)")
-    channels.add_argument(
-        "--smtp-security", choices=("starttls", "tls", "none"), default="starttls", help="default: starttls"
-    )
-    channels.add_argument(
-        "--smtp-user", metavar="NAME", help="for a login; the password is in SMTP_PASSWORD or in a file"
-    )
-    channels.add_argument("--smtp-password-file", metavar="FILE", help="its first line is the password")
-    channels.add_argument(
-        "--webhook-file",
-        metavar="FILE",
-        help="its first line is the address of a webhook (default: of WATCH_WEBHOOK)",
-    )
-    channels.add_argument("--alert-file", metavar="FILE", help="add messages to this file")
+    add = channels.add_argument
+    add("--mail-to", metavar="ADDRESSES", help="by e-mail, to these")
+    add("--mail-from", metavar="ADDRESS", help="sender (default: moe-exp@HOST)")
+    add("--smtp", metavar="HOST:PORT", help="server (default: localhost)")
+    add("--smtp-security", choices=("starttls", "tls", "none"), default="starttls", help="default: starttls")
+    add("--smtp-user", metavar="NAME", help="for a login; the password is in SMTP_PASSWORD or in a file")
+    add("--smtp-password-file", metavar="FILE", help="its first line is the password")
+    about = "its first line is the address of a webhook (default: of WATCH_WEBHOOK)"
+    add("--webhook-file", metavar="FILE", help=about)
+    add("--alert-file", metavar="FILE", help="add messages to this file")
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -346,30 +283,16 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     parser = commands.add_parser(
         "diff", help="compare two checkpoints, or the dumps of two ranks or runs, name by name"
     )
-    parser.add_argument(
-        "a",
-        type=Path,
-        help="a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)",
-    )
-    parser.add_argument("b", type=Path, help="the other one, which errors are relative to")
-    parser.add_argument(
-        "--weights-only", action="store_true", help="of checkpoints: leave out the optimizer's state"
-    )
-    parser.add_argument(
-        "--top",
-        type=int,
-        default=20,
-        metavar="N",
-        help="tensors to show, the largest relative error first (default: 20)",
-    )
-    parser.add_argument(
-        "--rtol",
-        type=float,
-        default=0.0,
-        metavar="X",
-        help="relative errors up to it do not count (default: 0)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add = parser.add_argument
+    about = "a checkpoint (an iter_ folder, a checkpoints folder, a run folder), or a dump (DUMP_ITERS)"
+    add("a", type=Path, help=about)
+    add("b", type=Path, help="the other one, which errors are relative to")
+    add("--weights-only", action="store_true", help="of checkpoints: leave out the optimizer's state")
+    about = "tensors to show, the largest relative error first (default: 20)"
+    add("--top", type=int, default=20, metavar="N", help=about)
+    about = "relative errors up to it do not count (default: 0)"
+    add("--rtol", type=float, default=0.0, metavar="X", help=about)
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_diff)
 
 
@@ -385,10 +308,8 @@ def _diff(arguments: argparse.Namespace) -> int:
         if not path.exists():
             raise ValueError(f"{name}={path}: is not there. Fix: name a checkpoint or a dump.")
         if dumps := sorted(path.glob("iter_*/rank_*.safetensors")):
-            raise ValueError(
-                f"{name}={path}: holds the dumps of several iterations. Fix: name one of them, as"
-                f" {dumps[-1].parent}."
-            )
+            fix = f"name one of them, as {dumps[-1].parent}"
+            raise ValueError(f"{name}={path}: holds the dumps of several iterations. Fix: {fix}.")
     if a.suffix == ".safetensors" or any(a.glob("rank_*.safetensors")):
         from moe_exp.training.dumps import compare_dumps
 
@@ -398,21 +319,14 @@ def _diff(arguments: argparse.Namespace) -> int:
     worst, is_within = found.worst(max(1, top)), found.is_within(arguments.rtol)
     if arguments.json:
         counts = {"num_tensors": len(found.tensors), "num_equal": found.num_equal, "ok": is_within}
-        print(
-            json.dumps(
-                asdict(found) | {"tensors": [asdict(one) for one in worst[:top]]} | counts, default=str
-            )
-        )
+        print_json(asdict(found) | {"tensors": [asdict(one) for one in worst[:top]]} | counts)
         return int(not is_within)
     print_comparison(found, top=top)
     if not found.tensors:
         print("NOTHING TO COMPARE: they have no tensor in common")
     elif is_within:
-        print(
-            f"THE SAME, up to relative errors of {arguments.rtol:g}"
-            if worst
-            else "THE SAME, in every value of every tensor"
-        )
+        how = f"up to relative errors of {arguments.rtol:g}" if worst else "in every value of every tensor"
+        print(f"THE SAME, {how}")
     else:
         what = f"most in {worst[0].name}, by {worst[0].relative:.3g}" if worst else "in what they hold"
         print(f"DIFFERENT: {what}")
@@ -423,32 +337,17 @@ def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = commands.add_parser(
         "storage", help="how often to save, by measured times, and the room that a run needs until its end"
     )
-    parser.add_argument(
-        "run_folder",
-        metavar="RUN",
-        type=Path,
-        help="a run folder, or a file of settings like its config.yaml",
-    )
-    parser.add_argument(
-        "--mtbf",
-        type=float,
-        metavar="HOURS",
-        help="mean time between failures of one node (default: by the run's events)",
-    )
-    parser.add_argument(
-        "--nodes", type=int, metavar="N", help="that fail independently (default: NNODES of the run)"
-    )
-    parser.add_argument("--save-seconds", type=float, metavar="S", help="of one save (default: as measured)")
-    parser.add_argument(
-        "--iteration-seconds", type=float, metavar="S", help="of one iteration (default: as measured)"
-    )
-    parser.add_argument(
-        "--restart-seconds",
-        type=float,
-        metavar="S",
-        help="from a failure to the next iteration (default: as measured)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add = parser.add_argument
+    about = "a run folder, or a file of settings like its config.yaml"
+    add("run_folder", metavar="RUN", type=Path, help=about)
+    about = "mean time between failures of one node (default: by the run's events)"
+    add("--mtbf", type=float, metavar="HOURS", help=about)
+    add("--nodes", type=int, metavar="N", help="that fail independently (default: NNODES of the run)")
+    add("--save-seconds", type=float, metavar="S", help="of one save (default: as measured)")
+    add("--iteration-seconds", type=float, metavar="S", help="of one iteration (default: as measured)")
+    about = "from a failure to the next iteration (default: as measured)"
+    add("--restart-seconds", type=float, metavar="S", help=about)
+    add("--json", action="store_true", help="print one JSON object and nothing else")
     parser.set_defaults(run=_storage)
 
 
@@ -460,31 +359,22 @@ def _storage(arguments: argparse.Namespace) -> int:
     positive = ("mtbf", "nodes", "save_seconds", "iteration_seconds", "restart_seconds")
     for name in positive:
         if (value := getattr(arguments, name)) is not None and not 0 < value < float("inf"):
-            raise ValueError(
-                f"{name.upper()}={value:g}: must be a positive number. Fix: give one, or leave it out."
-            )
+            fix = "give one, or leave it out"
+            raise ValueError(f"{name.upper()}={value:g}: must be a positive number. Fix: {fix}.")
     found = storage_of(arguments.run_folder)
     given = {name: getattr(arguments, name) for name in positive[2:4] if getattr(arguments, name) is not None}
-    advice = save_advice(
-        found.config.save_interval,
-        replace(found.measured, **given),
-        mtbf_hours=arguments.mtbf,
-        num_nodes=arguments.nodes or found.config.nnodes,
-        restart_seconds=arguments.restart_seconds,
-    )
-    place = (
-        arguments.run_folder
-        if arguments.run_folder.is_dir()
-        else existing_place(RunFolder.of(found.config).path)
-    )
+    num_nodes = arguments.nodes or found.config.nnodes
+    failures = {"mtbf_hours": arguments.mtbf, "restart_seconds": arguments.restart_seconds}
+    measured = replace(found.measured, **given)
+    advice = save_advice(found.config.save_interval, measured, num_nodes=num_nodes, **failures)
+    place = arguments.run_folder
+    if not place.is_dir():
+        place = existing_place(RunFolder.of(found.config).path)
     free_bytes = shutil.disk_usage(place).free
     if arguments.json:
         values = {"free_bytes": free_bytes, "needed_bytes": found.use.needed_bytes, **asdict(found.use)}
-        print(
-            json.dumps(
-                values | {"measured": asdict(found.measured), "advice": asdict(advice) if advice else None}
-            )
-        )
+        values |= {"measured": asdict(found.measured), "advice": asdict(advice) if advice else None}
+        print_json(values)
     else:
         print_summary(str(arguments.run_folder), rows_of(found, advice, free_bytes))
     return int(free_bytes < found.use.needed_bytes)

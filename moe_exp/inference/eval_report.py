@@ -1,4 +1,4 @@
-"""What `moe-exp eval` found, as tables and as JSON. No torch in here."""
+"""Results of `moe-exp eval` as tables and JSON. No torch."""
 
 from __future__ import annotations
 
@@ -19,21 +19,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Row:
-    """Of one data prefix, or of all.
+    """Result for one data prefix, or for all."""
 
-    Args:
-        data: the prefix.
-        sequences: that were evaluated.
-        tokens: that were predicted.
-        nats: cross entropy summed over them.
-        text_bytes: UTF-8 bytes that they stand for; None without a tokenizer.
-    """
-
-    data: str
+    data: str  # the prefix
     sequences: int
-    tokens: int
-    nats: float
-    text_bytes: int | None
+    tokens: int  # predicted ones
+    nats: float  # cross entropy summed over them
+    text_bytes: int | None  # their UTF-8 bytes; None without a tokenizer
 
     @property
     def lm_loss(self) -> float:
@@ -42,80 +34,56 @@ class Row:
 
     @property
     def lm_loss_ppl(self) -> float:
-        """Perplexity, exp(lm_loss); infinite where that is too large for a number."""
+        """Perplexity, exp(lm_loss); infinite on overflow."""
         return math.exp(self.lm_loss) if not self.lm_loss > 700 else math.inf
 
     @property
     def bits_per_byte(self) -> float | None:
-        """nats / ln 2 / bytes; None where there is no text."""
+        """nats / ln 2 / bytes; None without text."""
         return self.nats / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def to_json(self) -> dict[str, Any]:
-        """null for what is not there or no number."""
-        numbers = {
-            "lm_loss": self.lm_loss,
-            "lm_loss_ppl": self.lm_loss_ppl,
-            "bits_per_byte": self.bits_per_byte,
-        }
-        finite = {
-            name: value if value is not None and math.isfinite(value) else None
-            for name, value in numbers.items()
-        }
-        return {
+        """Values for JSON; None if missing or not finite."""
+        values: dict[str, Any] = {
             "data": self.data,
             "sequences": self.sequences,
             "tokens": self.tokens,
             "bytes": self.text_bytes,
-            **finite,
         }
+        for name in ("lm_loss", "lm_loss_ppl", "bits_per_byte"):
+            value = getattr(self, name)
+            values[name] = value if value is not None and math.isfinite(value) else None
+        return values
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All of it.
+    """Result of one evaluation."""
 
-    Args:
-        checkpoint: folder of the iteration.
-        iteration: of the checkpoint.
-        rows: per data prefix.
-        experts: per layer with experts, where they were counted.
-    """
-
-    checkpoint: str
+    checkpoint: str  # folder of the iteration
     iteration: int
-    rows: Sequence[Row]
-    experts: Sequence[LayerUsage] = field(default=())
+    rows: Sequence[Row]  # per data prefix
+    experts: Sequence[LayerUsage] = field(default=())  # per MoE layer, if counted
 
     @property
     def total(self) -> Row:
-        """All prefixes as one text: weighted by their tokens."""
+        """All prefixes, weighted by their tokens."""
         rows = self.rows
         known = [row.text_bytes for row in rows if row.text_bytes is not None]
         text_bytes = sum(known) if len(known) == len(rows) else None
-        return Row(
-            "total",
-            sum(row.sequences for row in rows),
-            sum(row.tokens for row in rows),
-            sum(row.nats for row in rows),
-            text_bytes,
-        )
+        sequences, tokens = sum(row.sequences for row in rows), sum(row.tokens for row in rows)
+        return Row("total", sequences, tokens, sum(row.nats for row in rows), text_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values as `--json` prints them; `experts` only where they were counted."""
-        values = {
-            "checkpoint": self.checkpoint,
-            "iteration": self.iteration,
-            "data": [row.to_json() for row in self.rows],
-            "total": self.total.to_json(),
-        }
+        """Plain values as `--json` prints them; `experts` only if counted."""
+        values: dict[str, Any] = {"checkpoint": self.checkpoint, "iteration": self.iteration}
+        values |= {"data": [row.to_json() for row in self.rows], "total": self.total.to_json()}
         names = [row.data for row in self.rows]
-        return values | (
-            {"experts": [layer.to_json(names) for layer in self.experts]} if self.experts else {}
-        )
+        return values | ({"experts": [one.to_json(names) for one in self.experts]} if self.experts else {})
 
 
 def print_evaluation(result: Evaluation, *, num_experts: int) -> None:
-    """Tables on standard output: losses, and of every layer the `num_experts` most specialised experts."""
+    """Prints a table of losses, and per layer one of the `num_experts` most specialised experts."""
     console, names = table_console(), short_names([row.data for row in result.rows])
     table = Table(title=f"iteration {result.iteration} of {escape(result.checkpoint)}", title_justify="left")
     table.add_column("data", overflow="fold")
@@ -137,10 +105,8 @@ def _usage_table(layer: LayerUsage, names: Sequence[str], num_experts: int) -> T
     shares, bits, order = layer.shares_PE, layer.bits_E, layer.order_E
     fair = 1 / shares.shape[1]
     most = f", of at most {math.log2(len(names)):.3f}" if len(names) > 1 else ""
-    title = (
-        f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%}); {bits.sum():.3f}"
-        f" bits{most}"
-    )
+    title = f"layer {layer.layer}: share of each source's tokens per expert (fair: {fair:.2%})"
+    title += f"; {bits.sum():.3f} bits{most}"
     left_out = shares.shape[1] - num_experts
     one_source = "One source alone shows no specialisation: the bits are 0." if len(names) == 1 else ""
     caption = one_source or (f"and {left_out} less specialised" if left_out > 0 else None)

@@ -1,15 +1,12 @@
-"""Held-out text to loss, perplexity and bits per byte, per data prefix and in total; and which experts take
-which prefix's tokens.
-
-Replicas share the batches as in `score`; sums are in float64, and reduced once at the end.
+"""Evaluates held-out text: loss, perplexity, bits per byte and expert usage, per data prefix and in total.
+Replicas share the batches as in `score`; sums are in float64 and reduced once at the end.
 """
 
 import json
 import logging
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -24,11 +21,10 @@ from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
-from moe_exp.host.progress import progress
 from moe_exp.inference.eval_report import Evaluation, Row, print_evaluation
 from moe_exp.inference.expert_usage import LayerUsage, RouterCounts
 from moe_exp.inference.held_out import Cut, HeldOut, Int64Array
-from moe_exp.inference.jobs import planned_quietly, run_rank
+from moe_exp.inference.jobs import Request, advancing, batch_size_of, planned_quietly, run_rank
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.stage import Stage
@@ -36,56 +32,30 @@ from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.evaluate")  # by name: torchrun runs this module as __main__
 
-_BATCH_BYTES = 256 << 20  # of logits, where the batch size is not given
 _IGNORED = -100
 
 
 @dataclass(frozen=True)
-class EvalRequest:
-    """What is to be evaluated.
+class EvalRequest(Request):
+    """Settings of an evaluation."""
 
-    Args:
-        checkpoint: an iter_ folder, a checkpoints folder or a run folder.
-        data: prefixes of .bin/.idx files, each a row; none: the validation data of the run, or of the
-            embedded corpus.
-        samples: sequences per prefix, the first ones; None: all.
-        by_document: every document alone, see `held_out.Cut`.
-        experts: show this many experts per layer; None: count no experts.
-        batch_size: sequences at a time; None: as many as have 256 MB of logits, or with `capacity` MBSZ of
-            the training.
-        tokenizer: see `text.tokenizer_for`.
-        dtype: compute type; empty: that of the training.
-        capacity: as in training: drop tokens over capacity, and leave out what is shorter than a sequence.
-        as_json: print one JSON object instead of tables.
-        layout: of the ranks.
-    """
-
-    checkpoint: str
+    checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
+    # prefixes of .bin/.idx files, each a row; none: the validation data of the run, or of the embedded corpus
     data: tuple[str, ...] = ()
-    samples: int | None = None
-    by_document: bool = False
-    experts: int | None = None
-    batch_size: int | None = None
-    tokenizer: str = ""
-    dtype: str = ""
-    capacity: bool = False
-    as_json: bool = False
-    layout: Layout = field(default_factory=Layout)
-
-    @classmethod
-    def from_json(cls, text: str) -> "EvalRequest":
-        """From what `to_json` wrote."""
-        values = json.loads(text)
-        return cls(**values | {"layout": Layout(**values["layout"]), "data": tuple(values["data"])})
-
-    def to_json(self) -> str:
-        """For the ranks of a job."""
-        return json.dumps(asdict(self))
+    samples: int | None = None  # only the first sequences of each prefix; None: all
+    by_document: bool = False  # every document alone, see `held_out.Cut`
+    experts: int | None = None  # show this many experts per layer; None: count no experts
+    batch_size: int | None = None  # sequences; None: 256 MB of logits, or with `capacity` the training's MBSZ
+    tokenizer: str = ""  # see `text.tokenizer_for`
+    dtype: str = ""  # compute type; empty: the training's
+    capacity: bool = False  # as in training: drop tokens over capacity, leave out incomplete sequences
+    as_json: bool = False  # print one JSON object instead of tables
+    layout: Layout = field(default_factory=Layout)  # of the ranks
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A request that was checked."""
+    """A checked request."""
 
     request: EvalRequest
     folder: Path
@@ -96,7 +66,7 @@ class Plan:
 
     @property
     def batches(self) -> list[tuple[int, int, int]]:
-        """(source, first sequence, number of sequences) of every batch."""
+        """(source, first sequence, number of sequences) per batch."""
         size = self.batch_size
         return [
             (number, first, min(size, len(source) - first))
@@ -106,11 +76,7 @@ class Plan:
 
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
-    """Checks a request without loading weights. Without `check_ids` the tokens are not read.
-
-    Raises:
-        ValueError: a line for everything that cannot be.
-    """
+    """Checks a request without loading weights, and `check_ids` its tokens; ValueError with all problems."""
     folder = one_checkpoint(Path(request.checkpoint).expanduser())
     saved = saved_config(folder)
     problems = _number_problems(request, saved)
@@ -119,7 +85,9 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
     if problems:
         raise ConfigError(problems)
     sources = _sources(request, saved, check_ids=check_ids)
-    batch_size = request.batch_size or _batch_size(request, saved, max(map(len, sources)))
+    batch_size = request.batch_size or batch_size_of(
+        saved, saved.seq_len, max(map(len, sources)), capacity=request.capacity
+    )
     if tokenizer is not None:
         _compare_tokenizers(tokenizer, sources)
     if saved.use_moe and saved.moe_type == "moe" and not request.capacity:
@@ -128,19 +96,15 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
 
 
 def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
+    numbers = {name: getattr(request, name) for name in ("samples", "batch_size", "experts")}
     problems = [
         problem(name, value, "must be at least 1", "give a positive number, or leave it out")
-        for name, value in (
-            ("samples", request.samples),
-            ("batch_size", request.batch_size),
-            ("experts", request.experts),
-        )
+        for name, value in numbers.items()
         if value is not None and value < 1
     ]
     if request.experts is not None and not saved.use_moe:
-        problems.append(
-            problem("experts", request.experts, "the model is dense, it has none", "leave --experts out")
-        )
+        rule = "the model is dense, it has none"
+        problems.append(problem("experts", request.experts, rule, "leave --experts out"))
     if request.capacity and saved.seq_len % request.layout.tp:
         rule = (
             f"with --capacity the {saved.seq_len} tokens of a sequence cannot be padded to a multiple of it"
@@ -153,7 +117,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
 
 
 def _tokenizer(request: EvalRequest, saved: Config) -> TextTokenizer | None:
-    """None, said with the reason, where there is none and none is asked for."""
+    """None, with a warning, if there is none and none was requested."""
     try:
         return tokenizer_for(saved, request.tokenizer)
     except ValueError as error:
@@ -176,21 +140,15 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
             problems.append(wrong)
         sources.append(source)
     if not problems and len({source.prefix for source in sources}) < len(sources):
-        problems.append(
-            problem(
-                "data",
-                " ".join(source.prefix for source in sources),
-                "names a prefix twice",
-                "name each once",
-            )
-        )
+        named = " ".join(source.prefix for source in sources)
+        problems.append(problem("data", named, "names a prefix twice", "name each once"))
     if problems:
         raise ConfigError(problems)
     return sources
 
 
 def _own_data(saved: Config) -> list[str]:
-    """What the run was validated on."""
+    """Prefixes of the run's validation data."""
     if saved.valid_data:
         return [prefix for _, prefix in parse_blend(saved.valid_data)]
     if saved.train_data:
@@ -199,34 +157,24 @@ def _own_data(saved: Config) -> list[str]:
     return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix]
 
 
-def _batch_size(request: EvalRequest, saved: Config, most: int) -> int:
-    return (
-        saved.mbsz
-        if request.capacity
-        else max(1, min(most, _BATCH_BYTES // (4 * saved.seq_len * saved.vocab_size)))
-    )
-
-
 def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut]) -> None:
-    """Says where the data was made with another tokenizer, as far as its manifest knows."""
+    """Warns if the data's manifest names another tokenizer."""
     for source in sources:
         facts = source.files.manifest.get("settings", {}).get("tokenizer")
         made_with = facts.get("hash") if isinstance(facts, dict) else None
         if made_with not in (None, tokenizer.facts()["hash"]):
-            logger.warning(
-                "data=%s: by its manifest of another tokenizer than %s", source.prefix, tokenizer.name
-            )
+            text = "data=%s: by its manifest of another tokenizer than %s"
+            logger.warning(text, source.prefix, tokenizer.name)
 
 
 def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
-    """Loads the model and evaluates; the same result on every rank. Called by every rank.
-
-    Raises:
-        ValueError: when the checkpoint cannot be loaded.
-    """
+    """Evaluates the model, called by and with the same result on every rank; ValueError if loading fails."""
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
     sums = torch.zeros(len(plan.sources), 2, dtype=torch.float64, device=rank.device)  # nats, bytes
-    counts = _router_counts(plan, stage) if plan.request.experts is not None else None
+    counts = None
+    if plan.request.experts is not None:
+        sizes = (len(plan.sources), plan.config.num_layers, plan.config.num_experts)
+        counts = RouterCounts(moe_layers([stage.model]), sizes, rank.device)
     _run_batches(plan, stage, sums, counts)
     if rank.world_size > 1:
         torch.distributed.all_reduce(sums)
@@ -241,36 +189,21 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
     return Evaluation(str(plan.folder), iteration_of(plan.folder), rows, usage)
 
 
-def _router_counts(plan: Plan, stage: Stage) -> RouterCounts:
-    return RouterCounts(
-        moe_layers([stage.model]),
-        num_layers=plan.config.num_layers,
-        num_sources=len(plan.sources),
-        num_experts=plan.config.num_experts,
-        device=stage.rank.device,
-    )
-
-
 def _usage(config: Config, counts: RouterCounts) -> list[LayerUsage]:
     counts_PLE = counts.counts_PLE.cpu().numpy()
-    return [
-        LayerUsage(layer + 1, counts_PLE[:, layer])
-        for layer, is_moe in enumerate(config.moe_layers)
-        if is_moe
-    ]
+    layers = [layer for layer, is_moe in enumerate(config.moe_layers) if is_moe]
+    return [LayerUsage(layer + 1, counts_PLE[:, layer]) for layer in layers]
 
 
 def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | None) -> None:
-    """Batch i goes to replica i modulo their number. Experts may be spread over replicas, so all work to the
-    last step.
-    """
+    """Batch i goes to replica i modulo their number; all run every step, as EP may span them."""
     replicas, batches = stage.rank.groups.dp, plan.batches
-    shows, total = stage.rank.is_first, sum(count for _, _, count in batches)
-    with progress("eval", total, unit="sequences") if shows else nullcontext(_no_progress) as advance:
+    total = sum(count for _, _, count in batches)
+    with advancing("eval", total, "sequences", shows=stage.rank.is_first) as advance:
         for first_of_step in range(0, len(batches), replicas.size()):
             step = batches[first_of_step : first_of_step + replicas.size()]
             is_mine = replicas.rank() < len(step)
-            # A replica for which no batch is left computes one, and counts nothing.
+            # a replica without a batch computes one but does not count it
             number, first, count = step[replicas.rank() if is_mine else 0]
             source = plan.sources[number]
             sequences = source.read(first, count)
@@ -280,20 +213,13 @@ def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | 
             logits = stage.logits(tokens)
             if logits is not None and stage.writes and is_mine:
                 sums[number, 0] += _nats(logits, labels)
-                sums[number, 1] += (
-                    source.count_bytes(first, sequences, plan.token_bytes) if plan.token_bytes else 0
-                )
+                if plan.token_bytes:
+                    sums[number, 1] += source.count_bytes(first, sequences, plan.token_bytes)
             advance(sum(count for _, _, count in step))
 
 
-def _no_progress(sequences: int) -> None:
-    """On ranks that show none."""
-
-
 def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:
-    """Inputs and labels, int64 [B, S], as long as the longest sequence. What is behind a token does not
-    change its logits.
-    """
+    """Inputs and labels, int64 [B, S] with S of the longest; padding changes no logits before it."""
     longest = max(map(len, sequences)) - 1
     tokens = torch.zeros(len(sequences), longest, dtype=torch.int64)
     labels = torch.full_like(tokens, _IGNORED)
@@ -304,9 +230,7 @@ def _padded(sequences: list[Int64Array]) -> tuple[Tensor, Tensor]:
 
 
 def _valid_tokens(stage: Stage, labels: Tensor, *, is_mine: bool) -> Tensor:
-    """Which tokens of this rank's part of the sequence count, bool [T], in the order in which the routers see
-    them.
-    """
+    """Mask of this rank's tokens that count, bool [T], in the routers' order."""
     tp = stage.rank.groups.tp
     valid_BS = nn.functional.pad((labels != _IGNORED) & is_mine, (0, -labels.size(1) % tp.size()))
     valid_SB = valid_BS.transpose(0, 1).chunk(tp.size())[tp.rank()]
@@ -314,7 +238,7 @@ def _valid_tokens(stage: Stage, labels: Tensor, *, is_mine: bool) -> Tensor:
 
 
 def _nats(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy summed over the labels; row by row, so that only one is in memory twice."""
+    """Cross entropy summed over the labels, row by row to save memory."""
     labels = labels.to(logits.device)
     losses = [
         nn.functional.cross_entropy(x, y, reduction="none", ignore_index=_IGNORED)
@@ -335,9 +259,8 @@ def print_evaluated(plan: Plan, rank: Runtime, *, show: Callable[[str], None] = 
 
 
 def main(request_file: str) -> None:
-    """One rank of a job that torchrun started."""
-    request = EvalRequest.from_json(Path(request_file).read_text(encoding="utf-8"))
-    plan = planned_quietly(lambda: plan_evaluation(request, check_ids=False))
+    """Runs one rank of a torchrun job."""
+    plan = planned_quietly(lambda: plan_evaluation(EvalRequest.read(request_file), check_ids=False))
     run_rank(plan.config, lambda rank: print_evaluated(plan, rank))
 
 

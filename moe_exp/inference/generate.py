@@ -1,7 +1,5 @@
-"""Prompts to text, token by token. Prompts follow each other, so that none is padded; their tokens are kept
-in a cache.
-
-Every rank runs the same loop: the first replica's last stage draws a token and tells it to all.
+"""Generates text from prompts, one at a time (so none is padded), with a key/value cache. Every rank runs the
+same loop: the first replica's last stage draws a token and sends it to all.
 """
 
 import contextlib
@@ -12,7 +10,6 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +18,7 @@ from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, problem
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
-from moe_exp.inference.jobs import planned_quietly, run_rank
+from moe_exp.inference.jobs import Request, planned_quietly, run_rank
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.sampling import Sampler, Sampling
@@ -32,75 +29,37 @@ logger = logging.getLogger("moe_exp.inference.generate")  # by name: torchrun ru
 
 
 @dataclass(frozen=True)
-class GenerateRequest:
-    """What is to be generated.
+class GenerateRequest(Request):
+    """Settings of a generation."""
 
-    Args:
-        checkpoint: an iter_ folder, a checkpoints folder or a run folder.
-        prompts: texts to go on with.
-        sampling: how tokens are drawn.
-        max_new_tokens: per prompt.
-        max_positions: tokens of prompt and text together; 0: SEQ_LEN of the training, beyond which the model
-            has seen nothing.
-        stops: texts at which a text ends.
-        tokenizer: see `text.tokenizer_for`.
-        allow_special: special tokens in a prompt are read as such.
-        dtype: compute type; empty: that of the training.
-        as_json: print one JSON object per prompt instead of the text.
-        layout: of the ranks.
-    """
-
-    checkpoint: str
+    checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
     prompts: tuple[str, ...]
     sampling: Sampling = field(default_factory=Sampling)
-    max_new_tokens: int = 128
-    max_positions: int = 0
-    stops: tuple[str, ...] = ()
-    tokenizer: str = ""
-    allow_special: bool = False
-    dtype: str = ""
-    as_json: bool = False
-    layout: Layout = field(default_factory=Layout)
-
-    @classmethod
-    def from_json(cls, text: str) -> "GenerateRequest":
-        """From what `to_json` wrote."""
-        values = json.loads(text)
-        kinds: dict[str, Callable[[Any], Any]] = {
-            "sampling": lambda fields: Sampling(**fields), "layout": lambda fields: Layout(**fields),
-            "prompts": tuple, "stops": tuple,
-        }  # fmt: skip
-        return cls(**{name: kinds[name](value) if name in kinds else value for name, value in values.items()})
-
-    def to_json(self) -> str:
-        """For the ranks of a job."""
-        return json.dumps(asdict(self))
+    max_new_tokens: int = 128  # per prompt
+    max_positions: int = 0  # tokens of prompt and text; 0: the training's SEQ_LEN, the most the model saw
+    stops: tuple[str, ...] = ()  # stop texts
+    tokenizer: str = ""  # see `text.tokenizer_for`
+    allow_special: bool = False  # parse special tokens in prompts
+    dtype: str = ""  # compute type; empty: the training's
+    as_json: bool = False  # print one JSON object per prompt instead of the text
+    layout: Layout = field(default_factory=Layout)  # of the ranks
 
 
 @dataclass
 class Generated:
-    """A text, as `--json` prints it.
-
-    Args:
-        prompt: the text before.
-        prompt_tokens: its tokens.
-        text: what follows.
-        tokens: its tokens, with the one that ended the document.
-        logprobs: of each of them, nats, by the model itself (temperature 1, all tokens).
-        finish_reason: `end_of_document`, `stop` or `length`.
-    """
+    """A text, as `--json` prints it."""
 
     prompt: str
     prompt_tokens: list[int]
-    text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    finish_reason: str = "length"
+    text: str = ""  # after the prompt
+    tokens: list[int] = field(default_factory=list)  # of the text, and end of document
+    logprobs: list[float] = field(default_factory=list)  # of `tokens`, nats, temperature 1 among all tokens
+    finish_reason: str = "length"  # `end_of_document`, `stop` or `length`
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A request that was checked: settings, tokenizer, and the prompts' tokens."""
+    """A checked request."""
 
     request: GenerateRequest
     folder: Path
@@ -111,21 +70,11 @@ class Plan:
 
 
 def plan_generation(request: GenerateRequest) -> Plan:
-    """Checks a request without loading weights.
-
-    Raises:
-        ValueError: one line for what cannot be.
-    """
+    """Checks a request without loading weights; ValueError with one line."""
     request.sampling.check()
     if request.max_new_tokens < 1:
-        raise ValueError(
-            problem(
-                "max_new_tokens",
-                request.max_new_tokens,
-                "must be at least 1",
-                "give the number of tokens to generate",
-            )
-        )
+        fix = "give the number of tokens to generate"
+        raise ValueError(problem("max_new_tokens", request.max_new_tokens, "must be at least 1", fix))
     folder = one_checkpoint(Path(request.checkpoint).expanduser())
     saved = saved_config(folder)
     config = config_for_use(folder, request.layout, dtype=request.dtype or None)
@@ -133,45 +82,30 @@ def plan_generation(request: GenerateRequest) -> Plan:
     max_positions = request.max_positions or saved.seq_len
     prompts = [_prompt_tokens(tokenizer, text, max_positions, saved.seq_len) for text in request.prompts]
     if max_positions > saved.seq_len:
-        logger.warning(
-            "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense",
-            max_positions,
-            saved.seq_len,
-        )
+        text = "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense"
+        logger.warning(text, max_positions, saved.seq_len)
     if saved.use_moe and saved.moe_type == "moe":
         logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
     return Plan(request, folder, config, tokenizer, prompts, max_positions)
 
 
 def _prompt_tokens(tokenizer: TextTokenizer, text: str, max_positions: int, seq_len: int) -> list[int]:
-    shown = text if len(text) <= 40 else f"{text[:40]}..."
+    shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
     tokens = encode(tokenizer, text)
     if not tokens:
-        raise ValueError(
-            problem("prompt", repr(shown), "has no token to go on from", "give at least a character")
-        )
+        raise ValueError(problem("prompt", shown, "has no token to go on from", "give at least a character"))
     if len(tokens) >= max_positions:
-        rule = (
-            f"has {len(tokens)} tokens, and with one more that is over the {max_positions} positions"
-            " there are"
-        )
-        raise ValueError(
-            problem(
-                "prompt",
-                repr(shown),
-                rule,
-                f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}",
-            )
-        )
+        limit = f"the {max_positions} positions there are"
+        rule = f"has {len(tokens)} tokens, and with one more that is over {limit}"
+        fix = f"shorten it, or give --max-positions; the training had SEQ_LEN={seq_len}"
+        raise ValueError(problem("prompt", shown, rule, fix))
     return tokens
 
 
 def new_tokens(
     stage: Stage, prompt: Sequence[int], sampler: Sampler, *, max_positions: int
 ) -> Generator[tuple[int, float], None, None]:
-    """The tokens that follow a prompt, each with its log-probability; without an end before `max_positions`.
-    Called by every rank.
-    """
+    """Yields tokens after a prompt, with log-probabilities, up to `max_positions`. Called by every rank."""
     next_tokens, num_tokens = list(prompt), len(prompt)
     with stage.cache(max_positions):
         while num_tokens < max_positions:
@@ -182,12 +116,12 @@ def new_tokens(
 
 
 def _agreed(stage: Stage, logits: torch.Tensor | None, sampler: Sampler) -> tuple[int, float]:
-    """What the last stage of the first replica draws, on every rank."""
+    """The draw of the first replica's last stage, on every rank."""
     rank, draws = stage.rank, stage.writes and stage.rank.groups.dp.rank() == 0
     drawn = sampler.draw(logits[0, 0]) if draws and logits is not None else (0, 0.0)
     if rank.world_size == 1:
         return drawn
-    # All others send zeros.
+    # all others contribute zeros
     box = torch.tensor(drawn, dtype=torch.float64, device=rank.device)
     torch.distributed.all_reduce(box)
     return int(box[0].item()), box[1].item()
@@ -196,9 +130,7 @@ def _agreed(stage: Stage, logits: torch.Tensor | None, sampler: Sampler) -> tupl
 def generate(
     plan: Plan, rank: Runtime, *, show: Callable[[str], None] = lambda text: None
 ) -> Iterator[Generated]:
-    """Loads the model and yields a text per prompt; `show` gets each text piece by piece. Called by every
-    rank.
-    """
+    """Loads the model and yields a result per prompt; `show` gets text as it comes. Called by every rank."""
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
     for index, (prompt, tokens) in enumerate(zip(plan.request.prompts, plan.prompt_tokens, strict=True)):
@@ -206,7 +138,7 @@ def generate(
         last = min(plan.max_positions, len(tokens) + plan.request.max_new_tokens)
         clock = _Clock(len(tokens))
         drawn = new_tokens(stage, tokens, Sampler(plan.request.sampling, index), max_positions=last)
-        with contextlib.closing(drawn):  # which gives the cache up
+        with contextlib.closing(drawn):  # frees the cache
             for token, log_prob in drawn:
                 clock.tick()
                 result.tokens.append(token)
@@ -230,7 +162,7 @@ def _grow(result: Generated, text: str, show: Callable[[str], None]) -> None:
 
 
 class _Clock:
-    """Seconds for the prompt, which are those of the first token, and for the tokens after it."""
+    """Times the prompt (up to the first token) and the later tokens."""
 
     def __init__(self, num_prompt: int):
         self.num_prompt, self.num_tokens = num_prompt, 0
@@ -244,14 +176,12 @@ class _Clock:
     def __str__(self) -> str:
         prompt, rest = self.first - self.start, self.last - self.first
         rate = f", {(self.num_tokens - 1) / rest:,.0f} tokens/s" if rest else ""
-        return (
-            f"first token after {prompt:.2f} s (prompt of {self.num_prompt} tokens), then"
-            f" {self.num_tokens - 1} in {rest:.2f} s{rate}"
-        )
+        first = f"first token after {prompt:.2f} s (prompt of {self.num_prompt} tokens)"
+        return f"{first}, then {self.num_tokens - 1} in {rest:.2f} s{rate}"
 
 
 def print_generated(plan: Plan, rank: Runtime) -> None:
-    """Generates and prints on rank 0: text as it comes, or JSON lines. Called by every rank."""
+    """Generates, and prints text as it comes, or JSON lines, on rank 0. Called by every rank."""
     as_json, out = plan.request.as_json, sys.stdout
 
     def show(text: str) -> None:
@@ -266,10 +196,8 @@ def print_generated(plan: Plan, rank: Runtime) -> None:
 
 
 def main(request_file: str) -> None:
-    """One rank of a job that torchrun started."""
-    plan = planned_quietly(
-        lambda: plan_generation(GenerateRequest.from_json(Path(request_file).read_text(encoding="utf-8")))
-    )
+    """Runs one rank of a torchrun job."""
+    plan = planned_quietly(lambda: plan_generation(GenerateRequest.read(request_file)))
     run_rank(plan.config, lambda rank: print_generated(plan, rank))
 
 

@@ -1,10 +1,8 @@
-"""Held-out token files, cut into sequences so that every token but the first of a text is predicted once. No
-torch in here.
-"""
+"""Token files as sequences that predict every token but a text's first exactly once. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,33 +21,17 @@ _SCANNED_TOKENS = 2**24
 
 @dataclass(frozen=True)
 class Cut:
-    """How a text becomes sequences.
+    """How texts are cut into sequences."""
 
-    Args:
-        seq_len: S, tokens that are predicted per sequence; the last one of a text has fewer.
-        by_document: every document is a text of its own, whose first token is not predicted. Otherwise all
-            documents of the files are one text, in their order, as in validation during training.
-        whole_only: leave out sequences with fewer than S predicted tokens, as validation during training
-            does.
-        samples: sequences at most, the first ones; None: all.
-    """
-
-    seq_len: int
-    by_document: bool = False
-    whole_only: bool = False
-    samples: int | None = None
+    seq_len: int  # S, predicted tokens per sequence; a text's last sequence may have fewer
+    by_document: bool = False  # each document is a text; else all are one, as in validation during training
+    whole_only: bool = False  # leave out sequences shorter than S, as validation during training does
+    samples: int | None = None  # only the first sequences; None: all
 
 
 class HeldOut:
-    """The sequences of one prefix. Sequence i is the tokens from `begins[i]` up to `ends[i]`, all but the
-    first of which are predicted.
-
-    Args:
-        prefix: of .bin/.idx, with a suffix or without.
-        cut: into sequences.
-
-    Raises:
-        ValueError: files are missing or damaged, or have no token to predict.
+    """Sequences of one .bin/.idx prefix: i is the tokens `begins[i]` to `ends[i] - 1`, all but the first of
+    which are predicted. ValueError if files are missing, damaged or predict no token.
     """
 
     def __init__(self, prefix: str, cut: Cut):
@@ -59,15 +41,13 @@ class HeldOut:
         if not len(self.begins):
             least = f"a whole sequence of SEQ_LEN + 1 = {cut.seq_len + 1}" if cut.whole_only else "two"
             where = "each of its documents" if cut.by_document else "it"
-            raise ValueError(
-                problem("data", self.prefix, f"{where} has fewer tokens than {least}", "give more text")
-            )
+            rule = f"{where} has fewer tokens than {least}"
+            raise ValueError(problem("data", self.prefix, rule, "give more text"))
 
     def _sequences(self, cut: Cut) -> tuple[Int64Array, Int64Array]:
         bounds = self.files.document_bounds if cut.by_document else self.files.document_bounds[[0, -1]]
         lengths = np.maximum(np.diff(bounds) - 1, 0)  # predicted tokens of each text
         counts = -(-lengths // cut.seq_len)
-        # of a sequence in its text
         place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         begins = np.repeat(bounds[:-1], counts) + place * cut.seq_len
         ends = np.minimum(begins + cut.seq_len + 1, np.repeat(bounds[1:], counts))
@@ -81,20 +61,17 @@ class HeldOut:
 
     @cached_property
     def num_predicted(self) -> int:
-        """Tokens."""
+        """Number of predicted tokens."""
         return int((self.ends - self.begins - 1).sum())
 
     def read(self, first: int, count: int) -> list[Int64Array]:
         """Token ids of the sequences `first` to `first + count - 1`."""
-        bounds = zip(
-            self.begins[first : first + count].tolist(),
-            self.ends[first : first + count].tolist(),
-            strict=True,
-        )
+        chosen = slice(first, first + count)
+        bounds = zip(self.begins[chosen].tolist(), self.ends[chosen].tolist(), strict=True)
         return [self.files.read(begin, end).astype(np.int64) for begin, end in bounds]
 
     def count_bytes(self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes) -> int:
-        """Bytes of text that the predicted tokens of the sequences from `first` on stand for."""
+        """Bytes of text of the predicted tokens of `sequences`, which start at sequence `first`."""
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
@@ -104,28 +81,20 @@ class HeldOut:
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:
-        """The complaint about the first block of tokens with an id that the model does not have. Reads what
-        is evaluated.
-        """
-        for begin, end in self._blocks():
-            ids = self.files.read(begin, end)
+        """Line on the first id that the model does not have, or None."""
+        last = int(self.ends[-1])
+        for begin in range(int(self.begins[0]), last, _SCANNED_TOKENS):
+            ids = self.files.read(begin, min(begin + _SCANNED_TOKENS, last))
             for value in (int(ids.min()), int(ids.max())):
                 if not 0 <= value < vocab_size:
-                    rule = (
-                        f"has the id {value} at token {begin + int((ids == value).argmax())}, the model has 0"
-                        f" to {vocab_size - 1}"
-                    )
+                    place = begin + int((ids == value).argmax())
+                    rule = f"has the id {value} at token {place}, the model has 0 to {vocab_size - 1}"
                     return problem("data", self.prefix, rule, "give files of the training's tokenizer")
         return None
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        last = int(self.ends[-1])
-        for begin in range(int(self.begins[0]), last, _SCANNED_TOKENS):
-            yield begin, min(begin + _SCANNED_TOKENS, last)
-
 
 def short_names(prefixes: Sequence[str]) -> list[str]:
-    """The last parts of paths, as many as tell them apart; whole paths where nothing does."""
+    """The shortest distinct endings of paths, of up to three parts; else the whole paths."""
     for count in range(1, 4):
         names = ["/".join(Path(prefix).parts[-count:]) for prefix in prefixes]
         if len(set(names)) == len(names):

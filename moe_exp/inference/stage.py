@@ -1,7 +1,6 @@
-"""One pipeline stage of a model: token ids in, logits out, with a cache of keys and values or without. Called
-by every rank.
+"""One pipeline stage of a model: token ids in, logits out, with or without a key/value cache.
 
-Shapes: B batch, S tokens, V vocabulary, D hidden.
+Called by every rank. Shapes: B batch, S tokens, V vocabulary, D hidden.
 """
 
 import contextlib
@@ -21,46 +20,35 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class Stage:
-    """The part of a model that is on this rank, and how it is run together with the others.
-
-    Args:
-        config: settings for use, see `layout.config_for_use`.
-        rank: of the job.
-        model: of this rank, with weights.
-    """
+    """Runs this rank's part of a model together with the others; `config` is from `layout.config_for_use`."""
 
     def __init__(self, config: Config, rank: Runtime, model: GPTModel):
         self.config, self.rank, self.model = config, rank, model
         self._caches: list[KeyValueCache] = []
         self._context: StaticInferenceContext | None = None
         self._positions = torch.empty(0)
-        # The sequence is gathered before the last layer, of which generation needs a single row.
+        # The sequence is gathered before the output layer, as generation needs only one row.
         if model.post_process:
             model.output_layer.sequence_parallel = False
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage has the logits."""
+        """Whether this stage computes logits."""
         return bool(self.model.post_process)
 
     @property
     def writes(self) -> bool:
-        """Whether this is the rank of its replica that hands on the logits."""
+        """Whether this rank outputs the logits of its replica."""
         return self.is_last and self.rank.groups.tp.rank() == 0
 
     @contextlib.contextmanager
     def cache(self, num_positions: int) -> Iterator[None]:
-        """Inside, `logits` takes what follows the tokens of the one sequence that it was given before.
-
-        Args:
-            num_positions: tokens of the whole sequence at most.
-        """
-        # the last tokens may be padded to a number that the ranks of TP can share
+        """Inside, each call of `logits` continues one sequence, of at most `num_positions` tokens."""
+        # the last tokens may be padded to a multiple of TP
         room = num_positions + self.config.tp
         cores = [layer.self_attention.core_attention for layer in self.model.decoder.layers]
         if self._is_latent:
-            # Multi-latent attention turns its keys before Megatron's context takes them: nothing is turned
-            # again.
+            # multi-latent attention rotates its keys before Megatron's context stores them
             self._context = StaticInferenceContext(max_batch_size=1, max_sequence_length=room)
         else:
             self._caches = [KeyValueCache(room) for _ in cores]
@@ -77,20 +65,14 @@ class Stage:
     def _is_latent(self) -> bool:
         return bool(self.model.config.multi_latent_attention)
 
-    @torch.no_grad()  # not inference_mode: experts are computed by threads, which it does not reach
+    @torch.no_grad()  # inference_mode would not reach the threads that compute experts
     def logits(self, tokens: Tensor, *, last_only: bool = False) -> Tensor | None:
-        """Logits for the token after each of `tokens`; None on a rank that is not of the last stage.
-
-        Args:
-            tokens: int64 [B, S], the same on every rank of a replica.
-            last_only: for the last token alone.
-
-        Returns:
-            float32 [B, S or 1, V], without the rows that pad the vocabulary.
+        """Logits for the token after each of `tokens`, int64 [B, S], equal on all ranks of a replica: float32
+        [B, S, V], with `last_only` [B, 1, V]; None before the last stage.
         """
         num_tokens = tokens.size(1)
         padding = -num_tokens % self.config.tp
-        # What is behind a token does not change its logits: attention is causal, and no expert drops a token.
+        # Padding does not change logits before it: attention is causal, and no token is dropped.
         tokens = nn.functional.pad(tokens, (0, padding)).to(self.rank.device)
         hidden = self._decode(self._input(tokens), tokens.size(1))
         for cache in self._caches:
@@ -108,7 +90,7 @@ class Stage:
         return self._vocabulary(hidden)
 
     def _input(self, tokens: Tensor) -> Tensor:
-        """[S / TP, B, D]: the embedding, or what the stage before has sent."""
+        """[S / TP, B, D]: the embedding, or received from the previous stage."""
         if self.model.pre_process:
             hidden: Tensor = self.model.embedding(input_ids=tokens, position_ids=None)
             return hidden
@@ -133,10 +115,10 @@ class Stage:
         return out
 
     def _rotary(self, start: int, end: int) -> Tensor:
-        """Angles of the positions `start` to `end - 1`: [end - start, 1, 1, d]."""
+        """Angles of positions `start` to `end - 1`: [end - start, 1, 1, d]."""
         if len(self._positions) < end:
             angles = self.model.rotary_pos_emb(max(end, self.config.seq_len + self.config.tp))
-            # with YaRN's factor, which attention knows
+            # YaRN also returns its factor, which attention has
             self._positions = angles[0] if isinstance(angles, tuple) else angles
         return self._positions[start:end]
 

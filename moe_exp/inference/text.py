@@ -1,4 +1,4 @@
-"""Prompts to tokens, and tokens to text as they come, in whole characters."""
+"""Encodes prompts, and decodes a stream of tokens in whole characters."""
 
 from __future__ import annotations
 
@@ -16,82 +16,57 @@ logger = logging.getLogger(__name__)
 
 Decoder = Callable[[Sequence[int]], str]
 
-_UNFINISHED = "\ufffd"  # what a decoder makes of bytes that are no character, or not yet
-# decoders treat the first piece of a text differently (a space before it), so none is decoded alone
-_CONTEXT_TOKENS = 8
+_UNFINISHED = "\ufffd"  # decoded from bytes that are no character, or not yet
+_CONTEXT_TOKENS = 8  # decoders treat the first piece differently (leading space), so none is decoded alone
+_GIVE = "give --tokenizer, a folder with tokenizer.json or that file"
 
 
 def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> TextTokenizer:
-    """The tokenizer that a model was trained with, or the one that is named.
-
-    Args:
-        saved: settings of the training.
-        name: a tokenizer.json or a folder with it, a SentencePiece .model file, `bytes`; empty: that of the
-            training.
-        allow_special: special tokens in a prompt, such as <s>, are read as such.
-
-    Raises:
-        ValueError: where there is none, or it has ids that the model has not.
+    """The tokenizer that a model was trained with, or `name`: a tokenizer.json or its folder, a SentencePiece
+    .model file, or `bytes`. `allow_special` parses special tokens in text, such as <s>. ValueError if there
+    is none or it has ids that the model has not.
     """
     path = name or saved.tokenizer or _embedded(saved)
     if path != "bytes" and not Path(path).exists():
-        raise ValueError(
-            problem(
-                "tokenizer",
-                path,
-                "does not exist",
-                "give --tokenizer, a folder with tokenizer.json or that file",
-            )
-        )
+        raise ValueError(problem("tokenizer", path, "does not exist", _GIVE))
     tokenizer = load_named_tokenizer(path, allow_special=allow_special)
     if tokenizer.vocab_size > saved.vocab_size:
         rule = f"has {tokenizer.vocab_size} tokens, the model VOCAB_SIZE={saved.vocab_size}"
         raise ValueError(problem("tokenizer", path, rule, "give --tokenizer, the one of the training"))
     if tokenizer.vocab_size < saved.vocab_size:
-        logger.info(
-            "tokenizer %s has %d of the model's %d tokens; the others have no text",
-            path,
-            tokenizer.vocab_size,
-            saved.vocab_size,
-        )
+        text = "tokenizer %s has %d of the model's %d tokens; the others have no text"
+        logger.info(text, path, tokenizer.vocab_size, saved.vocab_size)
     return tokenizer
 
 
 def _embedded(saved: Config) -> str:
-    """The tokenizer of the embedded corpus, on which a run is trained that names no data."""
+    """The tokenizer of the embedded corpus, used by runs that name no data."""
     if saved.train_data:
-        fix = "give --tokenizer, a folder with tokenizer.json or that file"
-        raise ValueError(problem("tokenizer", "", "the training did not name one", fix))
-    path = (
-        Path(saved.data_dir)
-        / f"python_stdlib_{platform.python_version()}_bpe{EMBEDDED_VOCAB_SIZE}"
-        / "tokenizer.json"
-    )
+        raise ValueError(problem("tokenizer", "", "the training did not name one", _GIVE))
+    folder = f"python_stdlib_{platform.python_version()}_bpe{EMBEDDED_VOCAB_SIZE}"
+    path = Path(saved.data_dir) / folder / "tokenizer.json"
     if not path.is_file():
         rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
-        raise ValueError(
-            problem("tokenizer", "", rule, "give --tokenizer, the tokenizer.json of the training's DATA_DIR")
-        )
+        fix = "give --tokenizer, the tokenizer.json of the training's DATA_DIR"
+        raise ValueError(problem("tokenizer", "", rule, fix))
     return str(path)
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids as documents have them: without a token for the beginning or the end."""
+    """Token ids as in documents: without tokens for beginning and end."""
     ids, _ = Encoders(tokenizer).get("tokenizers")([text])
     return [int(token) for token in ids]
 
 
 def decoder_of(tokenizer: TextTokenizer) -> Decoder:
-    """The function from token ids to text. Ids that the tokenizer does not have give nothing."""
+    """Function from token ids to text; ignores ids that the tokenizer does not have."""
     if tokenizer.kind == "bytes":
         return lambda ids: bytes(token for token in ids if token < 256).decode(errors="replace")
     if tokenizer.kind == "sentencepiece":
         import sentencepiece
 
-        processor, size = (
-            sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content),
-            tokenizer.vocab_size,
-        )
+        size = tokenizer.vocab_size
+        processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
         return lambda ids: str(processor.decode([int(token) for token in ids if token < size]))
     from tokenizers import Tokenizer
 
@@ -100,13 +75,8 @@ def decoder_of(tokenizer: TextTokenizer) -> Decoder:
 
 
 class TextStream:
-    """The text of tokens that come one by one. What may still change is held back: part of a character, the
-    beginning of a stop text.
-
-    Args:
-        decode: from `decoder_of`.
-        prompt: ids of the tokens before.
-        stops: texts at which the stream ends; they are not part of it.
+    """Decodes tokens that come one by one after `prompt`, up to (without) the first of `stops`. Holds back
+    text that may still change: part of a character, the beginning of a stop text.
     """
 
     def __init__(self, decode: Decoder, prompt: Sequence[int], stops: Sequence[str] = ()):
@@ -117,12 +87,12 @@ class TextStream:
         self.stopped = False
 
     def push(self, token: int) -> str:
-        """What the text grows by; sets `stopped` where a stop text is complete."""
+        """Returns the new text; sets `stopped` once a stop text is complete."""
         self._ids.append(token)
         return self._stop(self._characters(final=False), final=False)
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the text held back."""
         return "" if self.stopped else self._stop(self._characters(final=True), final=True)
 
     def _characters(self, *, final: bool) -> str:
@@ -144,7 +114,6 @@ class TextStream:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
-    return next(
-        (size for size in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:size])), 0
-    )
+    """Length of the longest end of `text` that `stop` begins with."""
+    sizes = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((size for size in sizes if text.endswith(stop[:size])), 0)

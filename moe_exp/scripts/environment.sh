@@ -3,8 +3,9 @@
 #
 #   source moe_exp/scripts/environment.sh
 #   find_python [EXTRA ...]          # extras of setup.py: dev, wandb, gpu, te, megablocks
+#   moe_exp train "$@"               # find_python, then that command
 #
-# Afterwards $PYTHON has every dependency in a version that setup.py accepts, and finds this checkout. It is
+# After find_python, $PYTHON has every dependency in a version that setup.py accepts, and finds this checkout. It is
 # the first of:
 #   1. $PYTHON, $VIRTUAL_ENV or $CONDA_PREFIX, if it meets the requirements; it is never changed
 #   2. .venv in the repository
@@ -24,6 +25,24 @@ _fail() {
     exit 1
 }
 
+# Prints the comment at the head of script $1.
+print_help() { awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$1"; }
+
+# Runs the command $1 of moe-exp with the arguments $2 ... of the script that sources this file; --help prints
+# the script's head.
+moe_exp() {
+    local argument
+    for argument in "${@:2}"; do
+        if [ "$argument" = --help ] || [ "$argument" = -h ]; then
+            print_help "$0"
+            exit 0
+        fi
+    done
+    # shellcheck disable=SC2119  # no extras
+    find_python
+    exec "$PYTHON" -m moe_exp "$@"
+}
+
 _modern() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 # Prints what Python $1 lacks of the requirements and of extras $2 ...; fails if there is anything.
@@ -33,6 +52,7 @@ _python_of_path() {
     command -v python3 || command -v python || _fail "no Python on PATH. Fix: install Python 3.10 or newer"
 }
 
+# shellcheck disable=SC2120  # scripts that source this file pass extras
 find_python() {
     local python lacking extra
     if [ ! -f "$_root/setup.py" ]; then # installed by pip: its Python is the active one

@@ -26,15 +26,6 @@
 # you are in.
 set -euo pipefail
 
-for argument in "$@"; do
-    if [ "$argument" = --help ] || [ "$argument" = -h ]; then
-        awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "${BASH_SOURCE[0]}"
-        exit 0
-    fi
-done
-
 # shellcheck source=moe_exp/scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-# shellcheck disable=SC2119  # no extras
-find_python
-exec "$PYTHON" -m moe_exp sweep "$@"
+moe_exp sweep "$@"

@@ -132,3 +132,36 @@ def test_missing_is_answered_without_third_party_packages() -> None:
     assert done.returncode == 1
     assert done.stdout.splitlines() == doctor.requirements()
     assert done.stderr == ""
+
+
+def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("triton")
+    from moe_exp.engine import kernel_checks
+    from moe_exp.layers.kernels import combine
+
+    sizes = list(kernel_checks._doctor_sizes())
+    monkeypatch.setattr(kernel_checks, "_doctor_sizes", lambda: sizes[:1])
+    assert doctor.check_kernels() == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    results = {row[0]: row[-1] for row in rows if row and row[-1] in ("ok", "failed")}
+    assert set(results.values()) == {"ok"}
+    assert {"up_projection", "weight_grad", "router_topk", "chunk_order"} <= set(results)
+
+    kernel = combine._kernel.timed.fn
+    run = kernel.run
+    monkeypatch.setattr(kernel, "run", lambda *args, **kwargs: (run(*args, **kwargs), args[3].zero_()))
+    assert doctor.check_kernels() == 1
+    report = capsys.readouterr().out
+    assert [line.split()[0] for line in report.splitlines() if line.endswith("failed")] == ["combine"] * 3
+    assert "kernel combine (bf16, " in report and "relative error 1, the limit is 0.03" in report
+
+
+def test_kernels_that_cannot_be_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from moe_exp.engine import kernel_checks
+
+    monkeypatch.setattr(kernel_checks, "can_check", lambda device: False)
+    monkeypatch.setattr(kernel_checks, "missing", lambda: "triton is not installed")
+    assert doctor.check_kernels() == 0
+    assert capsys.readouterr().out == "No kernel is checked: triton is not installed.\n"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from moe_exp.commands.guard import print_json
 
 if TYPE_CHECKING:
     from moe_exp.data.inspect.verification import Finding
@@ -29,30 +30,21 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     check = subparsers.add_parser(
         "verify", help="read files again and compare them with their manifest, or with another corpus"
     )
-    check.add_argument("path", type=Path, help="a folder, prefix or file that moe-exp data has made")
-    check.add_argument(
-        "--against",
-        type=Path,
-        metavar="OTHER",
-        help="compare the documents with those of OTHER instead, in whatever order",
-    )
-    check.add_argument(
-        "--text-field", default="text", help="field of JSONL with the text, with --against (default: text)"
-    )
+    add = check.add_argument
+    add("path", type=Path, help="a folder, prefix or file that moe-exp data has made")
+    about = "compare the documents with those of OTHER instead, in whatever order"
+    add("--against", type=Path, metavar="OTHER", help=about)
+    add("--text-field", default="text", help="field of JSONL with the text, with --against (default: text)")
     check.set_defaults(run=_verify)
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
     from moe_exp.data.inspect.inspection import inspect_path, print_inspection
 
-    report = inspect_path(
-        arguments.path,
-        tokenizer=arguments.tokenizer,
-        num_samples=arguments.samples,
-        text_field=arguments.text_field,
-    )
+    options = {"tokenizer": arguments.tokenizer, "text_field": arguments.text_field}
+    report = inspect_path(arguments.path, num_samples=arguments.samples, **options)
     if arguments.json:
-        print(json.dumps(report, ensure_ascii=False))
+        print_json(report)
     else:
         print_inspection(report)
     return 0

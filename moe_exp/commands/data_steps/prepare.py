@@ -16,30 +16,19 @@ from moe_exp.data.download.sources import print_sources, resolve_source
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    _add_list(subparsers)
+    parser = subparsers.add_parser("list", help="the datasets that have a name here: files, size, licence")
+    parser.set_defaults(run=lambda _: print_sources())
     _add_download(subparsers)
     _add_prepare(subparsers)
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """What names a source: for `download` and `prepare`."""
-    parser.add_argument(
-        "source", help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, or a file"
-    )
-    parser.add_argument(
-        "--pattern", action="append", default=[], metavar="GLOB", help="which files instead; may be repeated"
-    )
-    parser.add_argument(
-        "--text-field", metavar="NAME", help="field with the text (default: the source's, or text)"
-    )
-    parser.add_argument(
-        "--revision", help="branch, tag or commit of the dataset (default: the source's, or main)"
-    )
-
-
-def _add_list(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("list", help="the datasets that have a name here: files, size, licence")
-    parser.set_defaults(run=lambda _: print_sources())
+    add = parser.add_argument
+    add("source", help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, or a file")
+    add("--pattern", action="append", default=[], metavar="GLOB", help="which files instead; may be repeated")
+    add("--text-field", metavar="NAME", help="field with the text (default: the source's, or text)")
+    add("--revision", help="branch, tag or commit of the dataset (default: the source's, or main)")
 
 
 def _add_download(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -52,32 +41,16 @@ def _add_download(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         ),
     )
     add_source_arguments(parser)
-    parser.add_argument("--output-dir", type=Path, metavar="FOLDER", help="(default: data/<name>_raw)")
-    parser.add_argument(
-        "--max-workers", type=int, default=8, metavar="N", help="files at the same time (default: 8)"
-    )
-    parser.add_argument(
-        "--retries",
-        type=int,
-        default=6,
-        metavar="N",
-        help="failures in a row before it gives up (default: 6)",
-    )
-    parser.add_argument(
-        "--bandwidth",
-        type=float,
-        default=50,
-        metavar="MB/S",
-        help="for the estimate of --dry-run (default: 50)",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print files, bytes, free disk and time, and write nothing"
-    )
-    parser.add_argument(
-        "--start-over",
-        action="store_true",
-        help="fetch everything again, at the newest commit of the revision",
-    )
+    add = parser.add_argument
+    add("--output-dir", type=Path, metavar="FOLDER", help="(default: data/<name>_raw)")
+    add("--max-workers", type=int, default=8, metavar="N", help="files at the same time (default: 8)")
+    about = "failures in a row before it gives up (default: 6)"
+    add("--retries", type=int, default=6, metavar="N", help=about)
+    about = "for the estimate of --dry-run (default: 50)"
+    add("--bandwidth", type=float, default=50, metavar="MB/S", help=about)
+    add("--dry-run", action="store_true", help="print files, bytes, free disk and time, and write nothing")
+    about = "fetch everything again, at the newest commit of the revision"
+    add("--start-over", action="store_true", help=about)
     parser.set_defaults(run=_download)
 
 
@@ -85,27 +58,15 @@ def _download(arguments: argparse.Namespace) -> None:
     for name in ("max_workers", "retries", "bandwidth"):
         if getattr(arguments, name) <= 0:
             raise ValueError(f"{name}={getattr(arguments, name)}: has to be positive. Fix: leave it out.")
-    source = resolve_source(
-        arguments.source,
-        patterns=arguments.pattern,
-        text_field=arguments.text_field,
-        revision=arguments.revision,
-    )
+    fields = {"text_field": arguments.text_field, "revision": arguments.revision}
+    source = resolve_source(arguments.source, patterns=arguments.pattern, **fields)
     folder = arguments.output_dir or Path("data") / f"{source.name}_raw"
-    paths = download(
-        source,
-        folder,
-        max_workers=arguments.max_workers,
-        dry_run=arguments.dry_run,
-        start_over=arguments.start_over,
-        max_failures=arguments.retries,
-        bytes_per_second=arguments.bandwidth * 1e6,
-    )
+    options = {name: getattr(arguments, name) for name in ("max_workers", "dry_run", "start_over")}
+    rates = {"max_failures": arguments.retries, "bytes_per_second": arguments.bandwidth * 1e6}
+    paths = download(source, folder, **options, **rates)
     if source.repository is None:
-        print(
-            f"{source.name}: nothing to download,"
-            f" {f'{len(paths)} files are here' if paths else 'it comes with Python'}."
-        )
+        why = f"{len(paths)} files are here" if paths else "it comes with Python"
+        print(f"{source.name}: nothing to download, {why}.")
     elif not arguments.dry_run:
         print(f"{source.name}: {len(paths)} files are complete in {folder}")
 
@@ -151,19 +112,10 @@ def _add_selection(group: Any) -> None:
     _add(group, "--max-chars", type=int, metavar="N", help="longest text, characters")
     _add(group, "--limit", type=int, metavar="N", help="read so many documents at most")
     _add(group, "--dedup", action="store_true", help="keep one of each text")
-    _add(
-        group,
-        "--decontaminate",
-        type=Path,
-        metavar="FILE",
-        help="JSONL of benchmark texts; drops what shares 12 words in a row with one",
-    )
-    _add(
-        group,
-        "--skip-bad",
-        action="store_true",
-        help="skip and count what is no document instead of stopping",
-    )
+    about = "JSONL of benchmark texts; drops what shares 12 words in a row with one"
+    _add(group, "--decontaminate", type=Path, metavar="FILE", help=about)
+    about = "skip and count what is no document instead of stopping"
+    _add(group, "--skip-bad", action="store_true", help=about)
 
 
 def _add_shards(group: Any) -> None:
@@ -171,74 +123,29 @@ def _add_shards(group: Any) -> None:
         group, "--seed", type=int, default=0, help="of the order and of the validation documents (default: 0)"
     )
     _add(group, "--nchunks", type=int, default=32, metavar="N", help="shards for training (default: 32)")
-    _add(
-        group,
-        "--valid-fraction",
-        type=float,
-        default=0.005,
-        metavar="X",
-        help="of the texts, for validation (default: 0.005)",
-    )
-    _add(
-        group,
-        "--memory",
-        type=memory_bytes,
-        metavar="SIZE",
-        help="of the shuffle, as in 8GB (default: a quarter of what is left)",
-    )
+    about = "of the texts, for validation (default: 0.005)"
+    _add(group, "--valid-fraction", type=float, default=0.005, metavar="X", help=about)
+    about = "of the shuffle, as in 8GB (default: a quarter of what is left)"
+    _add(group, "--memory", type=memory_bytes, metavar="SIZE", help=about)
 
 
 def _add_execution(group: Any) -> None:
     _add(group, "--executor", default="local", metavar="NAME", help="local, slurm or ray (default: local)")
-    _add(
-        group,
-        "--tasks",
-        type=int,
-        metavar="N",
-        help="number of chunks (default: one per input file, at most 64)",
-    )
-    _add(
-        group,
-        "--workers",
-        type=int,
-        metavar="N",
-        help="tasks at a time (default: the cores here; no limit elsewhere)",
-    )
+    about = "number of chunks (default: one per input file, at most 64)"
+    _add(group, "--tasks", type=int, metavar="N", help=about)
+    about = "tasks at a time (default: the cores here; no limit elsewhere)"
+    _add(group, "--workers", type=int, metavar="N", help=about)
     _add(group, "--partition", help="of the SLURM jobs")
     _add(group, "--time", default="24:00:00", help="limit of a SLURM job (default: 24:00:00)")
     _add(group, "--qos", help="of the SLURM jobs")
-    _add(
-        group,
-        "--cpus-per-task",
-        type=int,
-        default=1,
-        metavar="N",
-        help="of a SLURM job or Ray task (default: 1)",
-    )
-    _add(
-        group,
-        "--mem-per-cpu",
-        type=int,
-        default=4,
-        metavar="GB",
-        help="of a SLURM job or Ray task (default: 4)",
-    )
-    _add(
-        group,
-        "--max-array-size",
-        type=int,
-        default=1001,
-        metavar="N",
-        help="the cluster's MaxArraySize (default: 1001)",
-    )
-    _add(
-        group,
-        "--sbatch",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="another option of sbatch; may be repeated",
-    )
+    about = "of a SLURM job or Ray task (default: 1)"
+    _add(group, "--cpus-per-task", type=int, default=1, metavar="N", help=about)
+    about = "of a SLURM job or Ray task (default: 4)"
+    _add(group, "--mem-per-cpu", type=int, default=4, metavar="GB", help=about)
+    about = "the cluster's MaxArraySize (default: 1001)"
+    _add(group, "--max-array-size", type=int, default=1001, metavar="N", help=about)
+    about = "another option of sbatch; may be repeated"
+    _add(group, "--sbatch", action="append", default=[], metavar="NAME=VALUE", help=about)
 
 
 class _List(argparse.Action):
@@ -254,55 +161,29 @@ def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.shuffle.shuffle import shuffle_summary
     from moe_exp.host.progress import print_summary
 
-    same = (
-        "tasks",
-        "min_language_score",
-        "min_score",
-        "min_chars",
-        "max_chars",
-        "limit",
-        "skip_bad",
-        "dedup",
-        "decontaminate",
-    )
+    def given(*names: str) -> dict[str, Any]:
+        return {name: getattr(arguments, name) for name in names}
+
     languages = tuple(arguments.language.split(",")) if arguments.language else ()
+    filters = given("min_language_score", "min_score", "min_chars", "max_chars", "limit", "decontaminate")
+    jobs = given("executor", "workers", "partition", "qos", "cpus_per_task", "max_array_size")
+    jobs |= {"time_limit": arguments.time, "mem_per_cpu_gb": arguments.mem_per_cpu}
     wanted = Preparation(
         arguments.source,
-        arguments.data_dir,
-        tuple(arguments.pattern),
-        arguments.revision,
-        arguments.text_field,
-        ConvertSettings(languages=languages, **{name: getattr(arguments, name) for name in same}),
-        Execution(
-            executor=arguments.executor,
-            workers=arguments.workers,
-            partition=arguments.partition,
-            time_limit=arguments.time,
-            qos=arguments.qos,
-            cpus_per_task=arguments.cpus_per_task,
-            mem_per_cpu_gb=arguments.mem_per_cpu,
-            max_array_size=arguments.max_array_size,
-            sbatch=tuple(arguments.sbatch),
-            finish_command=_finish_command(),
-        ),
-        {
-            "seed": arguments.seed,
-            "num_shards": arguments.nchunks,
-            "valid_fraction": arguments.valid_fraction,
-            "memory_bytes": arguments.memory,
-        },
-        start_over=arguments.start_over,
-        download_again=arguments.download_again,
+        patterns=tuple(arguments.pattern),
+        settings=ConvertSettings(languages=languages, **filters, **given("tasks", "skip_bad", "dedup")),
+        execution=Execution(**jobs, sbatch=tuple(arguments.sbatch), finish_command=_finish_command()),
+        shuffle={"num_shards": arguments.nchunks, "memory_bytes": arguments.memory}
+        | given("seed", "valid_fraction"),
+        **given("data_dir", "revision", "text_field", "start_over", "download_again"),
     )
     if arguments.dry_run:
         plan(wanted)
         return 0
     manifest = prepare(wanted)
     if manifest is None:
-        print(
-            f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. The same command tells"
-            " how far they are."
-        )
+        again = "The same command tells how far they are."
+        print(f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. {again}")
         return UNDER_WAY
     print_summary(
         f"shuffled: {arguments.data_dir / wanted.source().name}_shuffled", shuffle_summary(manifest)

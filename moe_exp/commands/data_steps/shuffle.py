@@ -7,17 +7,9 @@ import os
 import re
 from pathlib import Path
 
-_UNITS = {
-    "": 1,
-    "KB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-    "KIB": 2**10,
-    "MIB": 2**20,
-    "GIB": 2**30,
-    "TIB": 2**40,
-}
+_COMMON = ("text_field", "skip_bad", "start_over")
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,36 +26,21 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
         " depends on the inputs in their order, on --seed, --shards and --valid-fraction, not on --memory or"
         " the machine. An interrupted call goes on when it is repeated."
     )
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        type=Path,
-        metavar="INPUT",
-        help=".jsonl, .jsonl.gz, .jsonl.zst files, or folders of them",
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        help="folder to make (default: that of the input, or its file's name, with _shuffled)",
-    )
-    parser.add_argument(
-        "--name", help="what the file names begin with (default: the output's name without _shuffled)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--shards", type=int, default=32, dest="num_shards", help="training files (default: 32)"
-    )
-    parser.add_argument(
-        "--valid-fraction",
-        type=float,
-        default=0.005,
-        help="of the texts, for validation; at least one (default: 0.005)",
-    )
+    add = parser.add_argument
+    about = ".jsonl, .jsonl.gz, .jsonl.zst files, or folders of them"
+    add("inputs", nargs="+", type=Path, metavar="INPUT", help=about)
+    about = "folder to make (default: that of the input, or its file's name, with _shuffled)"
+    add("--output", type=Path, help=about)
+    add("--name", help="what the file names begin with (default: the output's name without _shuffled)")
+    add("--seed", type=int, default=0)
+    add("--shards", type=int, default=32, dest="num_shards", help="training files (default: 32)")
+    about = "of the texts, for validation; at least one (default: 0.005)"
+    add("--valid-fraction", type=float, default=0.005, help=about)
     memory_help = (
         "budget such as 256MB or 8GB, besides the interpreter's 45 MB (default: a quarter of what is"
         " available)"
     )
-    parser.add_argument("--memory", type=memory_bytes, help=memory_help)
+    add("--memory", type=memory_bytes, help=memory_help)
     _add_common(parser)
     parser.set_defaults(run=_shuffle)
 
@@ -83,18 +60,12 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text-field", "--text_field", default="text", help="field with the text (default: text)"
-    )
-    parser.add_argument(
-        "--skip-bad",
-        action="store_true",
-        help="skip and count lines that are no documents instead of stopping",
-    )
-    parser.add_argument(
-        "--start-over", action="store_true", help="make it again, with other settings or inputs too"
-    )
-    parser.add_argument("--dry-run", action="store_true", help="print what it would take, and touch nothing")
+    add = parser.add_argument
+    add("--text-field", "--text_field", default="text", help="field with the text (default: text)")
+    about = "skip and count lines that are no documents instead of stopping"
+    add("--skip-bad", action="store_true", help=about)
+    add("--start-over", action="store_true", help="make it again, with other settings or inputs too")
+    add("--dry-run", action="store_true", help="print what it would take, and touch nothing")
 
 
 def memory_bytes(text: str) -> int:
@@ -121,16 +92,8 @@ def _shuffle(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         files = check_shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
         return print_summary(f"shuffle to {output}, dry run", estimate_shuffle(files, arguments.memory))
-    manifest = shuffle(
-        arguments.inputs,
-        output,
-        **options,
-        seed=arguments.seed,
-        memory_bytes=arguments.memory,
-        text_field=arguments.text_field,
-        skip_bad=arguments.skip_bad,
-        start_over=arguments.start_over,
-    )
+    options |= {name: getattr(arguments, name) for name in ("seed", *_COMMON)}
+    manifest = shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
     return print_summary(f"shuffled: {output}", shuffle_summary(manifest))
 
 
@@ -143,12 +106,6 @@ def _merge(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         estimate = estimate_merge(input_dir, output, valid_file_name=arguments.valid_file_name)
         return print_summary(f"merge to {output}, dry run", estimate)
-    manifest = merge(
-        input_dir,
-        output,
-        valid_file_name=arguments.valid_file_name,
-        text_field=arguments.text_field,
-        skip_bad=arguments.skip_bad,
-        start_over=arguments.start_over,
-    )
+    options = {name: getattr(arguments, name) for name in ("valid_file_name", *_COMMON)}
+    manifest = merge(input_dir, output, **options)
     return print_summary(f"merged: {output.parent / manifest['outputs'][0]['name']}", merge_summary(manifest))

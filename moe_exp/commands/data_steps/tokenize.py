@@ -7,22 +7,23 @@ import logging
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from moe_exp.commands.guard import UNDER_WAY
-from moe_exp.config import problem
+from moe_exp.data.documents import find_inputs
 from moe_exp.data.tokens.by_datatrove import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.tokens.encoders import BACKENDS
 from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import (
     dry_run,
-    find_inputs,
     summary_rows,
     tokenize_files,
     tokenized_prefix,
 )
-from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer
+from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer, setting_error
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_tokenizer
+from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
@@ -30,16 +31,10 @@ logger = logging.getLogger(__name__)
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    _add_tokenize(
-        subparsers.add_parser(
-            "tokenize", help="JSONL files to Megatron's .bin/.idx, or token files of shards into one"
-        )
-    )
-    _add_train(
-        subparsers.add_parser(
-            "train-tokenizer", help="a byte-level BPE from JSONL files, as a folder for AutoTokenizer"
-        )
-    )
+    about = "JSONL files to Megatron's .bin/.idx, or token files of shards into one"
+    _add_tokenize(subparsers.add_parser("tokenize", help=about))
+    about = "a byte-level BPE from JSONL files, as a folder for AutoTokenizer"
+    _add_train(subparsers.add_parser("train-tokenizer", help=about))
 
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
@@ -48,65 +43,31 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
         f" killed goes on. Exit code {UNDER_WAY}: SLURM jobs are under way."
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument(
-        "--input",
-        nargs="+",
-        metavar="PATH",
-        help="files, folders or quoted patterns of .jsonl, .jsonl.gz, .jsonl.zst",
-    )
-    what.add_argument(
-        "--merge",
-        nargs="+",
-        metavar="PREFIX",
-        help="token files of shards, in order, to join into --output-prefix",
-    )
-    parser.add_argument(
-        "--output-prefix", required=True, help="path without suffix; --merge takes it as it is"
-    )
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="fields to tokenize, each into files of its own",
-    )
-    parser.add_argument("--tokenizer-type", choices=TOKENIZER_TYPES, help="Megatron's name of it")
-    parser.add_argument(
-        "--tokenizer-model", help="folder, tokenizer.json, name on the hub, or SentencePiece .model"
-    )
-    parser.add_argument("--vocab-file", help="vocab.json of GPT2BPETokenizer")
-    parser.add_argument("--merge-file", help="merges.txt of GPT2BPETokenizer")
-    parser.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end-of-document token"
-    )
-    parser.add_argument("--eod-token", help="which one that is, where the tokenizer's files do not say")
-    parser.add_argument(
-        "--allow-special",
-        action="store_true",
-        help="read special tokens that occur in a text as such; they are text otherwise",
-    )
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=os.cpu_count() or 1,
-        help="processes (default: %(default)s); at most the cores there are",
-    )
-    parser.add_argument(
-        "--backend",
-        choices=BACKENDS,
-        default="auto",
-        help="gigatoken, where it gives the same (auto), or the slower packages",
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first"
-    )
-    parser.add_argument("--start-over", action="store_true", help="make it again, and replace what is there")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="tokens, disk and time by a sample; nothing is written"
-    )
-    cluster = parser.add_argument_group(
-        "datatrove", "its tokenizer under one of its executors: slower, but it spreads over a cluster"
-    )
+    add = what.add_argument
+    about = "files, folders or quoted patterns of .jsonl, .jsonl.gz, .jsonl.zst"
+    add("--input", nargs="+", metavar="PATH", help=about)
+    about = "token files of shards, in order, to join into --output-prefix"
+    add("--merge", nargs="+", metavar="PREFIX", help=about)
+    add = parser.add_argument
+    add("--output-prefix", required=True, help="path without suffix; --merge takes it as it is")
+    about = "fields to tokenize, each into files of its own"
+    add("--json-keys", nargs="+", default=["text"], metavar="KEY", help=about)
+    add("--tokenizer-type", choices=TOKENIZER_TYPES, help="Megatron's name of it")
+    add("--tokenizer-model", help="folder, tokenizer.json, name on the hub, or SentencePiece .model")
+    add("--vocab-file", help="vocab.json of GPT2BPETokenizer")
+    add("--merge-file", help="merges.txt of GPT2BPETokenizer")
+    add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add("--eod-token", help="which one that is, where the tokenizer's files do not say")
+    about = "read special tokens that occur in a text as such; they are text otherwise"
+    add("--allow-special", action="store_true", help=about)
+    about = "processes (default: %(default)s); at most the cores there are"
+    add("--workers", type=int, default=os.cpu_count() or 1, help=about)
+    about = "gigatoken, where it gives the same (auto), or the slower packages"
+    add("--backend", choices=BACKENDS, default="auto", help=about)
+    add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first")
+    add("--start-over", action="store_true", help="make it again, and replace what is there")
+    add("--dry-run", action="store_true", help="tokens, disk and time by a sample; nothing is written")
+    cluster = parser.add_argument_group("datatrove", "one of its executors, to spread over a cluster")
     cluster.add_argument("--executor", choices=EXECUTORS)
     cluster.add_argument(
         "--tasks", type=int, default=1, help="each reads whole input files (default: %(default)s)"
@@ -127,30 +88,19 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Trains a byte-level BPE. Texts are streamed; memory grows with the number of different words."
     )
-    parser.add_argument(
-        "input",
-        nargs="+",
-        metavar="PATH",
-        help="files, folders or quoted patterns of .jsonl, .jsonl.gz, .jsonl.zst",
-    )
-    parser.add_argument(
-        "--vocab-size", type=int, required=True, help="tokens, special ones and the 256 bytes included"
-    )
-    parser.add_argument("--out", required=True, help="folder")
-    parser.add_argument("--json-key", default="text", help="field with the text (default: %(default)s)")
-    parser.add_argument("--eos-token", default=EOD_TOKEN, help="end-of-document token (default: %(default)s)")
-    parser.add_argument("--bos-token", help="beginning-of-document token (default: none)")
-    parser.add_argument("--pad-token", help="padding token (default: none)")
-    parser.add_argument(
-        "--max-megabytes",
-        type=float,
-        default=1000,
-        help="of text; of every file the same share (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first"
-    )
-    parser.add_argument("--start-over", action="store_true", help="make it again, and replace what is there")
+    add = parser.add_argument
+    about = "files, folders or quoted patterns of .jsonl, .jsonl.gz, .jsonl.zst"
+    add("input", nargs="+", metavar="PATH", help=about)
+    add("--vocab-size", type=int, required=True, help="tokens, special ones and the 256 bytes included")
+    add("--out", required=True, help="folder")
+    add("--json-key", default="text", help="field with the text (default: %(default)s)")
+    add("--eos-token", default=EOD_TOKEN, help="end-of-document token (default: %(default)s)")
+    add("--bos-token", help="beginning-of-document token (default: none)")
+    add("--pad-token", help="padding token (default: none)")
+    about = "of text; of every file the same share (default: %(default)s)"
+    add("--max-megabytes", type=float, default=1000, help=about)
+    add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first")
+    add("--start-over", action="store_true", help="make it again, and replace what is there")
     parser.set_defaults(run=_train)
 
 
@@ -158,36 +108,35 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     if arguments.split_sentences:
         rule = "sentences are for BERT's pairs; a GPT model reads documents"
-        raise ValueError(problem("split_sentences", True, rule, "leave it out"))
+        raise setting_error("split_sentences", True, rule, "leave it out")
     if arguments.merge:
         return _merge(arguments)
     if arguments.tokenizer_type is None:
-        raise ValueError(
-            problem("tokenizer_type", "", "must be given", f"give one of {', '.join(TOKENIZER_TYPES)}")
-        )
+        rule = "must be given"
+        raise setting_error("tokenizer_type", "", rule, f"give one of {', '.join(TOKENIZER_TYPES)}")
     if not arguments.append_eod:
         logger.warning("without --append-eod nothing marks where a document ends")
     inputs = find_inputs(arguments.input)
-    tokenizer = load_tokenizer(
-        arguments.tokenizer_type,
-        model=arguments.tokenizer_model,
-        vocab_file=arguments.vocab_file,
-        merge_file=arguments.merge_file,
-        eod_token=arguments.eod_token,
-        allow_special=arguments.allow_special,
-    )
+    options = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file", "eod_token")}
+    options |= {"model": arguments.tokenizer_model, "allow_special": arguments.allow_special}
+    tokenizer = load_tokenizer(arguments.tokenizer_type, **options)
     how, code = {"workers": arguments.workers, "backend": arguments.backend}, 0
     for json_key in arguments.json_keys:
         output = tokenized_prefix(arguments.output_prefix, json_key)
-        settings = PartSettings(
-            tokenizer, json_key, append_eod=arguments.append_eod, skip_bad=arguments.skip_bad
-        )
+        eod_and_bad = {"append_eod": arguments.append_eod, "skip_bad": arguments.skip_bad}
+        settings = PartSettings(tokenizer, json_key, **eod_and_bad)
         if arguments.dry_run:
             dry_run(inputs, output, settings, **how)
-        elif arguments.executor:
-            code = _by_datatrove(inputs, output, settings, arguments) or code
+            continue
+        if arguments.executor:
+            manifest = _by_datatrove(inputs, output, settings, arguments)
         else:
             manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
+        if manifest is None:
+            again = "The same command tells how far they are, and merges at last."
+            print(f"{output}: SLURM jobs are under way; `squeue --me` shows them. {again}")
+            code = UNDER_WAY
+        else:
             print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
             print(f"TRAIN_DATA={output} VOCAB_SIZE={tokenizer.vocab_size}")
     return code
@@ -206,53 +155,21 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 def _by_datatrove(
     inputs: list[Path], output: Path, settings: PartSettings, arguments: argparse.Namespace
-) -> int:
+) -> dict[str, Any] | None:
     given = {"partition": arguments.slurm_partition, "time": arguments.slurm_time}
-    manifest = tokenize_by_datatrove(
-        inputs,
-        output,
-        settings,
-        executor=arguments.executor,
-        tasks=arguments.tasks,
-        workers=arguments.workers,
-        slurm={name: value for name, value in given.items() if value},
-        start_over=arguments.start_over,
-    )
-    if manifest is None:
-        print(
-            f"{output}: SLURM jobs are under way; `squeue --me` shows them. The same command tells how far"
-            " they are, and merges at last."
-        )
-        return UNDER_WAY
-    rows = {
-        "documents": manifest["num_documents"],
-        "tokens": manifest["num_tokens"],
-        "end-of-document tokens": manifest["num_eods"],
-    }
-    skipped = {f"skipped: {reason}": number for reason, number in manifest["skipped"].items()}
-    print_summary(f"tokenize: {output}", rows | skipped)
-    print(f"TRAIN_DATA={output} VOCAB_SIZE={settings.tokenizer.vocab_size}")
-    return 0
+    options = {name: getattr(arguments, name) for name in ("executor", "tasks", "workers", "start_over")}
+    slurm = {name: value for name, value in given.items() if value}
+    return tokenize_by_datatrove(inputs, output, settings, slurm=slurm, **options)
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
+    options = {name: getattr(arguments, name) for name in same}
+    max_bytes = int(arguments.max_megabytes * 1e6)
     manifest = train_tokenizer(
-        find_inputs(arguments.input),
-        Path(arguments.out),
-        vocab_size=arguments.vocab_size,
-        json_key=arguments.json_key,
-        eos_token=arguments.eos_token,
-        bos_token=arguments.bos_token,
-        pad_token=arguments.pad_token,
-        max_bytes=int(arguments.max_megabytes * 1e6),
-        skip_bad=arguments.skip_bad,
-        start_over=arguments.start_over,
+        find_inputs(arguments.input), Path(arguments.out), max_bytes=max_bytes, **options
     )
-    rows = {
-        "documents": manifest["num_documents"],
-        "MB of text": f"{manifest['num_text_bytes'] / 1e6:.1f}",
-        "tokens": manifest["vocab_size"],
-    }
-    print_summary(f"train-tokenizer: {arguments.out}", rows)
+    rows = {"documents": manifest["num_documents"], "text": bytes_text(manifest["num_text_bytes"])}
+    print_summary(f"train-tokenizer: {arguments.out}", rows | {"tokens": manifest["vocab_size"]})
     print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {arguments.out}")
     return 0
