@@ -38,13 +38,14 @@ from moe_exp import train
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config, load_config
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
-from moe_exp.engine.optimizers import Adam
+from moe_exp.engine.optimizer_classes import Adam
+from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, start, stop
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.moe_layer import MoELayer
+from moe_exp.layers.statistics import MoEStatistics
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training import samples
 from moe_exp.training.interval import Interval
@@ -207,7 +208,7 @@ OURS: list[tuple[str, Any, str]] = [
     ("forward: MLP or experts", MLP, "forward"),
     ("forward: MoE, router and losses", MoELayer, "route"),
     ("forward: MoE, router and losses", MoELayer, "auxiliary_loss"),
-    ("forward: MoE, statistics for the log", MoELayer, "_add_statistics"),
+    ("forward: MoE, statistics for the log", MoEStatistics, "add"),
     ("forward: MoE, order of rows", LocalDispatcher, "row_order"),
     ("forward: MLP or experts", Experts, "forward"),
     ("forward: cross entropy", GPTModel, "compute_language_model_loss"),

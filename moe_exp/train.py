@@ -30,8 +30,9 @@ from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
+from moe_exp.engine.kernel_checks import KernelFailure, check_run
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, tell_launcher
 from moe_exp.planner.costs.params import startup_report
@@ -67,9 +68,10 @@ class Job:
     train_stream: Samples
     valid_stream: Samples | None
     batches: BatchSchedule
-    source: Source | None = None  # that training goes on from
-    changes: Sequence[Change] = ()  # of the samples' order since then
-    bytes_per_token: float | None = None  # of the validation data, on rank 0 and where a tokenizer is known
+    source: Source | None = None  # that training resumes from
+    changes: Sequence[Change] = ()  # of the sample order since then
+    bytes_per_token: float | None = None  # of the validation data, on rank 0 if the tokenizer is known
+    kernel_failures: Sequence[KernelFailure] = ()  # of the self-test; these kernels are not used
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -93,20 +95,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         except GuardEnd as end:
             faults.end_job(end.lines, end.code)
     if code == FAILED and not tell_launcher(code):
-        # torchrun takes every other code than 0 for a failure, so that without our launcher a stopped run
-        # ends with 0
+        # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0
         sys.exit(code)
 
 
 def run(config: Config, stop: faults.StopSignal) -> int:
-    """Builds the job, resumes where the run folder stands, trains, and leaves the results behind; returns the
-    job's exit code.
-    """
+    """Builds the job, resumes, trains, and writes the results; returns the job's exit code."""
     heartbeat.start()
     rank = runtime.start(config)
     job, progress = build(config, rank)
-    # Rank 0's alone; where it cannot be opened, all ranks end, and none of them waits for a rank that has
-    # gone.
+    # Only rank 0 opens metrics. If that fails, every rank exits, so none hangs in a collective.
     opened = on_first_rank(lambda: Metrics(config, job.folder, progress.iteration))
     if opened is None:
         status, code = train(job, progress, None, stop)
@@ -123,6 +121,8 @@ def run(config: Config, stop: faults.StopSignal) -> int:
                 logger.info("%s: %s (%s)", part, name, reason)
             for damage in job.source.damages if job.source else ():
                 metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
+            for failure in job.kernel_failures:
+                metrics.event("kernels_failed", progress.iteration, **vars(failure))
             if job.changes:
                 metrics.event(
                     "other_data", progress.iteration, changes=[str(change) for change in job.changes]
@@ -133,13 +133,13 @@ def run(config: Config, stop: faults.StopSignal) -> int:
             )
     if isinstance(job.train_stream, ReadAhead):
         job.train_stream.close()
-    tell_launcher(code)  # before the ranks part, which may fail
+    tell_launcher(code)  # before the ranks disconnect, which may fail
     runtime.stop()
     return code
 
 
 def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
-    """Data, model, optimizer and schedule, as the newest checkpoint has them if there is one."""
+    """Data, model, optimizer and schedule, restored from the newest checkpoint if there is one."""
     folder = RunFolder.of(config)
     from_first_rank(lambda: hold_run_folder(config))
     from_first_rank(lambda: recover(folder.checkpoints))
@@ -151,6 +151,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     train_stream, valid_stream = build_data(config)
     sample_order, changes = compare_data(config, rank, train_stream, source.folder if source else None)
     samples = samples_without_skips(folder, train_stream, sample_order, source.folder if source else None)
+    kernel_failures = check_run(config, rank)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
@@ -159,18 +160,21 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     batches = BatchSchedule(config)
     train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
     measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
-    job = Job(config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured)
+    job = Job(
+        config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured,
+        kernel_failures,
+    )  # fmt: skip
     heartbeat.enter("load")
     progress = resume(config, rank, folder, source, trained)
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
     if changes or own_source(source, folder) is None:
-        progress.spike_windows = None  # other data have another loss
+        progress.spike_windows = None  # the loss differs on other data
     runtime.freeze_garbage()
     return job, progress
 
 
 def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
-    """Tells Megatron's schedules how to finish gradients, scale the loss and hold back communication."""
+    """Sets Megatron's hooks for finishing gradients, scaling the loss and delaying communication."""
     settings = get_model_config(model[0])
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = trained.optimizer.scale_loss
@@ -180,9 +184,7 @@ def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
-    """Trains until TRAIN_ITERS or a reason to stop; returns `finished` or `stopped`, and the exit code.
-    `metrics` on rank 0 only.
-    """
+    """Trains to TRAIN_ITERS or a stop; returns `finished` or `stopped`, exit code. Rank 0 has `metrics`."""
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
     saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
@@ -254,7 +256,7 @@ class Step:
         losses: its share of each micro-batch's loss, []; empty but on the last pipeline stage.
         updated: whether the optimizer made a step.
         grad_norm: L2 norm before clipping, the same on every rank, or None.
-        num_zeros: zeros in the gradient, where they were counted.
+        num_zeros: zeros in the gradient, if counted.
     """
 
     first_sample: int
@@ -295,7 +297,7 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
 
 
 def tell_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
-    """What every rank decides on after an iteration. Called by every rank."""
+    """Exchanges what ranks decide on after an iteration. Called by every rank."""
     return end_of_iteration(
         stop=stop,
         reasons=faults.STOP_REASONS,
@@ -315,9 +317,7 @@ def forward_backward(
     forward_only: bool = False,
     timers: PhaseTimers | None = None,
 ) -> list[Tensor]:
-    """Runs Megatron's schedule over `num_microbatches`; the losses of the micro-batches on the last pipeline
-    stage, else [].
-    """
+    """Runs Megatron's schedule; returns micro-batch losses on the last pipeline stage, else []."""
     config, model = job.config, job.trained.model
     heartbeat.enter("data")
     with timed(timers, "data"):
@@ -337,9 +337,7 @@ def forward_backward(
 
 
 def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dict[str, Tensor]:
-    """Micro-batch `index` of this data parallel rank: MBSZ samples in a row, so the set of micro-batches is
-    the same at any DP.
-    """
+    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples, the same set at any DP."""
     config, groups = job.config, job.runtime.groups
     first = microbatch_start(
         first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
@@ -350,17 +348,14 @@ def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dic
 
 
 def forward_step(data_iterator: Any, model: Any, *, cp_size: int) -> tuple[Tensor, Any]:
-    """Called by Megatron's schedule for one micro-batch on one stage: the output, and how to make a loss of
-    it.
-    """
+    """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
     batch = next(data_iterator)
     output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
     return output, partial(lm_loss, batch["loss_mask"], cp_size)
 
 
 def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of a micro-batch's mean cross entropy; the context parallel ranks' shares add up to
-    it.
+    """This rank's share of a micro-batch's mean cross entropy; context parallel ranks' shares add up to it.
 
     Args:
         loss_mask: [B, S], 1 where a token counts.
@@ -369,8 +364,8 @@ def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, di
         losses: cross entropy per token, nats, [B, S].
     """
     loss = (losses.float() * loss_mask).sum() / (loss_mask.sum() * cp_size)
-    # Times 1, or NaN where it is not finite: gradients of an infinite loss may be finite, and it is by them
-    # that all ranks hear of it.
+    # Times 1, or NaN if not finite: gradients of an infinite loss may be finite, and all ranks learn of it
+    # from the gradients.
     return loss * (1 + 0 * loss.detach()), {"lm_loss": loss.detach().clone()}
 
 

@@ -7,6 +7,7 @@ import signal
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,8 +22,10 @@ COMPARED = ("torch", "megatron-core", "transformers")
 
 def pytest_configure() -> None:
     """Tests press Ctrl-C. A shell has what it starts with `&` ignore it, and so would all that the tests
-    start.
+    start. And examples that hypothesis draws may take their time: other tests run beside them.
     """
+    hypothesis.settings.register_profile("unhurried", deadline=None)
+    hypothesis.settings.load_profile("unhurried")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

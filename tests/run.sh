@@ -10,6 +10,8 @@
 # 1 if one failed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# shellcheck source=moe_exp/scripts/environment.sh
+source moe_exp/scripts/environment.sh
 
 select=(-m "not slow")
 arguments=()
@@ -17,15 +19,13 @@ for argument in "$@"; do
     case "$argument" in
         --all) select=() ;;
         -h | --help)
-            awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "${BASH_SOURCE[0]}"
+            print_help "${BASH_SOURCE[0]}"
             exit 0
             ;;
         *) arguments+=("$argument") ;;
     esac
 done
 
-# shellcheck source=moe_exp/scripts/environment.sh
-source moe_exp/scripts/environment.sh
 find_python dev
 export OMP_NUM_THREADS=1
 

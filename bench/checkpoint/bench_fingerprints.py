@@ -27,7 +27,7 @@ from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optim import build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 from moe_exp.host.processes import free_port
 from moe_exp.training.replica_checks import check_replicas
 

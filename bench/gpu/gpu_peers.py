@@ -25,7 +25,8 @@ from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, GroupedGemm, choose_backend
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
 
 Layer = Callable[[Tensor, Routing], Tensor]  # x [T, D] to y [T, D]

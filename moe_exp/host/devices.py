@@ -11,9 +11,8 @@ import sys
 
 _CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
-# For glibc's malloc on a CPU host: keep freed memory instead of giving it back to the system and fetching it
-# again, page by page, for every large tensor of every micro-batch (a third of a layer's time,
-# docs/performance.md). A GPU has torch's caching allocator.
+# Makes glibc's malloc keep freed memory on a CPU host: returning and re-faulting it for every large tensor
+# costs a third of a layer's time (docs/performance.md). A GPU has torch's caching allocator.
 KEEP_FREED_MEMORY = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
@@ -23,9 +22,7 @@ KEEP_FREED_MEMORY = {
 
 @functools.cache
 def count_gpus() -> int:
-    """Number of CUDA devices that this process may use (CUDA_VISIBLE_DEVICES honoured), from the driver
-    itself.
-    """
+    """Number of CUDA devices visible to this process (honors CUDA_VISIBLE_DEVICES), from the driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -38,9 +35,7 @@ def count_gpus() -> int:
 
 @functools.cache
 def compute_capability() -> tuple[int, int]:
-    """That of the oldest CUDA device that this process may use, from the driver itself; (0, 0) where there is
-    none.
-    """
+    """Lowest compute capability of this process's CUDA devices, from the driver; (0, 0) without any."""
     if not count_gpus():
         return 0, 0
     driver, found = ctypes.CDLL("libcuda.so.1"), []
@@ -54,12 +49,7 @@ def compute_capability() -> tuple[int, int]:
 
 
 def rank_place(rank: int | None = None) -> str:
-    """Where this rank is, for its error lines: `rank 11 on node-b (cuda:3)`, on a CPU host `rank 1 on laptop
-    (cpu)`.
-
-    Args:
-        rank: its number; torchrun's by default.
-    """
+    """Where a rank (by default torchrun's) runs, for error lines: `rank 11 on node-b (cuda:3)`."""
     return (
         f"rank {os.environ.get('RANK', '0') if rank is None else rank} on {socket.gethostname()}"
         f" ({device_label()})"
@@ -72,7 +62,7 @@ def device_label() -> str:
 
 
 def device_name() -> str:
-    """What this host computes on: the name of its first CUDA device, as the driver has it, or CPU."""
+    """Name of this host's first CUDA device, as the driver has it, or CPU."""
     if not count_gpus():
         return "CPU"
     driver, device, name = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(0), ctypes.create_string_buffer(256)
@@ -85,11 +75,11 @@ def device_name() -> str:
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident size that this process has had."""
+    """Peak resident size of this process."""
     size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return size if sys.platform == "darwin" else size * 1024
 
 
 def num_cores() -> int:
-    """Processor cores that this process may run on."""
+    """CPU cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

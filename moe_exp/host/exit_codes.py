@@ -1,4 +1,4 @@
-"""Exit codes of a job, and what ranks and their launcher hand each other about them."""
+"""Exit codes of a job, and how ranks and their launcher exchange them."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-# Exit codes of a job: it has come to TRAIN_ITERS; it failed; its settings cannot run; it has saved, and the
-# same command goes on.
+# Exit codes of a job: TRAIN_ITERS reached; failed; invalid settings; saved, and the same command resumes.
 FINISHED, FAILED, BAD_INPUT, TO_BE_CONTINUED = 0, 1, 2, 75
 
-# From ranks to their launcher: start the ranks again, which is no failure.
+# From ranks to their launcher: restart the ranks; not a failure.
 START_AGAIN = 76
 
-# Variable that the launcher sets: where ranks write the exit code of the job.
+# Set by the launcher: where ranks write the exit code of the job.
 EXIT_CODE_FILE = "MOE_EXP_EXIT_CODE_FILE"
 
-# Variable that the launcher sets: the folder of this node where ranks keep their heartbeats.
+# Set by the launcher: this node's folder for the ranks' heartbeats.
 HEARTBEATS = "MOE_EXP_HEARTBEATS"
 
-# Others that it sets: the metrics.jsonl of the run; the time of the launch, of the clock that
-# `time.monotonic` reads.
+# Set by the launcher: the run's metrics.jsonl; time of the launch, from `time.monotonic`.
 METRICS_FILE = "MOE_EXP_METRICS_FILE"
 
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"
 
-# What torch.distributed says on the ranks that did nothing wrong, when another rank has died.
+# Set by the launcher: prefix of names in the job's stores, see launch/rendezvous.py.
+RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"
+
+# Messages of torch.distributed on healthy ranks when another rank has died.
 CAUSED_BY_ANOTHER = (
     "Connection closed by peer",
     "Connection reset by peer",
@@ -39,22 +40,33 @@ CAUSED_BY_ANOTHER = (
 
 
 def tell_launcher(code: int, *, by_any_rank: bool = False) -> bool:
-    """Leaves the exit code of the job for the launcher of this node, by its first rank; False where there is
-    none to tell.
+    """Reports the exit code of the job to this node's launcher, by the first local rank; False without one.
 
-    torchrun knows 0 and failures alone: ranks that have told end with 0, whatever they have told.
+    torchrun knows only 0 and failure: ranks that have reported exit with 0, whatever the code.
     """
     told = os.environ.get(EXIT_CODE_FILE)
     if told and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
         try:
             Path(told).write_text(str(code))
-        except FileNotFoundError:  # the launcher has ended, and has taken the folder with it
+        except FileNotFoundError:  # the launcher has ended, and deleted the folder
             return False
     return bool(told)
 
 
+def tell_first(code: int) -> bool:
+    """`tell_launcher` by any rank; False if another rank of this node did, so that a reason appears once."""
+    try:
+        with Path(os.environ[EXIT_CODE_FILE]).open("x") as file:
+            file.write(str(code))
+    except FileExistsError:
+        return False
+    except (KeyError, OSError):  # no launcher, or one that has ended; a full disk
+        pass
+    return True
+
+
 def told_exit_code() -> int | None:
-    """What a rank of this node has told by `tell_launcher`."""
+    """The code that a rank of this node reported with `tell_launcher`."""
     try:
         text = Path(os.environ.get(EXIT_CODE_FILE) or "none").read_text()
     except FileNotFoundError:
@@ -62,17 +74,27 @@ def told_exit_code() -> int | None:
     return int(text) if text else None
 
 
+def alive_file(exit_code_file: str) -> Path:
+    """File that the agent touches regularly, next to the exit code's."""
+    return Path(exit_code_file).with_name("agent_alive")
+
+
+def show_alive() -> None:
+    """Shows the launcher that this agent is not stuck."""
+    if told := os.environ.get(EXIT_CODE_FILE):
+        with suppress(OSError):  # the launcher has ended, or the disk is full
+            alive_file(told).touch()
+
+
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """Lines for a terminal, with control characters, as a file name may have them, written as Python does."""
+    """Text for a terminal, with control characters (e.g. from file names) escaped as Python does."""
     return _UNPRINTABLE.sub(lambda match: repr(match[0])[1:-1], text)
 
 
 def complain(*lines: str) -> None:
-    """Lines about the job on stderr. That may be a log on a full disk, which is no reason not to do what they
-    are about.
-    """
+    """Prints lines to stderr, ignoring errors such as a full disk."""
     with suppress(OSError):
         print(*(f"moe-exp: {printable(line)}" for line in lines), sep="\n", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, and their checksums."""
+"""Atomic file writes, and checksums."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import stat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,19 +17,17 @@ _CHUNK_BYTES = 1 << 20
 
 
 def bytes_text(num_bytes: float) -> str:
-    """With a unit of powers of ten and three digits: 1.75 TB."""
+    """Three digits and a decimal unit: 1.75 TB."""
     *units, largest = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
     for unit in units:
-        if abs(num_bytes) < 999.5:  # what rounds to 1000 is 1 of the next unit
+        if abs(num_bytes) < 999.5:  # 999.5 and above rounds to the next unit
             return f"{num_bytes:.3g} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:,.0f} {largest}" if abs(num_bytes) >= 999.5 else f"{num_bytes:.3g} {largest}"
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes `text` so that a reader, or the next start after a crash, sees the old file or the new one and
-    never half of one.
-    """
+    """Writes `text` so that readers, also after a crash, see either the old file or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("w", encoding="utf-8") as file:
@@ -45,8 +44,49 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def regular(path: Path) -> Path:
+    """Returns `path` if it is a regular file, else OSError: reading e.g. a pipe could block."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        if path.is_dir():
+            raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    return path
+
+
+def read_json(path: Path, *, fix: str = "") -> Any:
+    """The value in a JSON file.
+
+    Args:
+        path: of the file.
+        fix: what to do about a damaged file; makes the error message a whole line.
+
+    Raises:
+        OSError: it cannot be read, or is not a regular file.
+        ValueError: not JSON, too deep, or too long numbers for Python; without `fix`, only the reason.
+    """
+    try:
+        return json.loads(regular(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, error, fix) from None
+
+
+def read_yaml(path: Path, *, fix: str = "") -> Any:
+    """Like `read_json`, for YAML."""
+    import yaml
+
+    try:
+        return yaml.safe_load(regular(path).read_text(encoding="utf-8"))
+    except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
+        raise _damaged(path, error, fix) from None
+
+
+def _damaged(path: Path, error: Exception, fix: str) -> ValueError:
+    reason = " ".join(str(error).split())[:200]
+    return ValueError(f"{path}: is damaged ({reason}). Fix: {fix}." if fix else reason)
+
+
 def sync_folder(folder: Path) -> None:
-    """Makes renames in `folder` last through a power cut, where the file system can."""
+    """Makes renames in `folder` durable, if the file system can."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -58,10 +98,9 @@ def sync_folder(folder: Path) -> None:
 
 
 class HashedFile:
-    """A new binary file that knows the checksum of what was written into it, so that nobody has to read it
-    again.
+    """A new binary file that computes its checksum while writing, so that it need not be read again.
 
-    Use it in a `with` block: at its end the file is on the disk, or an error is raised.
+    Use it in a `with` block: at its end the file is synced to disk, or an error is raised.
     """
 
     def __init__(self, path: Path):
@@ -71,7 +110,7 @@ class HashedFile:
         self._error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Appends bytes, or whatever has their buffer."""
+        """Appends bytes, or any buffer."""
         self._digest.update(data)
         try:
             num_bytes = self._file.write(data)
@@ -83,7 +122,7 @@ class HashedFile:
         return num_bytes
 
     def flush(self) -> None:
-        """Hands what was written to the system."""
+        """Hands written data to the system."""
         self._file.flush()
 
     def tell(self) -> int:
@@ -91,7 +130,7 @@ class HashedFile:
         return self._num_bytes
 
     def entry(self) -> dict[str, Any]:
-        """Size, and XXH3-128 as of `file_hash`."""
+        """Size, and XXH3-128 as in `file_hash`."""
         return {"bytes": self.tell(), "xxh3_128": self._digest.hexdigest()}
 
     def __enter__(self) -> HashedFile:
@@ -102,7 +141,7 @@ class HashedFile:
     ) -> None:
         try:
             if self._error is not None:
-                # torch.save makes something else of it, which does not say what the system said
+                # torch.save hides the system's error behind its own
                 raise self._error
             if error is None:
                 self._file.flush()
@@ -119,6 +158,6 @@ def file_hash(path: Path) -> str:
     """XXH3-128 of a file, 32 hex digits."""
     digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
-        while num_bytes := file.readinto(buffer):  # one buffer: fresh memory would take longer than the hash
+        while num_bytes := file.readinto(buffer):  # one buffer: allocation would take longer than the hash
             digest.update(buffer[:num_bytes])
     return digest.hexdigest()

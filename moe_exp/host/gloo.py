@@ -1,8 +1,8 @@
-"""All-gather and reduce-scatter that are fast on gloo as well.
+"""All-gather and reduce-scatter that are fast on gloo, too.
 
-gloo runs both as a ring of small steps, each of which waits for a thread to wake up, and tensor parallelism
-spends its time in that waiting. One all-to-all moves the same bytes with one wait. The measurements are in
-docs/performance.md (`bench/bench_gloo.py`).
+gloo runs both as a ring of small steps, each waiting for a thread to wake up, which dominates tensor
+parallelism. One all-to-all moves the same bytes with one wait. Measurements: docs/performance.md
+(`bench/bench_gloo.py`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Of the gathered tensor. Beyond it the copies that an all-to-all needs cost more than the ring's waiting.
+# Above this size of the gathered tensor, the copies for an all-to-all cost more than the ring's waiting.
 _LARGE_BYTES = 4 * 2**20
 
 
 def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """torch.distributed.all_gather_into_tensor: `out` gets x of every rank, in rank order along the first
-    dimension.
-    """
+    """torch.distributed.all_gather_into_tensor: concatenates x of all ranks along the first dimension."""
     if not _is_gloo(group) or out.nbytes > _LARGE_BYTES:
         return dist.all_gather_into_tensor(out, x, group=group, async_op=async_op)
     copies = x.flatten().repeat(dist.get_world_size(group))
@@ -29,9 +27,7 @@ def all_gather(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_
 
 
 def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, async_op: bool = False) -> Any:
-    """torch.distributed.reduce_scatter_tensor: `out` gets this rank's part, along the first dimension, of the
-    sum of x.
-    """
+    """torch.distributed.reduce_scatter_tensor: this rank's part, along dimension 0, of the sum of x."""
     if not _is_gloo(group):
         return dist.reduce_scatter_tensor(out, x, group=group, async_op=async_op)
     parts = torch.empty_like(x, memory_format=torch.contiguous_format).view(dist.get_world_size(group), -1)
@@ -43,7 +39,7 @@ def reduce_scatter(out: Tensor, x: Tensor, group: ProcessGroup | None = None, as
 
 
 class _Sum:
-    """Handle of a reduce-scatter: the sum is taken when somebody waits for it."""
+    """Handle of a reduce-scatter; `wait` computes the sum."""
 
     def __init__(self, out: Tensor, parts: Tensor, work: Any):
         self.out, self.parts, self.work = out, parts, work

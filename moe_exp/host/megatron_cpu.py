@@ -1,17 +1,14 @@
 """Lets megatron-core run on a host where torch has no CUDA device; does nothing where it has one.
 
-`moe_exp/__init__.py` hands the imports of `megatron.*`, and no others, to `find_spec`. Where there is no CUDA
-device:
+`moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device:
 
-- The name `torch` inside Megatron's modules is a stand-in. It is torch itself but for its CUDA namespace,
-  whose streams, events, random states and memory counters are those of the CPU, and for `pin_memory`, which
-  is dropped.
-- The words for CUDA inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`)
-  become those for the CPU. The rewriting is done on the cached byte code, so it costs nothing at start-up.
-- A few functions that reach into CUDA's C interface are replaced by name, in `_MENDED`.
+- The name `torch` inside Megatron's modules is a stand-in: torch itself, except that its CUDA namespace uses
+  streams, events, random states and memory counters of the CPU, and `pin_memory` is ignored.
+- CUDA literals inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`) become
+  those for the CPU. The cached byte code is rewritten, so it costs nothing at start-up.
+- A few functions that call CUDA's C interface are replaced by name, in `_MENDED`.
 
-torch itself keeps its behaviour for everybody else; all it gains is one private method on Tensor and Module
-(`_KEYWORD`).
+torch itself is unchanged for all others, except for one private method on Tensor and Module (`_KEYWORD`).
 """
 
 from __future__ import annotations
@@ -29,7 +26,7 @@ import torch
 
 from moe_exp.host import gloo
 
-# What the attribute `cuda` is called inside Megatron's code once it has been rewritten.
+# Name that replaces the attribute `cuda` in Megatron's rewritten code.
 _KEYWORD = "_megatron_accelerator"
 _CPU_WORDS = {
     "cuda": "cpu",
@@ -122,7 +119,7 @@ def _constant(answer: Any) -> Callable[..., Any]:
 
 
 def _for_cpu(code: types.CodeType) -> types.CodeType:
-    """`code` with the words for CUDA replaced by those for the CPU, functions inside it included."""
+    """`code` with CUDA literals replaced by CPU ones, also in nested functions."""
     names = tuple(_KEYWORD if name == "cuda" else name for name in code.co_names)
     return code.replace(co_names=names, co_consts=tuple(_constant_for_cpu(const) for const in code.co_consts))
 
@@ -136,7 +133,7 @@ def _constant_for_cpu(const: Any) -> Any:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Loads one Megatron module with the stand-in for `torch` and the words for the CPU."""
+    """Loads one Megatron module with the stand-in for `torch` and CPU literals."""
 
     def get_code(self, fullname: str) -> types.CodeType | None:
         code = super().get_code(fullname)
@@ -151,17 +148,14 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
     module = builtins.__import__(name, globals, locals, fromlist, level)
-    # `import torch` and `import torch.x` bind the name torch; `from torch import x` and `import torch.x as y`
-    # do not.
+    # Only `import torch` and `import torch.x` bind the name torch.
     return _STAND_IN if module is torch and not fromlist else module
 
 
 def find_spec(
     fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
 ) -> importlib.machinery.ModuleSpec | None:
-    """Where a module of megatron is, with `_Loader` to load it on a host without CUDA; None, for Python's own
-    finders, on the others.
-    """
+    """Spec of a megatron module with `_Loader` on a host without CUDA; else None, for Python's finders."""
     if not INSTALLED:
         return None
     spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -171,8 +165,7 @@ def find_spec(
 
 
 def _mend_jit(module: Any) -> None:
-    # torch.compile would look for a C++ compiler at the first step, for fusions that are worth little on a
-    # CPU.
+    # torch.compile would need a C++ compiler, for fusions worth little on a CPU.
     module.disable_jit_fuser()
 
 
@@ -182,8 +175,8 @@ def _mend_random(module: Any) -> None:
 
 
 def _mend_writer(module: Any) -> None:
-    # Megatron writes checkpoints in forked processes. A fork of a process in which gloo's threads run may
-    # hang or end in EOFError; here the rank itself writes, with the same function.
+    # Megatron writes checkpoints in forked processes. With gloo's threads a fork may hang or end in EOFError,
+    # so the rank itself writes, with the same function.
     writer = module.FileSystemWriterAsync
     results: queue.Queue[Any] = queue.Queue()
 
@@ -199,14 +192,13 @@ def _mend_writer(module: Any) -> None:
         failure = next((outcome for outcome in written.values() if isinstance(outcome, Exception)), None)
         results.put(written if failure is None else failure)
 
-    # From 0.17 on the rank itself writes, in threads, and only the queue is in a process of its own.
+    # From 0.17 on the rank itself writes, in threads, and only the queue is in another process.
     module._get_write_results_queue = module.get_write_results_queue = lambda *args: results
     writer.write_preloaded_data_multiproc = staticmethod(write)
 
 
 def _mend_norm(module: Any) -> None:
-    # torch's fp32 norm of a million values is off by 1e-5 on a CPU, by another 1e-5 when they are split over
-    # ranks.
+    # torch's fp32 norm of a million values is off by 1e-5 on a CPU, and differently when split over ranks.
     def l2_norm(
         chunk_size: int, noop_flag: Any, tensor_lists: Sequence[Any], per_tensor: bool, *args: Any
     ) -> tuple[torch.Tensor, None]:
@@ -224,21 +216,17 @@ def _mend_collectives(module: Any) -> None:
 
 
 def mend_router(module: Any) -> None:
-    """Megatron's own router without Transformer Engine, which fails with NameError in megatron-core 0.16, on
-    a GPU as on a CPU.
+    """Fixes a NameError in megatron-core 0.16's router (moe_utils) without Transformer Engine, on any device.
 
-    Training takes our router, so on a GPU only what is compared with Megatron's layer needs this.
-
-    Args:
-        module: megatron.core.transformer.moe.moe_utils.
+    Training uses our router, so on a GPU only comparisons with Megatron's layer need this.
     """
     if not module.HAVE_TE:
         module.te_general_gemm = None
 
 
 def _mend_moe(module: Any) -> None:
-    # Megatron's own router and dispatcher, which ours are compared with. The sizes of an all-to-all have to
-    # be numbers, which Megatron makes of tensors on a GPU only.
+    # For comparisons with Megatron's router and dispatcher. All-to-all sizes must be numbers; Megatron
+    # converts tensors to them on a GPU only.
     mend_router(module)
     move = module.maybe_move_tensor_to_cpu
 
@@ -266,13 +254,13 @@ INSTALLED = not torch.cuda.is_available()
 
 
 def refuse_if_too_late() -> None:
-    """Raises ImportError where megatron was imported before moe_exp on a host without CUDA."""
+    """Raises ImportError if megatron was imported before moe_exp on a host without CUDA."""
     if INSTALLED:
         raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
 
 
 if INSTALLED:
-    # Megatron says so at import, in several places; on a CPU neither could be there.
+    # Megatron warns at import, in several places; neither is possible on a CPU.
     warnings.filterwarnings(
         "ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning
     )

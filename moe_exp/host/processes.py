@@ -1,4 +1,4 @@
-"""Processes and signals: children, the end of a parent, a free port."""
+"""Processes and signals: children, the death of a parent, a free port."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-# What asks a run to save and end: a person, a scheduler, and SLURM's warning (--signal=B:USR1@300). SIGHUP
-# counts as SIGTERM.
+# Signals to save and exit, also SLURM's warning (--signal=B:USR1@300). SIGHUP counts as SIGTERM.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 @contextmanager
 def signals_blocked() -> Iterator[None]:
-    """Processes that the block starts have the signals that ask for an end blocked, until they unblock
-    them.
-    """
+    """Processes started in the block have the termination signals blocked until they unblock them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})
     try:
         yield
@@ -29,24 +26,32 @@ def signals_blocked() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-# Loaded here: between fork and exec only a plain call is safe.
+# Loaded here, as only a plain call is safe between fork and exec.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
-    """The system sends this process the signal when its parent dies, which cannot forward anything then
-    (Linux only).
-    """
+    """Makes the kernel signal this process when its parent dies (Linux only)."""
     if _LIBC:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
+@contextmanager
+def orphans_adopted() -> Iterator[None]:
+    """Inside the block, orphaned descendants become children of this process (Linux only)."""
+    if _LIBC:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        if _LIBC:
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
 def free_port() -> int:
-    """A TCP port that nobody listens on, below those that the system gives to connections: nobody takes it by
-    chance meanwhile.
-    """
+    """A free TCP port below the ephemeral range, so that no connection takes it by chance."""
     while True:
         port = random.SystemRandom().randrange(10_000, 30_000)
         with socket.socket() as probe:
@@ -58,7 +63,7 @@ def free_port() -> int:
 
 
 def children_of(pid: int) -> list[int]:
-    """Process ids of the children of `pid`. From /proc where there is one: slim containers have no ps."""
+    """Process ids of the children of `pid`; from /proc if possible, as slim containers have no ps."""
     if Path("/proc/self/stat").exists():
         pairs = [(int(stat.parent.name), _parent(stat)) for stat in Path("/proc").glob("[0-9]*/stat")]
     else:
@@ -71,8 +76,7 @@ def children_of(pid: int) -> list[int]:
 
 def _parent(stat: Path) -> int:
     try:
-        # The second field is the program's name in brackets, with any characters in it; state and parent
-        # follow.
+        # Fields: pid, (program name, any characters), state, parent.
         return int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     except OSError:
         return -1

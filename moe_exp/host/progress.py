@@ -1,6 +1,4 @@
-"""How far a long step is: a bar with rate and time left on a terminal, a log line now and then elsewhere; and
-the table at its end.
-"""
+"""Progress of a long step: a bar on a terminal, occasional log lines elsewhere; and the table at its end."""
 
 from __future__ import annotations
 
@@ -23,22 +21,22 @@ _LOG_SECONDS, _POLL_SECONDS = 30.0, 1.0
 
 
 class Advance(Protocol):
-    """Takes how many more units are done, and a few words for what is done now, if that is to be said."""
+    """Takes the number of units just done, and optionally a few words about the current one."""
 
     def __call__(self, units: int, now: str = "", /) -> None: ...
 
 
 @contextmanager
 def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> Iterator[Advance]:
-    """Yields a function that takes how many more units are done.
+    """Yields a function that takes the number of units just done.
 
     Args:
-        what: a few words for the line.
+        what: label of the line.
         total: units of the whole step.
         unit: `bytes`, or what is counted, in the plural.
-        done: units that an earlier call has done.
+        done: units done by an earlier call.
     """
-    # this stream, wherever a step redirects sys.stderr for a package that talks much
+    # this stream, even if a step redirects sys.stderr of a verbose package
     console = Console(file=sys.stderr)
     if console.is_terminal:
         columns = (
@@ -48,7 +46,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        # Where standard output goes elsewhere, lines that are printed meanwhile go there, too.
+        # If stdout is redirected, printed lines go there, too.
         with Progress(*columns, console=console, redirect_stdout=sys.stdout.isatty()) as bar:
             task = bar.add_task(what, total=total, completed=done, rate="")
             counter = _Counter(what, total, unit, done)
@@ -67,7 +65,7 @@ def progress(what: str, total: int, *, unit: str = "bytes", done: int = 0) -> It
 
 @contextmanager
 def progress_of(how_far: Callable[[], int], what: str, total: int, *, unit: str = "bytes") -> Iterator[None]:
-    """The same for work that others do: asks once a second how many units of `total` they are through."""
+    """Progress of work done elsewhere: polls `how_far`, the units done, once a second."""
     done, stop = how_far(), threading.Event()
     with progress(what, total, unit=unit, done=done) as advance:
 
@@ -119,14 +117,14 @@ class _Counter:
 
 
 def print_summary(title: str, rows: Mapping[str, object]) -> None:
-    """One table of what a step did, on standard output."""
+    """Prints one table about a step to standard output."""
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in rows.items():
         table.add_row(name, f"{value:,}" if isinstance(value, int) else str(value))
     table_console().print(table)
 
 
-_NO_LIMIT = 1000  # characters; rich takes 80 for a file or a pipe, and breaks words
+_NO_LIMIT = 1000  # characters; for a file or a pipe rich uses 80, and breaks words
 
 
 def table_console(file: TextIO | None = None, *, highlight: bool = True) -> Console:

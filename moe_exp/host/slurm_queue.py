@@ -1,4 +1,4 @@
-"""What SLURM's queue holds of a run: jobs that run, that will start, and that never will. No torch."""
+"""A run's jobs in SLURM's queue: running, waiting, and those that will never start. No torch."""
 
 from __future__ import annotations
 
@@ -13,18 +13,15 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
-# Fields of squeue(1): id, state, start (of a job that waits: expected, or N/A), time limit, time left, why it
-# waits.
+# Fields of squeue(1): id, state, start (if waiting: expected, or N/A), time limit, time left, reason.
 _FORMAT = "%i|%T|%S|%l|%L|%r"
 _SQUEUE_SECONDS = 60.0
 
-# Of a job that has nodes. COMPLETING is none of them: it is over, and what is left of it is being cleared
-# away.
+# States of jobs that have nodes; COMPLETING is left out, as the job is over.
 _RUNNING = ("RUNNING", "CONFIGURING", "SIGNALING", "STAGE_OUT", "RESIZING")
 _WAITING = ("PENDING", "REQUEUED", "REQUEUE_FED")
 _HALTED = ("SUSPENDED", "STOPPED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
-# Why a job waits that will not start by itself, as job_reason_string of SLURM writes it; squeue's %r has no
-# brackets around it.
+# Reasons of jobs that will not start by themselves, as in SLURM's job_reason_string; %r has no brackets.
 _NEVER = re.compile(
     r"DependencyNeverSatisfied|JobHeld(User|Admin)|JobHoldMaxRequeue|BadConstraints|launch failed requeued"
     r" held|"
@@ -42,11 +39,10 @@ class QueuedJob:
 
     Attributes:
         name: as squeue writes it, 123, 123_4 or 123_[5-20%1].
-        state: SLURM's word for it.
         num_tasks: jobs that the line stands for.
-        start: when it has started, or may start as far as the scheduler knows.
+        start: actual, or expected by the scheduler.
         limit_seconds: of each job; None for none.
-        left_seconds: of a job that runs, until its limit.
+        left_seconds: until the limit of a running job.
         reason: why it waits.
     """
 
@@ -60,7 +56,6 @@ class QueuedJob:
 
     @property
     def text(self) -> str:
-        """For people."""
         return f"job {self.name} {self.state.lower()}" + (
             f" ({self.reason})" if self.reason not in ("None", "") else ""
         )
@@ -72,9 +67,9 @@ class Queue:
 
     Attributes:
         running: have nodes.
-        ending: are over, and SLURM clears up; a job that was queued again looks like that for a while.
-        coming: wait for them, or for the job before them.
-        stuck: wait, and will not start unless somebody does something.
+        ending: completing; a requeued job looks like that for a while.
+        coming: wait for nodes or for the job before them.
+        stuck: wait, and need somebody to act before they start.
     """
 
     running: list[QueuedJob] = field(default_factory=list)
@@ -84,7 +79,7 @@ class Queue:
 
     @property
     def next_start(self) -> datetime | None:
-        """When the next job may start, as far as the scheduler knows."""
+        """Expected start of the next job, as far as the scheduler knows."""
         return min((job.start for job in self.coming if job.start), default=None)
 
     @property
@@ -94,7 +89,7 @@ class Queue:
 
     @property
     def scheduled_seconds(self) -> float | None:
-        """Time that the run has left in all of its jobs; None where one has no limit."""
+        """Time left to the run in all of its jobs; None if one has no limit."""
         times = [job.left_seconds for job in self.running]
         times += [
             None if job.limit_seconds is None else job.limit_seconds * job.num_tasks for job in self.coming
@@ -108,15 +103,11 @@ class QueueError(ValueError):
 
 
 class NoSqueue(QueueError):
-    """There is no squeue here, which no later look will mend."""
+    """There is no squeue here; retrying does not help."""
 
 
 def read_queue(name: str, user: str = "") -> Queue:
-    """Asks squeue for the jobs of a name.
-
-    Args:
-        name: --job-name of the jobs.
-        user: whose; empty: ours.
+    """Asks squeue for the jobs of a --job-name and user, by default the current one.
 
     Raises:
         NoSqueue: it is not on PATH.
@@ -129,8 +120,7 @@ def read_queue(name: str, user: str = "") -> Queue:
         f"--name={name}",
         f"--format={_FORMAT}",
     ]
-    # Or what somebody likes to see of the queue is all that is seen, ids of a long array are cut off, times
-    # are written in another way.
+    # Users' own settings may hide jobs, truncate long array ids, or change the time format.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
     environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
     try:
@@ -149,7 +139,7 @@ def read_queue(name: str, user: str = "") -> Queue:
 
 
 def parse_queue(text: str) -> Queue:
-    """What squeue has printed in our format, sorted."""
+    """Parses squeue's output in our format, sorted."""
     queue = Queue()
     for line in text.splitlines():
         fields = line.strip().split("|", 5)
@@ -177,9 +167,7 @@ def parse_queue(text: str) -> Queue:
 
 
 def num_tasks(name: str) -> int:
-    """Jobs that a name of squeue's stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for
-    123_[1,4-8:4].
-    """
+    """Jobs that a squeue name stands for: 1 for 123 and 123_4, 17 for 123_[4-20%1], 3 for 123_[1,4-8:4]."""
     found = re.fullmatch(r"\d+_\[([\d,:-]+)(%\d+)?\]", name)
     if not found:
         return 1
@@ -193,9 +181,7 @@ def num_tasks(name: str) -> int:
 
 
 def slurm_seconds(text: str) -> int | None:
-    """Seconds of a time span as squeue writes it, 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID
-    and the like.
-    """
+    """Seconds of squeue's 2-03:04:05, 3:04:05 or 4:05; None for UNLIMITED, INVALID and the like."""
     found = re.fullmatch(r"(?:(?:(\d+)-)?(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -212,7 +198,7 @@ def slurm_time(text: str) -> datetime | None:
 
 
 def job_environment() -> str:
-    """A command of the shell with which jobs find the Python and the packages of this process."""
+    """Shell command that gives jobs this process's Python and packages."""
     package_root = Path(__file__).resolve().parents[2]
     paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": package_root}
     return "; ".join(
@@ -221,7 +207,7 @@ def job_environment() -> str:
 
 
 def still_there(job_ids: list[str]) -> list[str]:
-    """Those of the jobs that SLURM has not ended, this one left out."""
+    """Those of the jobs that have not ended, except this one."""
     if not job_ids:
         return []
     if not shutil.which("squeue"):
@@ -232,7 +218,7 @@ def still_there(job_ids: list[str]) -> list[str]:
     found = subprocess.run(
         ["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True
     )
-    # what it says when it has forgotten them
+    # its error for jobs it has forgotten
     if found.returncode != 0 and "invalid job id" not in found.stderr.lower():
         raise ValueError(
             f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM"

@@ -1,1 +1,1 @@
-"""Reports on runs: they read run folders and import nothing from training."""
+"""Reports on runs: reads run folders and imports nothing from training."""

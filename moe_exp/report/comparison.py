@@ -1,4 +1,4 @@
-"""What runs have in common and where they differ: settings, sizes, and what a loss costs each of them."""
+"""What runs share and where they differ: settings, sizes, and the cost of reaching a loss."""
 
 from __future__ import annotations
 
@@ -8,25 +8,14 @@ from decimal import ROUND_CEILING, Decimal
 
 import numpy as np
 
-from moe_exp.config import Config
+from moe_exp.config import TRAITS, Config
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.load_history import Floats
 from moe_exp.report.run_data import Run
 from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
-_FEWEST_SHARE = 0.01  # of those of the longest; a run of less is not compared
-# Where a run is written and started, not what it is.
-_NOT_COMPARED = ("run_name", "run_dir", "master_addr", "master_port", "node_rank")
-# What a dense run does not use.
-_OF_EXPERTS = {
-    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense",
-    "shared_expert_size", "shared_expert_gate", "capacity_factor", "min_capacity", "pad_to_capacity",
-    "drop_policy", "token_rounding", "router_score", "router_pre_softmax", "router_normalize",
-    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
-    "router_group_topk", "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend",
-    "routing_kernels", "dispatcher", "upcycle_from", "upcycle_granularity", "ep", "etp",
-}  # fmt: skip
+_FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
 _ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
 NATS, BITS = "nats per token", "bits per byte"
@@ -34,7 +23,7 @@ NATS, BITS = "nats per token", "bits per byte"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run had used when its smoothed loss first was at or below a loss; NaN for what is not known."""
+    """What a run had used when its smoothed loss first reached a target; NaN if unknown."""
 
     iteration: float
     tokens: float
@@ -44,18 +33,14 @@ class Cost:
 
 @dataclass(frozen=True)
 class Parity:
-    """A run against another one, on the page one with experts against a dense one, at the lowest smoothed
-    loss that both reach.
+    """Cost of `run` relative to `other` (a MoE run and a dense one) at the lowest smoothed loss both reach.
 
     Attributes:
-        run, other: the two.
-        loss: that loss, in `unit`.
-        unit: NATS or BITS.
-        flops, seconds, tokens: what `run` had used by then as a share of what `other` had; NaN where one of
-            them is not known.
+        loss: that loss, in `unit` (NATS or BITS).
+        flops, seconds, tokens: used by `run` up to then, as a share of what `other` used; NaN if unknown.
         is_reached: whether `run` reaches the lowest loss of `other`; if not, `loss` is its own lowest.
         other_lowest: the lowest smoothed loss of `other`.
-        reason: why there is no comparison; empty where there is one.
+        reason: why the two cannot be compared; empty if they can.
     """
 
     run: Run
@@ -71,18 +56,14 @@ class Parity:
 
 
 def tokenizer_of(run: Run) -> str | None:
-    """What tells tokenizers apart: TOKENIZER, or without one the size of the vocabulary; None where settings
-    are unknown.
-    """
+    """Identifies the tokenizer: TOKENIZER, else the vocabulary size; None if settings are unknown."""
     if not run.settings:
         return None
     return str(run.settings.get("tokenizer") or f"vocabulary of {run.settings.get('vocab_size')}")
 
 
 def bits_per_nat(run: Run) -> float:
-    """Factor from nats per token to bits per byte, from the latest validation that recorded both; NaN without
-    one.
-    """
+    """Bits per byte for one nat per token, from the latest validation with both; NaN without one."""
     both = np.flatnonzero(np.isfinite(run.valid["lm_loss_bits_per_byte"]) & (run.valid["lm_loss"] > 0))
     return (
         float(run.valid["lm_loss_bits_per_byte"][both[-1]] / run.valid["lm_loss"][both[-1]])
@@ -92,44 +73,36 @@ def bits_per_nat(run: Run) -> float:
 
 
 def has_loss(run: Run) -> bool:
-    """Whether any record has a loss that is a number."""
+    """Whether any record has a finite loss."""
     return bool(np.isfinite(run.train["lm_loss"]).any())
 
 
 def is_mixed(runs: Sequence[Run]) -> bool:
-    """Whether those of the runs that have a loss have more than one tokenizer, so that their losses per token
-    do not compare.
-    """
+    """Whether the runs with a loss use several tokenizers, so that losses per token do not compare."""
     return len({tokenizer_of(run) for run in runs if has_loss(run)} - {None}) > 1
 
 
 def loss_unit(runs: Sequence[Run]) -> str | None:
-    """In what the losses of these runs, of those that have one, compare.
-
-    Nats per token; with several tokenizers bits per byte, or None where that is not known for all.
-    """
+    """Unit in which the losses of these runs compare: NATS with one tokenizer, else BITS; None if unknown."""
     if not is_mixed(runs):
         return NATS
     return BITS if all(np.isfinite(bits_per_nat(run)) for run in runs if has_loss(run)) else None
 
 
 def losses(run: Run, unit: str) -> Floats:
-    """The training loss of each record in `unit`."""
+    """Training loss of each record, in `unit`."""
     return run.train["lm_loss"] * (bits_per_nat(run) if unit == BITS else 1.0)
 
 
 def smoothed(run: Run, unit: str, window_tokens: float) -> Floats:
-    """The training loss as a mean over the last `window_tokens` tokens, to nine places: the last bits of a
-    sum do not decide.
-    """
+    """Mean training loss of the last `window_tokens` tokens, to nine places to drop rounding errors."""
     return np.round(trailing_mean(run.train["consumed_tokens"], losses(run, unit), window_tokens), 9)
 
 
 def window_of(runs: Sequence[Run]) -> float:
-    """Tokens to smooth over: 5% of what the shortest run has trained on, and at least 1% of what the longest
-    has.
+    """Smoothing window in tokens: 5% of the shortest run, at least 1% of the longest.
 
-    Runs of less than that 1% are left out: one that has just begun does not change the curves of the others.
+    Runs below that 1% are ignored, so that one that has just begun does not change the other curves.
     """
     tokens = [count for run in runs if has_loss(run) and np.isfinite(count := _trained_tokens(run))]
     fewest = _FEWEST_SHARE * max(tokens, default=0.0)
@@ -137,12 +110,12 @@ def window_of(runs: Sequence[Run]) -> float:
 
 
 def _trained_tokens(run: Run) -> float:
-    """Tokens that the records cover, without those before a checkpoint of LOAD_DIR."""
+    """Tokens that the records cover, without those before the checkpoint of LOAD_DIR."""
     return run.last("consumed_tokens") - begin_of(run.train["consumed_tokens"])
 
 
 def why_not_compared(run: Run, window_tokens: float) -> str:
-    """Why a run has no smoothed loss, as the end of a sentence; empty where it has one."""
+    """Why a run has no smoothed loss, as the end of a sentence; empty if it has one."""
     if not has_loss(run):
         return "has no loss that is a number" if run.num_records else "has no loss yet"
     if not np.isfinite(run.train["consumed_tokens"]).any():
@@ -153,14 +126,12 @@ def why_not_compared(run: Run, window_tokens: float) -> str:
 
 
 def lowest(values: Floats) -> float:
-    """The lowest finite value, NaN without one."""
+    """The lowest finite value; NaN without one."""
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
 def cost_of(run: Run, values: Floats, loss: float) -> Cost | None:
-    """What `run` had used when its smoothed loss, `values` at the records and straight lines between, first
-    was `loss`; None: never.
-    """
+    """Cost at which `values`, the smoothed loss, first reaches `loss` (interpolated linearly), or None."""
     place = first_at_or_below(values, loss)
     if place is None:
         return None
@@ -173,9 +144,7 @@ def cost_of(run: Run, values: Floats, loss: float) -> Cost | None:
 
 
 def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
-    """The lowest smoothed loss that every run with one reaches, rounded up to four places, and its unit; NaN
-    without one.
-    """
+    """Lowest smoothed loss that all comparable runs reach, rounded up to four places or NaN, and its unit."""
     unit, window = loss_unit(runs), window_of(runs)
     if unit is None:
         return float("nan"), None
@@ -184,16 +153,14 @@ def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
 
 
 def rounded_up(loss: float) -> float:
-    """To the next four places: a loss that is printed with four is one that the run has reached. NaN stays
-    NaN.
-    """
+    """Rounds up to four places, so that the run did reach the printed loss; NaN stays NaN."""
     if not np.isfinite(loss):
         return loss
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
 
 
 def parities(runs: Sequence[Run]) -> list[Parity]:
-    """Every run with experts against every dense run."""
+    """Compares every MoE run with every dense run."""
     dense_runs = [run for run in runs if run.kind == "dense"]
     return [parity(run, dense) for run in runs if run.is_moe for dense in dense_runs]
 
@@ -201,10 +168,10 @@ def parities(runs: Sequence[Run]) -> list[Parity]:
 def parity(run: Run, other: Run) -> Parity:
     """Compares the two at the lowest smoothed loss that both reach.
 
-    The smoothed loss at a record is the mean training loss of the last w tokens, in whole records, w being 5%
-    of the tokens of the shorter run, and at least 1% of those of the longer. The loss that both reach is the
-    larger of the two lowest ones, rounded up to four places; each run is taken where its curve first comes to
-    it, on the straight line between two records.
+    The smoothed loss at a record is the mean training loss of the last w tokens, in whole records; w is 5% of
+    the tokens of the shorter run, and at least 1% of those of the longer. The loss that both reach is the
+    larger of the two minima, rounded up to four places. Each run's cost is where its curve first reaches it,
+    interpolated linearly between two records.
     """
     pair = (run, other)
     unit, window = loss_unit(pair), window_of(pair)
@@ -257,19 +224,19 @@ def parity_text(found: Parity) -> str:
 
 
 def in_words(parts: Sequence[str]) -> str:
-    """`a, b and c`."""
+    """Joins as in `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Settings in which runs differ: name, and the value of each run as text.
 
-    A run that does not know the setting has `(unknown)`, a dense one `–` for what only experts have. Where
-    dense runs stand beside MoE ones, those settings are rows if the MoE runs differ from each other or from
-    the default; the size of the MoE always is.
+    `(unknown)` stands for a setting the run does not have, `–` for a MoE setting of a dense run. With dense
+    and MoE runs, a MoE setting is listed if the MoE runs differ from each other or from the default; the size
+    of the MoE always is.
     """
     rows = []
-    for name in dict.fromkeys(name for run in runs for name in run.settings):
+    for name in dict.fromkeys(name for run in runs for name in run.settings if _part(name) != "place"):
         values = [_value(run, name) for run in runs]
         known = set(values) - {_UNKNOWN, _NO_EXPERTS}
         is_chosen = (
@@ -277,7 +244,7 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
             and known
             and (name in _ALWAYS or known != {_shown(Config.model_fields[name].default)})
         )
-        if name not in _NOT_COMPARED and (len(known) > 1 or is_chosen):
+        if len(known) > 1 or is_chosen:
             rows.append((name.upper(), values))
     return rows
 
@@ -285,7 +252,11 @@ def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 def _value(run: Run, name: str) -> str:
     if name not in run.settings:
         return _UNKNOWN
-    return _NO_EXPERTS if name in _OF_EXPERTS and run.kind == "dense" else _shown(run.settings[name])
+    return _NO_EXPERTS if _part(name) == "experts" and run.kind == "dense" else _shown(run.settings[name])
+
+
+def _part(name: str) -> str:
+    return TRAITS[name].part if name in TRAITS else ""  # unknown: from an older version
 
 
 def _shown(value: object) -> str:
@@ -298,15 +269,13 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class Overview:
-    """One run in numbers; NaN for what was not measured.
+    """One run in numbers, at its end; NaN for what was not measured.
 
     Attributes:
-        total_parameters, active_parameters: of the whole model, and those that one token meets.
         final_loss: mean training loss of the last 5% of its tokens, nats per token.
         valid_loss, valid_ppl, bits_per_byte: of the latest validation.
-        peak_memory_bytes: of the rank that needed most.
+        peak_memory_bytes: maximum over ranks.
         tokens_per_second, tflops_per_gpu: medians over the records.
-        iteration, tokens, flops, seconds: how far it came.
         cost: at the loss that is compared; None if it was not reached.
     """
 
@@ -328,14 +297,7 @@ class Overview:
 
 
 def overview(run: Run, loss: float, unit: str | None, window_tokens: float) -> Overview:
-    """Numbers of one run.
-
-    Args:
-        run: the run.
-        loss: that the costs are asked for, in `unit`.
-        unit: NATS or BITS; None where losses do not compare.
-        window_tokens: that the loss is smoothed over.
-    """
+    """Numbers of one run; `cost` is at `loss`, in `unit` (None if losses do not compare)."""
     count = count_parameters(run.config) if run.config else None
     train, nan = run.train, float("nan")
     own_end = smoothed(run, NATS, window_of([run]))
@@ -369,7 +331,7 @@ def _median(values: Floats) -> float:
 
 
 def warnings_of(runs: Sequence[Run]) -> list[str]:
-    """What a reader has to know before comparing: mixed tokenizers, gaps, and what could not be read."""
+    """What to know before comparing: mixed tokenizers, gaps, unreadable data."""
     found = []
     if is_mixed(runs):
         which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))

@@ -1,12 +1,10 @@
-"""Follows the metrics.jsonl of a run that may still be written, may not exist yet, or may be cut back by a
-resume.
+"""Follows the metrics.jsonl of a run that may be running, not exist yet, or be cut back by a resume.
 
-Only what is new is read: a look at a file of 100,000 lines costs what was appended since the look before.
+Reads only what was appended since the last poll, also for files of 100,000 lines.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -17,24 +15,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import orjson
-import yaml
 
+from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.report.run_status import ended_status
 from moe_exp.runs.records import Record, parsed_record
 from moe_exp.runs.run_folder import RunFolder
 
-LAST_RECORDS = 2000  # train records whose losses are kept for the picture
+LAST_RECORDS = 2000  # losses kept for the plot
 _LAST_EVENTS = 20
-_INTERVALS = 50  # of which the usual one is the median
+_INTERVALS = 50  # for the median
 _CHUNK_BYTES = 1 << 22
-_TAIL_BYTES = 8192  # a whole record of a small model: its end alone, the experts, may be that of another one
+_TAIL_BYTES = 8192  # a whole record of a small model: the end alone may equal that of another one
 _DEAD_SHARE = 0.01  # of the mean; see `dead_experts`
-# The floor is for small runs: an evaluation or a checkpoint takes longer than ten of their iterations.
+# The floor is for small runs, where an evaluation or a checkpoint takes longer than ten iterations.
 _LATE_FACTOR, _NEVER_LATE_SECONDS = 10.0, 10.0
 
 
 class WorstLayer(NamedTuple):
-    """One MoE layer in a train record: `layer` from 1, `dropped` a fraction; None was not measured."""
+    """One MoE layer of a train record: `layer` from 1, `dropped` a fraction; None was not measured."""
 
     layer: int
     max_over_mean: float | None
@@ -46,7 +44,7 @@ class WorstLayer(NamedTuple):
 
 @dataclass
 class Watched:
-    """What a look at a run shows. Losses are in nats per token; None is a loss that is not a number."""
+    """State of a run from its records. Losses in nats per token; None if not finite."""
 
     num_train: int = 0
     # (iteration, loss)
@@ -64,11 +62,11 @@ class Watched:
 
     @property
     def usual_interval_seconds(self) -> float | None:
-        """Median time between train records, of the last ones; None before the first."""
+        """Median time between the latest train records; None before the first."""
         return statistics.median(self.interval_seconds) if self.interval_seconds else None
 
     def take(self, record: Mapping[str, Any]) -> bool:
-        """Takes in the next record of the file, in the order of the file; False if it is none."""
+        """Adds the next record of the file; False if it is not a record."""
         iteration = record.get("iteration")
         if not isinstance(iteration, int):
             self.num_unreadable_lines += 1
@@ -89,7 +87,7 @@ class Watched:
             self.end, self.since_iteration, self.start_time = None, iteration, str(event.get("time", ""))
         elif event.get("event") == "end":
             self.end = str(event.get("status", "ended"))
-        else:  # a checkpoint that is saved in the background is told after later iterations
+        else:  # a checkpoint saved in the background is logged after later iterations
             return
         self.iteration = iteration
 
@@ -105,12 +103,11 @@ class Watched:
 
 
 class Follower:
-    """One run that is watched.
+    """Follows one run.
 
     Args:
         path: a run folder, or its metrics.jsonl. It need not exist yet.
-        also: called with every record that is taken in, and with all of them again where the file was written
-            anew.
+        also: called with every record, and with all records again if the file was rewritten.
     """
 
     def __init__(self, path: Path, also: Callable[[Record], None] | None = None):
@@ -125,16 +122,14 @@ class Follower:
 
     @property
     def exists(self) -> bool:
-        """Whether there was a metrics.jsonl at the last look."""
+        """Whether metrics.jsonl existed at the last `look`."""
         return self._modified is not None
 
     def look(self) -> None:
-        """Reads what was written since the last look. An error of the disk ends up in `trouble`: the next
-        look may do better.
-        """
+        """Reads what was appended since the last call; a read error is kept in `trouble` until then."""
         self.trouble = None
         try:
-            with self.folder.metrics.open("rb") as file:
+            with regular(self.folder.metrics).open("rb") as file:
                 self._find_place(file)
                 self._read_on(file)
                 self._modified = self.folder.metrics.stat().st_mtime
@@ -145,12 +140,7 @@ class Follower:
             self.trouble = error.strerror or str(error)
 
     def _find_place(self, file: Any) -> None:
-        """Goes to where the last look ended, or to the start if the file is another one by now: a resume
-        writes it anew.
-
-        The bytes before that place tell, not the size or the inode: a file that was cut back may have grown
-        beyond it since.
-        """
+        """Seeks to the last position, or to 0 if the bytes before it show a rewritten file."""
         file.seek(self._offset - len(self._tail))
         if file.read(len(self._tail)) != self._tail:
             self._start_over()
@@ -162,7 +152,7 @@ class Follower:
     def _read_on(self, file: Any) -> None:
         while chunk := file.read(_CHUNK_BYTES):
             whole = chunk[: chunk.rfind(b"\n") + 1]
-            if not whole:  # the rest is a line that is being written, or longer than a chunk
+            if not whole:  # an incomplete line, or one longer than a chunk
                 line = chunk + file.readline()
                 if not line.endswith(b"\n"):
                     return
@@ -185,27 +175,25 @@ class Follower:
             self.watched.num_unreadable_lines += 1
 
     def settings(self) -> dict[str, Any]:
-        """config.yaml of the run, read again where it changed; empty if there is none that can be read."""
-        return self._content(self.folder.config, yaml.safe_load)
+        """The run's config.yaml, read again when it changed; empty if missing or unreadable."""
+        return self._content(self.folder.config, read_yaml)
 
-    def _content(self, path: Path, parse: Callable[[str], Any]) -> dict[str, Any]:
+    def _content(self, path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._read or self._read[path][0] != changed:
-                found = parse(path.read_text(encoding="utf-8"))
+                found = read(path)
                 self._read[path] = (changed, found if isinstance(found, dict) else {})
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        except (OSError, ValueError):
             return {}
         return self._read[path][1]
 
     def age_seconds(self) -> float | None:
-        """Since the file was written last; None without a file. Never negative, though clocks of hosts
-        differ.
-        """
+        """Time since the file was written, at least 0 as clocks of hosts differ; None without a file."""
         return None if self._modified is None else max(0.0, time.time() - self._modified)
 
     def status(self) -> str | None:
-        """How the run ended: finished, stopped or failed; None while it may go on."""
+        """How the run ended: finished, stopped or failed; None if it may still be running."""
         watched = self.watched
         return ended_status(
             self.folder,
@@ -216,12 +204,10 @@ class Follower:
         )
 
     def _read_json(self, path: Path) -> dict[str, Any]:
-        return self._content(path, json.loads)
+        return self._content(path, read_json)
 
     def is_late(self) -> bool:
-        """Whether a run that has not ended is quiet for ten times the usual interval between its records, and
-        for 10 s.
-        """
+        """Whether a run that has not ended wrote nothing for 10 times its usual interval, and for 10 s."""
         age, usual = self.age_seconds(), self.watched.usual_interval_seconds
         return (
             age is not None
@@ -239,9 +225,7 @@ def number(value: Any) -> float | None:
 
 
 def dead_experts(tokens_per_expert: Sequence[float]) -> int:
-    """Experts with less than 1% of their fair share, the mean over the experts of their layer; with no tokens
-    at all, none.
-    """
+    """Number of experts with less than 1% of their fair share, the mean of the layer; 0 without tokens."""
     fair = sum(tokens_per_expert) / max(1, len(tokens_per_expert))
     return sum(tokens < _DEAD_SHARE * fair for tokens in tokens_per_expert)
 

@@ -1,4 +1,4 @@
-"""Runs as they are written, in the terminal: one in detail, several as the rows of a table."""
+"""Live view of runs in the terminal: one in detail, several as rows of a table."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 
 _PLOT_RECORDS = 500
 _PLOT_LINES, _EVENTS, _LAYERS = 8, 3, 3
-_OTHER_LINES = 19  # of the picture of one run without its plot
-_LONGEST_ETA_SECONDS = 1e10  # three centuries: not the time left, but a stall
+_OTHER_LINES = 19  # of the view of one run without its plot
+_LONGEST_ETA_SECONDS = 1e10  # three centuries: a stall
 _BETWEEN = 3  # characters between two columns
 _NOTHING = "-"
 _OF_A_RUN = ("metrics.jsonl", "config.yaml", "provenance.json", ".lock", "train.log", "checkpoints")
@@ -40,18 +40,15 @@ _STYLES = {
 
 
 def watch(paths: Sequence[Path], *, console: Console, once: bool = False, seconds: float = 2.0) -> None:
-    """Shows runs until all of them have ended, or the user presses Ctrl-C, which is left to the caller.
-
-    A run that does not exist yet is waited for. On a console that is no terminal, there is one picture only.
+    """Shows runs until all have ended; Ctrl-C is left to the caller. Waits for runs that do not exist yet.
 
     Args:
-        paths: run folders, or their metrics.jsonl; the same one twice is shown once.
-        console: where to.
-        once: one picture of what is there now.
-        seconds: between two looks at the files.
+        paths: run folders, or their metrics.jsonl; duplicates are shown once.
+        once: show one picture and return, as always if `console` is not a terminal.
+        seconds: polling interval.
 
     Raises:
-        ConfigError: `seconds` is not positive, or a path is no run; a line for each.
+        ConfigError: `seconds` is not positive, or a path is not a run; a line for each.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
     if problems := [
@@ -74,9 +71,7 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
 
 @contextmanager
 def _ctrl_c() -> Iterator[threading.Event]:
-    """Whether Ctrl-C was pressed. A KeyboardInterrupt is lost where it is raised in a `__del__`, as of the
-    locks that are tried.
-    """
+    """Event set by Ctrl-C: a KeyboardInterrupt raised inside a `__del__` would be lost."""
     pressed = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield pressed
@@ -133,9 +128,7 @@ def _look(followers: Sequence[Follower], console: Console) -> RenderableType:
 
 
 def one_run(follower: Follower, console: Console) -> RenderableType:
-    """Everything about one run that its last look found; what matters most is at the top, for low
-    terminals.
-    """
+    """Details of one run, the most important at the top for low terminals."""
     watched = follower.watched
     parts: list[RenderableType] = [_title(follower), _age_line(follower)]
     if watched.num_train:
@@ -147,7 +140,7 @@ def one_run(follower: Follower, console: Console) -> RenderableType:
 
 
 def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType:
-    """A row for each run, with as many columns as the console has room for."""
+    """One row per run, with as many columns as fit."""
     rows = [_cells(follower, console) for follower in followers]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     left = console.width
@@ -174,7 +167,7 @@ def many_runs(followers: Sequence[Follower], console: Console) -> RenderableType
 
 
 def _cells(follower: Follower, console: Console) -> dict[str, Text]:
-    """By the names of the columns, the one that is needed most first."""
+    """Cells by column name, most important first."""
     watched, train = follower.watched, follower.watched.train
     losses = [loss for _, loss in watched.losses][-_PLOT_RECORDS:]
     layers = layers_by_load(train)
@@ -238,7 +231,7 @@ def _eta(follower: Follower) -> str:
     eta_seconds = number(follower.watched.train.get("eta_seconds"))
     if eta_seconds is None or eta_seconds > _LONGEST_ETA_SECONDS or follower.status():
         return _NOTHING
-    # Counted down from when it was written; a run that is late does not come nearer to its end by that.
+    # Counted down since it was written, but not while the run is late.
     passed = 0.0 if follower.is_late() else follower.age_seconds() or 0.0
     return str(timedelta(seconds=round(max(0.0, eta_seconds - passed))))
 
@@ -259,7 +252,7 @@ def _loss_plot(follower: Follower, console: Console) -> list[RenderableType]:
         ]
     height = max(3, min(_PLOT_LINES, console.height - _OTHER_LINES))
     lines, labels = plot(losses, min(width, (len(losses) + 1) // 2), height), [""] * height
-    # The plot shows means of neighbours, so its ends are near these.
+    # Approximate: the plot shows means of neighbors.
     labels[0], labels[-1] = f"{max(known):.4g}", f"{min(known):.4g}"
     rows = [
         Text.assemble((f"{label:>8} ", "dim"), (line, "blue"))
@@ -412,11 +405,11 @@ def _bytes(train: Mapping[str, Any]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Without characters that steer a terminal: names come from folders and files that others wrote."""
+    """Removes control characters: names come from files of others."""
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
-# A curve in characters: one line, or a small plot of several lines. Values that are None stay empty.
+# Curves as text: a sparkline or a small plot; None stays empty.
 
 
 _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*%#"
@@ -425,15 +418,12 @@ _BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*%#"
 _BRAILLE = 0x2800
 
 
-# Bit of each dot of a Braille character, by row and column; Unicode numbers them down the columns, with the
-# last row added later.
+# Bit of each dot of a Braille character, by row and column: Unicode added the last row later.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """At most `num_buckets` means of neighbours, each of those that are not None; None where there is
-    none.
-    """
+    """At most `num_buckets` means of neighbors, ignoring None; None for an empty bucket."""
     count = min(num_buckets, len(values))
     edges = [index * len(values) // count for index in range(count + 1)] if count else []
     groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))
@@ -441,7 +431,7 @@ def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | No
 
 
 def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
-    """One line of at most `width` characters, from the lowest value to the highest."""
+    """One line of at most `width` characters, scaled from the lowest value to the highest."""
     means, ramp = buckets(values, width), _ASCII if ascii_only else _BLOCKS
     low, high = _range(means)
     return "".join(
@@ -450,9 +440,7 @@ def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = 
 
 
 def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """`height` lines of `width` characters with two by four dots each, the highest value in the first
-    line.
-    """
+    """Braille plot: `height` lines of `width` characters of two by four dots, the highest value on top."""
     means, num_rows = buckets(values, 2 * width), 4 * height
     low, high = _range(means)
     cells, before = [[0] * width for _ in range(height)], None
@@ -461,7 +449,7 @@ def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
             before = None
             continue
         row = round((high - mean) / (high - low) * (num_rows - 1))
-        # Down or up to it, so that a steep curve stays one line.
+        # Fill from the previous row, so that a steep curve stays connected.
         for at in (
             range(row, row + 1) if before is None else range(min(row, before + 1), max(row, before - 1) + 1)
         ):

@@ -1,4 +1,4 @@
-"""Expert load over time in a bounded number of columns: what a heatmap can show of a run of any length."""
+"""Expert load over time in a bounded number of columns, for a heatmap of a run of any length."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ NUM_COLUMNS = 120
 _CHUNK = 512  # records
 DEAD_BELOW = 0.01  # of the fair share
 
-# Of one layer, as metrics.jsonl has them; readers of older files find some of them missing.
+# Keys of one layer in metrics.jsonl; older files lack some.
 LAYER_KEYS = ("max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy", "top1_weight")
 
 
 def number(value: object) -> float:
-    """A JSON value as a float, NaN for what is no number."""
+    """A JSON value as a float; NaN if it is not a number."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else float("nan")
 
 
 class LoadHistory:
     """Sums the `experts` of train records into columns of equal numbers of records, layer by layer.
 
-    Args:
-        num_records: about how many records will come; with more of them the last column gets the rest.
+    With more records than `num_records`, the last column gets the rest.
     """
 
     def __init__(self, num_records: int):
@@ -40,7 +39,7 @@ class LoadHistory:
         self.layers: list[int] = []
 
     def add(self, iteration: float, experts: list[Mapping[str, Any]]) -> None:
-        """Takes one record's `experts`; `finish` has to follow the last one."""
+        """Adds one record's `experts`; call `finish` after the last one."""
         self._waiting.append(
             (
                 min(self._num_seen * self._num_columns // self._num_records, self._num_columns - 1),
@@ -53,17 +52,15 @@ class LoadHistory:
             self.finish()
 
     def finish(self) -> None:
-        """Counts what was added. Records are counted in chunks: numpy's cost per call would be most of the
-        time otherwise.
-        """
+        """Sums what was added. Works in chunks, because numpy's cost per call would dominate."""
         waiting, self._waiting = self._waiting, []
         if waiting and not self._count(waiting):
-            for one in waiting:  # one of them does not look like the others
+            for one in waiting:  # their shapes differ
                 if not self._count([one]):
                     self._means.append(np.full((1, len(LAYER_KEYS)), np.nan))
 
     def _count(self, records: Sequence[tuple[int, float, list[Mapping[str, Any]]]]) -> bool:
-        """Adds records that look like the first one; false, with nothing added, where one does not."""
+        """Adds records shaped like the first; returns False and adds nothing if one differs."""
         try:
             layers = [[layer["layer"] for layer in experts] for _, _, experts in records]
             counts = [[layer["tokens_per_expert"] for layer in experts] for _, _, experts in records]
@@ -92,7 +89,7 @@ class LoadHistory:
 
     def _sum(self, columns_R: NDArray[np.int64], counts_RLE: Floats, values_RKL: Floats) -> None:
         shares_RLE = counts_RLE * counts_RLE.shape[2] / np.maximum(counts_RLE.sum(axis=2, keepdims=True), 1)
-        # What an older file lacks follows from its counts.
+        # Older files lack these; compute them from the counts.
         for index, from_counts_RL in (
             (0, shares_RLE.max(axis=2)),
             (1, (shares_RLE < DEAD_BELOW).mean(axis=2)),
@@ -109,9 +106,7 @@ class LoadHistory:
         self._means.append(means_RK)
 
     def record_means(self) -> dict[str, Floats]:
-        """For each added record the mean of each of LAYER_KEYS over the layers, and for `max_over_mean` the
-        largest [num_added].
-        """
+        """LAYER_KEYS of each record, mean over layers (`max_over_mean`: maximum) [num_added]."""
         table = np.concatenate(self._means) if self._means else np.empty((0, len(LAYER_KEYS)))
         return {key: table[:, index] for index, key in enumerate(LAYER_KEYS)}
 
@@ -120,7 +115,7 @@ class LoadHistory:
 
     @property
     def num_experts(self) -> int:
-        """Experts of a layer."""
+        """Experts per layer."""
         return self._loads_CLE.shape[2]
 
     def columns(self, most: int = NUM_COLUMNS) -> tuple[Floats, Floats, dict[str, Floats]]:
@@ -128,8 +123,7 @@ class LoadHistory:
 
         Returns:
             First and last iteration [C, 2]; load relative to the fair share [C, L, E], 1 for an expert with
-            tokens*k/E of its layer; and by name the mean of each of LAYER_KEYS over the records of a column
-            [C, L], NaN where it was not recorded.
+            tokens*k/E of its layer; for each of LAYER_KEYS the mean over a column's records [C, L] or NaN.
         """
         used = np.flatnonzero(np.isfinite(self._bounds[:, 0]))
         parts = np.array_split(used, min(most, len(used)))

@@ -39,21 +39,20 @@ _DETAILS = (1.0, 0.5, 0.2, 0.05)
 def write_report(
     paths: Sequence[Path], out: Path | None, *, kind: str = "html", title: str = "", loss: float | None = None
 ) -> list[str]:
-    """Writes the report of these run folders to `out`, or prints it where that is None.
+    """Writes the report of these run folders to `out`, or prints it if that is None.
 
     Args:
-        paths: run folders, in the order of the report; their runs may still be going on, or have written
-            nothing yet.
-        out: the file; an earlier report is replaced, any other file is not.
+        paths: run folders, in the order of the report; runs may be unfinished or empty.
+        out: an earlier report is replaced, any other file is not.
         kind: `html` or `md`.
         title: heading; by default the names of the runs.
-        loss: that the costs are given for; by default the lowest that all runs reach.
+        loss: at which costs are given; by default the lowest that all runs reach.
 
     Returns:
-        What a reader has to know before comparing, a sentence each.
+        Warnings to read before comparing, a sentence each.
 
     Raises:
-        ConfigError: folders that are no run, a place that cannot be written; all of them, before any work.
+        ConfigError: not a run folder, or `out` cannot be written; lists all problems, before any work.
     """
     if problems := check_out(out) + run_problems(paths):
         raise ConfigError(problems)
@@ -66,21 +65,17 @@ def write_report(
     if out is None:
         print(text, end="")
     else:
-        write_atomically(out.resolve(), text)  # a link stays one
+        write_atomically(out.resolve(), text)  # keeps a symlink
     return [_valid(line) for line in warnings_of(runs)]
 
 
 def _valid(text: str) -> str:
-    """With a question mark for what is no text: bytes of a folder's name that are not UTF-8, halves of a pair
-    in an event.
-    """
+    """Replaces what is not valid UTF-8 by `?`, in folder names or events."""
     return text.encode(errors="replace").decode()
 
 
 def check_out(out: Path | None) -> list[str]:
-    """Why a report cannot be written there: no folder, no regular file, or a file that is not a report; a
-    line each.
-    """
+    """Why no report can be written there: no folder, not a regular file, or not a report; a line each."""
     if out is None:
         return []
     if not (folder := out.resolve().parent).is_dir():
@@ -94,7 +89,7 @@ def check_out(out: Path | None) -> list[str]:
         ]
     if not out.exists():
         return []
-    if not out.is_file():  # a directory; or a device such as /dev/stdout, whose place a file would take
+    if not out.is_file():  # a directory, or a device such as /dev/stdout that a file would replace
         return [problem("out", out, "is there and is no regular file", "name a file")]
     with out.open("rb") as file:
         head = file.read(2000)
@@ -133,11 +128,7 @@ def report_markdown(runs: Sequence[Run], *, title: str = "", loss: float | None 
 
 
 def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:
-    """The report as one HTML file of less than MOST_BYTES.
-
-    Raises:
-        ValueError: there are so many runs that their tables alone are larger.
-    """
+    """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
     fields = {
         "title": escape(title or title_of(runs)),
@@ -179,12 +170,12 @@ def _assets() -> dict[str, str]:
 
 
 def _filled(fields: dict[str, str]) -> str:
-    """The page with its places filled, once: a run named like a place stays text."""
+    """Fills the template in one pass, so that a run named like a placeholder stays text."""
     page = (_ASSETS / "page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda place: fields[place[1]], page)
 
 
-# The report as Markdown for a pull request: one table, and a sentence for each comparison.
+# Markdown: one table, and a sentence for each comparison.
 
 
 MARKER = "<!-- moe-exp report -->"
@@ -199,7 +190,7 @@ def markdown(
     loss: float,
     unit: str | None,
 ) -> str:
-    """The text, with a newline at its end; the first line tells that the file is a report."""
+    """The text with a final newline; its first line marks the file as a report."""
     rows = [
         ("model", [view.run.kind for view in views]),
         ("state", [view.run.status for view in views]),
@@ -229,7 +220,7 @@ def markdown(
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
-    """A Markdown table; the first column is left-aligned, the others are numbers."""
+    """A Markdown table: first column left-aligned, numbers right."""
     lines = [_row(head), "|---|" + "---:|" * (len(head) - 1)]
     return lines + [_row([name, *values]) for name, values in rows]
 
@@ -239,6 +230,6 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def plain(text: str) -> str:
-    """Text that Markdown shows as it is: no markup, no table cell and no line ends in it."""
+    """Escapes text for a Markdown table cell."""
     text = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     return re.sub(r"([\\`*_\[\]|~#])", r"\\\1", text)

@@ -1,6 +1,4 @@
-"""What the page's script draws, as JSON: curves in a bounded number of points, and the expert load in
-bytes.
-"""
+"""JSON for the page's script: curves in a bounded number of points, and the expert load as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from moe_exp.report.load_history import NUM_COLUMNS, Floats
 from moe_exp.report.run_data import AXES, VALID_CURVES, Run
 from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
 
-# Of one page, so that it stays far under 5 MB whatever the runs are.
+# Limits of one page, far under 5 MB for any runs.
 _POINTS, _LOAD_VALUES = 8_000, 600_000
 _FEWEST_POINTS, _MOST_POINTS = 40, 1_000
 _DRAWN = (
@@ -36,7 +34,7 @@ _EXPERT_CURVES = (
     "experts/router_entropy",
 )
 _WITH_RANGE = ("lm_loss", "grad_norm")
-LOAD_SCALE = 256  # steps of a fair share; 16 bits reach 255 times the fair share
+LOAD_SCALE = 256  # steps per fair share: uint16 reaches 255 fair shares
 _MOST_SPIKES = 200
 
 
@@ -44,8 +42,8 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
     """The JSON value that the script reads.
 
     Args:
-        runs: as `read_runs` gives them.
-        loss: that costs are asked for; None for the lowest that all runs reach.
+        runs: from `read_runs`.
+        loss: at which costs are given; None for the lowest that all runs reach.
         detail: factor on the number of points.
     """
     points = round(detail * min(_MOST_POINTS, max(_FEWEST_POINTS, _POINTS // max(len(runs), 1))))
@@ -63,9 +61,7 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
 
 
 def embedded(value: Any) -> str:
-    """`value` as JSON that may stand inside a script element: nothing in it can end the element or be taken
-    for markup.
-    """
+    """`value` as JSON that is safe inside a script element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -101,9 +97,7 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
 
 
 def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> dict[str, Any]:
-    """For each new minimum of the smoothed loss the record before it and its own: pairs, between which the
-    page draws a straight line.
-    """
+    """For each new minimum of the loss, its record and the one before: the page interpolates between them."""
     pairs = [(max(0, index - 1), index) for index in minima]
     return {
         "loss": [[_rounded(loss[place], digits=9) for place in pair] for pair in pairs],
@@ -112,9 +106,7 @@ def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> d
 
 
 def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[str, Any] | None:
-    """Mean of each bucket, where asked for and buckets hold several records its range, and which buckets have
-    gaps.
-    """
+    """Mean of each bucket, buckets with gaps, and optionally the range if buckets hold several records."""
     if not np.isfinite(values).any():
         return None
     found = bucketed(values, starts)
@@ -125,14 +117,12 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
 
 
 def _experts(run: Run, budget: float) -> dict[str, Any] | None:
-    """Load [C, L, E] in steps of 1/LOAD_SCALE of the fair share as 16-bit little-endian numbers, and the
-    layers' own curves.
-    """
+    """Load [C, L, E] in 1/LOAD_SCALE of the fair share as little-endian uint16, and curves per layer."""
     if not run.load:
         return None
     num_columns = int(min(NUM_COLUMNS, budget // (len(run.load.layers) * run.load.num_experts)))
     if not num_columns:
-        return None  # the tables have its latest state
+        return None  # the tables show the latest state
     bounds, shares_CLE, means = run.load.columns(num_columns)
     steps = np.clip(np.round(shares_CLE * LOAD_SCALE), 0, 65535).astype("<u2")
     at = np.clip(np.searchsorted(run.train["iteration"], bounds[:, 1]), 0, run.num_records - 1)
@@ -152,7 +142,7 @@ def _list(values: Iterable[float]) -> list[float | int | None]:
 
 
 def _rounded(value: float, digits: int = 6) -> float | int | None:
-    """So many digits; whole numbers without a point, and null for what is not finite."""
+    """Rounds to `digits` digits; whole numbers as int, None if not finite."""
     if not math.isfinite(value):
         return None
     short = float(f"{value:.{digits}g}") if abs(value) < 1e6 or value != int(value) else float(f"{value:.9g}")

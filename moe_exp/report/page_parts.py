@@ -1,6 +1,4 @@
-"""Parts of the page that need no script: tables, sentences, timeline. Whatever comes from a run is escaped
-here.
-"""
+"""Parts of the page without script: tables, sentences, timeline. Text that runs contain is escaped here."""
 
 from __future__ import annotations
 
@@ -31,13 +29,13 @@ _MOST_MARKS = 150
 
 
 def warnings_html(warnings: Sequence[str]) -> str:
-    """A box with a paragraph for each; empty without any."""
+    """A box with a paragraph per warning; empty without any."""
     lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
     return f'<div class="warning" role="note">{lines}</div>' if lines else ""
 
 
 def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "scroll") -> str:
-    """A table that scrolls by itself, so that the page never has to. `head` and `rows` are HTML."""
+    """A table that scrolls on its own, so that the page need not. `head` and `rows` are HTML."""
     cells = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     return (
         f'<div class="{css}" role="region" tabindex="0" aria-label="{escape(label)}">'
@@ -46,7 +44,7 @@ def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "s
 
 
 def run_name(run: Run, index: int) -> str:
-    """Its name with its colour; six lines of a long one, the whole of it on hover."""
+    """A run's name in its color; at most six lines, the full name on hover."""
     name = escape(run.name)
     return (
         f'<span class="run" title="{name}"><i class="swatch"'
@@ -55,7 +53,7 @@ def run_name(run: Run, index: int) -> str:
 
 
 def parity_html(found: Sequence[Parity]) -> str:
-    """A card for each comparison with a dense run, and how it is defined."""
+    """A card for each comparison with a dense run, and the definition."""
     if not found:
         return (
             '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the'
@@ -99,7 +97,7 @@ def overview_html(views: Sequence[Overview]) -> str:
 
 
 def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
-    """Rows of the overview as plain text, those without a value in any run left out."""
+    """Rows of the overview as plain text, without rows that no run has a value for."""
     rows: list[tuple[str, list[str]]] = [
         ("parameters", [short(view.total_parameters) for view in views]),
         ("active per token", [short(view.active_parameters) for view in views]),
@@ -121,9 +119,7 @@ def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
 def cost_html(
     views: Sequence[Overview], loss: float, unit: str | None, window_tokens: float, *, is_common: bool
 ) -> str:
-    """What each run had used when it reached `loss`, which `is_common` if no other was asked for; the script
-    fills it for others.
-    """
+    """Cost of each run at `loss` (`is_common`: the default loss); the script updates it for other losses."""
     if unit is None:
         return (
             '<p class="note">The tokenizers differ and bits per byte are not known, so there is no loss to'
@@ -169,7 +165,7 @@ def cost_texts(cost: Cost | None) -> list[str]:
 
 
 def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    """The settings that differ, a column for each run."""
+    """The settings that differ, a column per run."""
     if not rows:
         note = "There is one run." if len(runs) == 1 else "No setting differs, as far as they are known."
         return f'<p class="note">{note}</p>'
@@ -212,7 +208,7 @@ _EXPERT_CHARTS = (
 
 
 def experts_html(runs: Sequence[Run]) -> str:
-    """The frame of the heatmaps and of the experts' curves, and each run's layers as a table."""
+    """The frame of the heatmaps and expert curves, and a table of each run's layers."""
     with_experts = [run for run in runs if run.load]
     if not with_experts:
         return '<p class="note">None of the runs has recorded experts.</p>'
@@ -235,9 +231,14 @@ def _layer_table(run: Run) -> str:
     ]
     rows = []
     for index, layer in enumerate(run.load.layers):
-        worst, dead, dropped, entropy, top1 = (float(means[key][-1, index]) for key in LAYER_KEYS)
-        part = entropy / math.log(run.load.num_experts) if run.load.num_experts > 1 else float("nan")
-        cells = [short(worst), percent(dead), percent(dropped), short(entropy), percent(part), short(top1)]
+        of_layer = {key: float(means[key][-1, index]) for key in LAYER_KEYS}
+        entropy, num_experts = of_layer["router_entropy"], run.load.num_experts
+        cells = [
+            short(of_layer["max_over_mean"]), percent(of_layer["dead_fraction"]),
+            percent(of_layer["dropped_fraction"]), short(entropy),
+            percent(entropy / math.log(num_experts) if num_experts > 1 else float("nan")),
+            short(of_layer["top1_weight"]),
+        ]  # fmt: skip
         rows.append(f'<tr><th scope="row">{layer}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
     return (
         f"<details><summary>{escape(run.name)}: layers at"
@@ -251,7 +252,7 @@ def _period(bounds: Sequence[float]) -> str:
 
 
 def spikes_html(runs: Sequence[Run]) -> str:
-    """How many spikes of the gradient norm each run has, and where."""
+    """Number and iterations of each run's gradient norm spikes."""
     items = []
     for run in runs:
         found = run.train["iteration"][spikes(run.train["grad_norm"])].astype(int).tolist()
@@ -262,7 +263,7 @@ def spikes_html(runs: Sequence[Run]) -> str:
 
 
 def events_html(runs: Sequence[Run]) -> str:
-    """A timeline for each run since its own start, all on one scale, and the events as a table."""
+    """A timeline per run since its own start, all on one scale, and the events as a table."""
     timed = [[(when, event) for event in run.events if (when := _time(event)) is not None] for run in runs]
     spans = [_span(run, events) for run, events in zip(runs, timed, strict=True)]
     longest = max((end - start for start, end in spans), default=0.0)
@@ -296,9 +297,7 @@ def events_html(runs: Sequence[Run]) -> str:
 
 
 def most_telling(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most so many events in their order: faults before the others, checkpoints last, and of each the
-    newest.
-    """
+    """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
     order = sorted(
         range(len(events)),
         key=lambda index: (not is_fault(events[index]), is_checkpoint(events[index]), -index),
@@ -307,14 +306,14 @@ def most_telling(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, 
 
 
 def _left_out(events: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> str:
-    """`399 checkpoints and 2 others`; empty where all are kept."""
+    """As in `399 checkpoints and 2 others`; empty if all are kept."""
     checkpoints = sum(map(is_checkpoint, events)) - sum(map(is_checkpoint, kept))
     parts = [(checkpoints, "checkpoints"), (len(events) - len(kept) - checkpoints, "others")]
     return in_words([f"{number:,} {what}" for number, what in parts if number])
 
 
 def is_checkpoint(event: dict[str, Any]) -> bool:
-    """Whether it tells that one was saved."""
+    """Whether the event is a saved checkpoint."""
     return event.get("event") == "checkpoint"
 
 
@@ -360,7 +359,7 @@ def _track(
 
 
 def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
-    """From each start to its last event before the next start."""
+    """Intervals from each start to the last event before the next start."""
     starts = [
         position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")
     ]
@@ -373,7 +372,7 @@ def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list
 
 
 def is_fault(event: dict[str, Any]) -> bool:
-    """Whether an event is one that somebody should look at."""
+    """Whether the event needs attention."""
     name = str(event.get("event"))
     return (
         name in FAULTS

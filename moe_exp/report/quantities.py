@@ -1,4 +1,4 @@
-"""Numbers for people: a dash where nothing was measured."""
+"""Numbers as text; a dash if not measured."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ def loss_text(value: float) -> str:
 
 
 def target_text(loss: float) -> str:
-    """A loss that runs are compared at: four places, and more where it has them, so that what is printed is
-    what is meant.
-    """
+    """A target loss: four places, or more if it has more."""
     return f"{loss:.4f}" if loss == round(loss, 4) else f"{loss:.10g}"
 
 
@@ -47,5 +45,5 @@ def duration(seconds: float) -> str:
 
 
 def bytes_text(value: float) -> str:
-    """With a unit of powers of ten, or a dash for none."""
+    """With a decimal unit, or a dash for none."""
     return files.bytes_text(value) if math.isfinite(value) else "–"

@@ -1,13 +1,11 @@
-"""One run folder as the report sees it: settings, curves as arrays, events and expert load. Reads files of
-any age and state.
+"""One run folder as the report sees it: settings, curves as arrays, events and expert load.
 
-Every key of a record is optional, a last line that is being written is left out, and a file of 100,000 lines
-is read once without keeping its records.
+Reads files of any age and state: every key is optional, and an incomplete last line is skipped. A file of
+100,000 lines is read once, without keeping its records.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,10 +15,10 @@ from typing import Any
 
 import numpy as np
 import orjson
-import yaml
 from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, problem
+from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.load_history import Floats, LoadHistory, number
@@ -38,26 +36,25 @@ CURVES = (
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
-_LIVE_SECONDS = 600  # a run that wrote within the last ten minutes is taken for a running one
+_LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
 _PROGRESS_BYTES, _STEP_BYTES = 1 << 26, 1 << 22
 
 
 @dataclass
 class Run:
-    """What one run folder holds.
+    """Contents of one run folder.
 
     Attributes:
-        name: shown to people; unique among the runs of a report.
-        path: the folder.
-        settings: of the latest start, by name; empty where config.yaml is missing or broken.
-        config: the same, checked; None where these settings are not ones of this version.
+        name: unique among the runs of a report.
+        settings: of the latest start; empty if config.yaml is missing or broken.
+        config: the same, validated; None if these settings are not valid in this version.
         train: arrays [num_records] by key: AXES, CURVES, and means over the MoE layers named `experts/<key>`.
         valid: arrays [num_records] by key: AXES and VALID_CURVES.
         events: records of kind event, in the file's order.
         load: expert load over time; false without experts.
         notes: what could not be read, a sentence each.
         written: when metrics.jsonl was last written, with time zone.
-        ended: how the latest start ended; None where nothing says that it did.
+        ended: how the latest start ended; None if no end is recorded.
     """
 
     name: str
@@ -81,19 +78,16 @@ class Run:
 
     @property
     def is_moe(self) -> bool:
-        """Whether it has experts."""
         return self.kind not in ("dense", "unknown")
 
     @property
     def num_records(self) -> int:
-        """Train records."""
+        """Number of train records."""
         return len(self.train["iteration"])
 
     @property
     def status(self) -> str:
-        """How it ended, or that it runs: `finished`, `stopped`, `failed`, `running` or `no end recorded`; `no
-        records` without any.
-        """
+        """`finished`, `stopped`, `failed`, `running`, `no end recorded`, or `no records`."""
         if self.ended:
             return self.ended
         if not self.num_records and not self.events:
@@ -102,17 +96,13 @@ class Run:
         return "running" if age < _LIVE_SECONDS else "no end recorded"
 
     def last(self, key: str) -> float:
-        """The latest finite value of a train curve, NaN without one."""
+        """The latest finite value of a train curve; NaN without one."""
         values = self.train[key][np.isfinite(self.train[key])]
         return float(values[-1]) if len(values) else _NAN
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Reads run folders; a folder that is given twice is read once.
-
-    Raises:
-        ConfigError: a path that is no run folder; a line for each, before anything is read.
-    """
+    """Reads run folders, duplicates once; first raises ConfigError for paths that are not, a line each."""
     folders = list({path.resolve(): path for path in paths}.values())
     if problems := run_problems(paths):
         raise ConfigError(problems)
@@ -130,7 +120,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 
 
 def run_problems(paths: Sequence[Path]) -> list[str]:
-    """Which of these are no run folders, a line for each; reads none of them."""
+    """A line for each path that is not a run folder; reads none of them."""
     return [line for path in dict.fromkeys(paths) for line in _folder_problems(path)]
 
 
@@ -149,7 +139,7 @@ def _folder_problems(path: Path) -> list[str]:
 
 
 def _tell_apart(runs: Sequence[Run]) -> None:
-    """Runs of one name get their parent folder's in front, and a number where that is the same, too."""
+    """Makes names unique by prepending the parent folder, and a number if still equal."""
     for with_parent in (True, False):
         names = [run.name for run in runs]
         for index, run in enumerate(runs):
@@ -162,12 +152,7 @@ def _tell_apart(runs: Sequence[Run]) -> None:
 
 
 def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Run:
-    """Reads one run folder, which may hold nothing yet.
-
-    Args:
-        path: the folder.
-        advance: told how many bytes were read.
-    """
+    """Reads one run folder, which may be empty; calls `advance` with the number of bytes read."""
     folder = RunFolder(path)
     run = Run(name=path.resolve().name, path=path)
     _read_settings(run, folder.config)
@@ -192,14 +177,14 @@ def _ended(run: Run, folder: RunFolder) -> str | None:
     modified = run.written.timestamp() if run.written else None
     start_time = str(run.events[starts[-1]].get("time", "")) if starts else ""
     return ended_status(
-        folder, modified=modified, start_time=start_time, end=ends[-1] if ends else None, read_json=_read_json
+        folder, modified=modified, start_time=start_time, end=ends[-1] if ends else None, read_json=_json_of
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _json_of(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(path)
+    except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -209,8 +194,8 @@ def _read_settings(run: Run, path: Path) -> None:
         run.notes.append("config.yaml is missing: settings, parameters and FLOPs are unknown")
         return
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        settings = read_yaml(path)
+    except (OSError, ValueError) as error:
         run.notes.append(f"config.yaml cannot be read ({' '.join(str(error).split())[:200]})")
         return
     if not isinstance(settings, dict):
@@ -230,21 +215,21 @@ def _read_settings(run: Run, path: Path) -> None:
 
 
 def _num_lines(path: Path) -> int:
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
 
 
 def _records(path: Path, notes: list[str], advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
-    """As `metrics.read_metrics`, but one by one and by orjson, which takes a fifth of the time."""
+    """Like `metrics.read_metrics`, but lazy and with orjson, which takes a fifth of the time."""
     num_bad = num_bytes = 0
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         for line in file:
             num_bytes += len(line)
             if num_bytes > _STEP_BYTES:
                 advance(num_bytes)
                 num_bytes = 0
             if not line.endswith(b"\n"):
-                break  # being written, or cut off by a crash
+                break  # incomplete: being written, or a crash
             record = _parsed(line)
             if isinstance(record, dict):
                 yield record
@@ -295,7 +280,7 @@ class _Reader:
         self.train.append([record.get(key) for key in _TRAIN_COLUMNS])
 
     def finish(self) -> None:
-        """Puts the arrays into the run."""
+        """Writes the arrays to the run."""
         run = self.run
         run.train = _arrays(self.train, _TRAIN_COLUMNS)
         run.load.finish()
@@ -323,9 +308,7 @@ def _arrays(rows: list[list[Any]], keys: Sequence[str]) -> dict[str, Floats]:
 
 
 def _complete_axes(run: Run) -> None:
-    """FLOPs and wall time of older files: operations of a sample times the samples, and the sum of the
-    iterations' times.
-    """
+    """FLOPs and wall time for older files: FLOPs per sample times samples, and the sum of iteration times."""
     train, valid = run.train, run.valid
     if run.config:
         per_sample = flops_per_iteration(run.config, 1)
@@ -340,7 +323,7 @@ def _complete_axes(run: Run) -> None:
         )
         seconds = train["training_seconds"]
         _fill(seconds, summed)
-        if (np.diff(seconds) < 0).any():  # a run that an older version began
+        if (np.diff(seconds) < 0).any():  # started by an older version
             train["training_seconds"] = summed
     for key in AXES[1:]:
         known = np.isfinite(train[key])

@@ -18,17 +18,16 @@ def ended_status(
     end: str | None,
     read_json: Callable[[Path], Mapping[str, Any]],
 ) -> str | None:
-    """How it ended: finished, stopped or failed; None while it may go on.
+    """How the run ended: finished, stopped or failed; None if it may still be running.
 
-    A process that was killed wrote no `end`: then the summary tells, which its launcher writes after the last
-    record.
+    A killed process writes no `end` event; then the summary decides, which its launcher writes after the
+    last record.
 
     Args:
-        folder: of the run.
         modified: when metrics.jsonl was last written, seconds since the epoch; None without one.
         start_time: of the latest start or resume in it, ISO 8601; empty without one.
         end: status of the `end` event after that.
-        read_json: a file's content; empty where it cannot be read.
+        read_json: returns a file's content; empty if unreadable.
     """
     if modified is None or _is_starting(read_json(folder.provenance), start_time):
         return None
@@ -43,9 +42,7 @@ def ended_status(
 
 
 def _is_starting(provenance: Mapping[str, Any], start_time: str) -> bool:
-    """Whether the latest start has not come as far as its first record, so that an end in the file is that of
-    the start before.
-    """
+    """Whether the latest start has no record yet, so that an `end` belongs to the start before."""
     try:
         return datetime.fromisoformat(provenance["starts"][-1]["time"]) > datetime.fromisoformat(start_time)
     except (KeyError, IndexError, TypeError, ValueError):

@@ -1,6 +1,4 @@
-"""Curves as numbers: smoothing, when a loss is reached, spikes, and fewer points for a screen. Pure functions
-of arrays.
-"""
+"""Functions of curves as arrays: smoothing, when a loss is reached, spikes, and downsampling."""
 
 from __future__ import annotations
 
@@ -16,8 +14,7 @@ _SPIKE_FEWEST = 10
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite values at (x - window, x], the record itself always among them: whole records,
-    rounded up.
+    """Mean of the finite `values` at (x - window, x], in whole records: at least the record itself.
 
     Args:
         x: increasing.
@@ -25,7 +22,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
         window: in units of x.
 
     Returns:
-        The means; NaN as long as the records cover less than `window`, and where no value is finite.
+        The means; NaN while the records cover less than `window`, and where no value is finite.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
@@ -38,10 +35,9 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
 
 
 def begin_of(x: Floats) -> float:
-    """Where the first record begins: as long before its end as the second; 0 with one record, NaN where
-    nothing is finite.
+    """Start of the first record, extrapolated from the second; 0 with one record, NaN without any.
 
-    Not always 0: a run from LOAD_DIR counts on from what its checkpoint had consumed.
+    Not always 0: a run from LOAD_DIR continues the counts of its checkpoint.
     """
     known = x[np.isfinite(x)]
     if len(known) < 2:
@@ -50,12 +46,11 @@ def begin_of(x: Floats) -> float:
 
 
 def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None:
-    """Where a curve first comes to `target`: index of the first value not above it, and how far on the way to
-    it from the one before.
+    """Where a curve first reaches `target`.
 
     Returns:
-        The index and the share of the way, in (0, 1], on the straight line between the two; 1 where none is
-        before. None: never.
+        Index of the first value at or below it, and the share in (0, 1] of the straight line from the value
+        before (1 without one). None if it never does.
     """
     reached = np.flatnonzero(values <= target)  # NaN compares false
     if not len(reached):
@@ -66,15 +61,13 @@ def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None
 
 
 def on_the_way(x: Floats, index: int, share: float) -> float:
-    """The value of `x` at a place of `first_at_or_below`."""
+    """`x` interpolated at a result of `first_at_or_below`."""
     before = x[index - 1] if index and share < 1.0 and np.isfinite(x[index - 1]) else x[index]
     return float(before + share * (x[index] - before))
 
 
 def new_minima(values: Floats, most: int = 400) -> list[int]:
-    """Indices at which `values` is lower than ever before: when each loss was reached first. At most `most`,
-    spread over them.
-    """
+    """Indices of new minima, where each loss was first reached; at most `most`, evenly spread."""
     lowest = np.fmin.accumulate(np.where(np.isfinite(values), values, np.inf)) if len(values) else values
     before = np.concatenate([[np.inf], lowest[:-1]])
     indices = np.flatnonzero(lowest < before)
@@ -84,9 +77,7 @@ def new_minima(values: Floats, most: int = 400) -> list[int]:
 
 
 def spikes(values: Floats) -> list[int]:
-    """Indices of values above SPIKE_FACTOR times the median of the SPIKE_WINDOW records before them (at least
-    ten finite ones).
-    """
+    """Indices of values above SPIKE_FACTOR times the median of the last SPIKE_WINDOW (ten or more finite)."""
     found: list[int] = []
     if len(values) <= _SPIKE_FEWEST:
         return found
@@ -103,10 +94,10 @@ def spikes(values: Floats) -> list[int]:
 
 @dataclass(frozen=True)
 class Buckets:
-    """A curve in at most so many points.
+    """A downsampled curve.
 
     Attributes:
-        mean, low, high: of the finite values of each bucket [B]; NaN where there are none.
+        mean, low, high: of the finite values of each bucket [B]; NaN without any.
         num_missing: values of each bucket that are not finite [B].
     """
 
@@ -123,9 +114,7 @@ def bucket_starts(num_records: int, most: int) -> Floats:
 
 
 def bucketed(values: Floats, starts: Floats) -> Buckets:
-    """Mean, lowest and highest finite value of each bucket: a spike of one record is still seen among
-    100,000.
-    """
+    """Mean, minimum and maximum finite value of each bucket, so that a spike of one record stays visible."""
     index = starts.astype(int)
     if not len(index):
         return Buckets(values, values, values, values)

@@ -1,8 +1,7 @@
-"""A wandb report on runs, dense against MoE, through wandb's own report API (the package wandb-workspaces).
+"""A wandb report on runs, dense against MoE, through wandb's report API (package wandb-workspaces).
 
-Its curves come from what wandb has of the runs, so that they stay up to date; its table and the heatmaps come
-from metrics.jsonl, as they are when it is written. Keys are left to wandb: nothing here reads, prints or
-stores one.
+Curves come from wandb and stay up to date; the table and heatmaps come from metrics.jsonl at the time of
+writing. Keys are left to wandb: nothing here reads, prints or stores one.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SPEED = (
     ("perf/elapsed_time_per_iteration_ms", "milliseconds per iteration"),
 )
 _HEALTH = (("train/grad_norm", "grad norm"), ("train/learning_rate", "learning rate"))
-# by whether it is MoE
+# is_moe -> colors
 _COLORS = {
     False: ("#1f5f9e", "#4f9bd9", "#7a5fb5", "#2a9d8f"),
     True: ("#d9541e", "#e9a03b", "#b5336b", "#8c6d1f"),
@@ -50,14 +49,12 @@ _LONGEST_TITLE = 128  # of wandb's own model of a report
 
 @dataclass(frozen=True)
 class MirroredRun:
-    """A run folder whose metrics wandb has, too.
+    """A run folder whose metrics are also in wandb.
 
     Args:
-        folder: the run folder.
         wandb_id: id of its wandb run, unique in its project.
-        project: wandb project of its settings.
         kind: dense, or its MOE_TYPE.
-        follower: what is in its metrics.jsonl.
+        follower: has read its metrics.jsonl.
         squares: its load over time, for the heatmap.
     """
 
@@ -80,17 +77,15 @@ class MirroredRun:
 def wandb_report(
     paths: Sequence[Path], *, project: str, entity: str | None = None, title: str = "Dense against MoE"
 ) -> str:
-    """Writes a new report into a wandb project; returns its address.
+    """Writes a new report of run folders into a wandb project; returns its URL.
 
     Args:
-        paths: run folders.
-        project: wandb project of the runs, where the report goes, too.
-        entity: user or team that it belongs to; the key's own by default.
+        project: wandb project of the runs and of the report.
+        entity: user or team that owns it; by default that of the key.
         title: at most 128 characters.
 
     Raises:
-        ConfigError: a path is no run that wandb has, a package or the key is missing, or wandb refuses the
-            report.
+        ConfigError: a run is not in wandb, a package or the key is missing, or wandb refuses the report.
     """
     runs = mirrored_runs(paths, project=project)
     _report_api()
@@ -110,7 +105,7 @@ def wandb_report(
 def _told(project: str) -> Iterator[None]:
     try:
         yield
-    # what wandb raises for a server that refuses or does not answer has no class in common
+    # wandb's errors for a server that refuses or does not answer share no base class
     except Exception as error:
         reason, fix = (
             " ".join(str(error).split()),
@@ -122,10 +117,10 @@ def _told(project: str) -> Iterator[None]:
 
 
 def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
-    """The runs with what a report needs of them; reads each metrics.jsonl once.
+    """Reads what a report needs of the runs; each metrics.jsonl once.
 
     Raises:
-        ConfigError: a path is no run folder, or wandb does not have the run in `project`; a line for each.
+        ConfigError: a path is not a run folder, or the run is not in wandb's `project`; a line for each.
     """
     folders = [RunFolder(path.parent if path.name == "metrics.jsonl" else path) for path in paths]
     problems = [line for folder in folders for line in _problems(folder, project)]
@@ -138,7 +133,7 @@ def mirrored_runs(paths: Sequence[Path], *, project: str) -> list[MirroredRun]:
 
 
 def _problems(folder: RunFolder, project: str) -> list[str]:
-    """Why a report cannot show a run, at most one line: the first reason is that of the others."""
+    """Why a report cannot show a run: the first reason only, as the others follow from it."""
     path = shlex.quote(str(folder.path))
     if not folder.metrics.exists():
         return [
@@ -192,7 +187,7 @@ def _read(folder: RunFolder) -> MirroredRun:
         rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
         raise ConfigError([problem("run", folder.path, rule, "change its permissions, or look at the disk")])
     settings = follower.settings()
-    # Without settings, that the records have experts tells.
+    # Without settings, the records show whether there are experts.
     is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))
     kind = str(settings.get("moe_type", "moe")) if is_moe else "dense"
     return MirroredRun(
@@ -204,7 +199,7 @@ def _report_api() -> Any:
     """The module wandb_workspaces.reports.v2."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # its models are in the style of pydantic 1
+            warnings.simplefilter("ignore", DeprecationWarning)  # its models use pydantic 1 style
             import wandb_workspaces.reports.v2 as api
     except ImportError as error:
         package = "wandb" if (error.name or "").partition(".")[0] == "wandb" else "wandb-workspaces"
@@ -218,7 +213,7 @@ def _need_key() -> None:
 
     try:
         has_key = wandb.login(prompt=False, verify=False)
-    except wandb.errors.Error as error:  # a key that cannot be one, or a place for keys that cannot be read
+    except wandb.errors.Error as error:  # an invalid key, or unreadable key storage
         reason = " ".join(str(error).split())
         if key := os.environ.get("WANDB_API_KEY", "").strip():
             reason = reason.replace(key, "the key")
@@ -235,16 +230,7 @@ def _need_key() -> None:
 def build_report(
     runs: Sequence[MirroredRun], *, project: str, entity: str, title: str = "Dense against MoE"
 ) -> Any:
-    """The report as an object of wandb's own API; nothing is sent.
-
-    Args:
-        runs: from `mirrored_runs`.
-        project: wandb project of the runs.
-        entity: user or team that it belongs to.
-        title: at most 128 characters.
-
-    Returns:
-        wandb_workspaces.reports.v2.Report
+    """The report (wandb_workspaces.reports.v2.Report), without sending it; arguments as in `wandb_report`.
 
     Raises:
         ConfigError: the package is missing, or the title is too long.
@@ -289,7 +275,7 @@ def build_report(
             *_squares(wr, moe),
             _grid(wr, moe, _expert_panels(wr), columns=2),
         ]
-    # The run sets name no project: then it is the report's own.
+    # Run sets without a project use the report's.
     return wr.Report(
         project=project,
         entity=entity,
@@ -327,7 +313,7 @@ def _line(wr: Any, title: str, x: str, y: str, label: str, **options: Any) -> An
 
 
 def _expert_panels(wr: Any) -> list[Any]:
-    # One line for every layer of every run, whatever their number.
+    # One line for every layer of every run.
     return [
         wr.LinePlot(
             title=f"{text}, each layer",
@@ -340,7 +326,7 @@ def _expert_panels(wr: Any) -> list[Any]:
 
 
 def _grid(wr: Any, runs: Sequence[MirroredRun], panels: Sequence[Any], *, columns: int) -> Any:
-    """Panels side by side, with a set of dense and one of MoE runs that a reader can switch off."""
+    """Panels side by side, with switchable sets of dense and of MoE runs."""
     from wandb_workspaces import expr
 
     width = _MOST_COLUMNS // columns
@@ -395,29 +381,27 @@ def _cell(value: Any, form: str, factor: float = 1.0) -> str:
 
 
 def _markdown(text: str) -> str:
-    """Text that is shown as it is: no character of it is markup, HTML or the end of a cell."""
+    """Escapes markup, HTML and cell separators."""
     return "".join(
         f"&#{ord(character)};" if character in "\\`*_{}[]()<>#+!|&~$\r\n" else character for character in text
     )
 
 
-# Load of the experts as coloured squares in plain text, for pages that take text and no pictures.
+# Expert load as colored squares, for pages that take only text.
 
 
 _MOST_SQUARES = 48
 
 
-# The square of a value is the first whose limit it is below; white was not measured.
+# (upper limit, square); white was not measured.
 _SQUARES = ((1.25, "🟦"), (1.5, "🟩"), (2.0, "🟨"), (3.0, "🟧"), (float("inf"), "🟥"))
 _MISSING = "⬜"
 
 
 class LoadSquares:
-    """Largest max over mean of every MoE layer over a run, a row for each layer and a column for each stretch
-    of records.
+    """Largest max over mean of each MoE layer over a run: a row per layer, a column per stretch of records.
 
-    It takes records one by one and never holds more than twice its columns: with too many, neighbours become
-    one.
+    Takes records one by one; when it has twice its columns, neighbors are merged.
     """
 
     def __init__(self) -> None:
@@ -429,12 +413,12 @@ class LoadSquares:
         self._records_per_column, self._records_in_last = 1, 0
 
     def take(self, record: Mapping[str, Any]) -> None:
-        """Takes in the next record of metrics.jsonl; what is no train record of a MoE model is passed by."""
+        """Adds the next record of metrics.jsonl; ignores all but train records of MoE models."""
         layers = layers_by_load(record) if record.get("kind") == "train" else []
         if not layers:
             return
         if self._ends and record["iteration"] <= self._ends[-1]:
-            self._clear()  # the file was written anew
+            self._clear()  # the file was rewritten
         if not self._columns or self._records_in_last == self._records_per_column:
             self._columns.append({})
             self._ends.append(0)
@@ -459,7 +443,7 @@ class LoadSquares:
         self._records_in_last = self._records_per_column
 
     def text(self) -> str:
-        """The rows under a line that says what they are; empty without a MoE layer."""
+        """The rows under a line that explains them; empty without MoE layers."""
         layers = sorted({layer for column in self._columns for layer in column})
         if not layers:
             return ""

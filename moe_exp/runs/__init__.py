@@ -1,1 +1,1 @@
-"""What a run leaves behind: its folder, its records, its summary."""
+"""Output of a run: its folder, its records, its summary."""

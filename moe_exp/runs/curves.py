@@ -1,4 +1,4 @@
-"""The loss curve of one run as a picture."""
+"""The loss curve of one run as a PNG."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ _RAW, _SMOOTH, _VALID, _RATE, _TEXT = "#9dc3e6", "#1f5f9e", "#d9541e", "#c4c4c4"
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draws train and validation loss over iterations, with the learning rate behind them, to a PNG.
 
-    Args:
-        records: records of metrics.jsonl; losses that are None leave a gap.
-        path: where the PNG goes.
-        title: usually the run name; wrapped where it is long.
+    Losses that are None leave a gap; a long title is wrapped.
 
     Raises:
         ValueError: no train record has a loss.
@@ -28,7 +25,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
             f"records={len(records)}: no train record with a loss, nothing to draw. Fix: run until the first"
             " LOG_INTERVAL."
         )
-    # Figure and its own canvas: pyplot would keep global state and choose a backend that may want a display.
+    # Not pyplot, which has global state and may choose a backend that needs a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -38,10 +35,10 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     rate_axes = axes.twinx()
     handles = _draw_losses(axes, train, [record for record in records if record["kind"] == "valid"])
     handles += _draw_learning_rate(rate_axes, train)
-    # The loss has to lie over the learning rate, and twinx puts the second axes on top.
+    # Draw the loss over the learning rate; twinx puts the second axes on top.
     axes.set_zorder(rate_axes.get_zorder() + 1)
     axes.patch.set_visible(False)
-    # Above the axes, where no curve can cross it.
+    # Above the axes, clear of the curves.
     box = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0, "borderaxespad": 0.6}
     axes.legend(
         handles=handles,
@@ -57,9 +54,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
 
 
 def _wrapped(title: str) -> str:
-    """Run names hold underscores and no spaces: they may break before a word, not between a word and its
-    number.
-    """
+    """Breaks run names, which have underscores and no spaces, before a word but not before its number."""
     return "\n".join(line.strip() for line in re.findall(r".{1,101}(?:_(?=[A-Za-z])|\s|$)|.{1,101}", title))
 
 
@@ -72,7 +67,7 @@ def _draw_losses(
     losses = _numbers(train, "lm_loss")
     marker = "o" if len(losses) == 1 else None
     handles = axes.plot(iterations, losses, color=_RAW, linewidth=0.9, marker=marker, label="train")
-    # Below this the curve is short enough to be read as it is.
+    # Shorter curves are readable without smoothing.
     if len(losses) >= 100:
         handles += axes.plot(
             iterations,
@@ -126,11 +121,10 @@ def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
 
 
 def smoothed(values: Sequence[float], half_width: int) -> list[float]:
-    """Mean over up to `half_width` values to each side: unlike a moving average from the left it does not
-    lag.
+    """Centered mean over up to `half_width` values to each side, which does not lag.
 
-    At the start, where the loss is steep and a wide mean would lie above it, the mean takes an eighth of the
-    values so far. NaN stays NaN, so that a gap is seen as one, and is left out of the means around it.
+    At the start, where the loss is steep and a wide mean would be too high, the mean takes an eighth of the
+    values so far. NaN stays NaN, to show gaps, and is left out of the means around it.
     """
     means = []
     for i, value in enumerate(values):

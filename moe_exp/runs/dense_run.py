@@ -1,9 +1,8 @@
-"""The dense run whose weights an MoE run starts from (UPCYCLE_FROM): its checkpoint, and whether the settings
-fit it.
-"""
+"""The dense run that an MoE run starts from (UPCYCLE_FROM): its checkpoint, and whether settings fit it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from moe_exp.config import Config, problem
 from moe_exp.runs.run_folder import LATEST
 
-# Settings that a model has in common with the dense one whose weights it starts from.
+# Settings shared with the dense model whose weights are used.
 _DENSE_FIELDS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "vocab_size",
     "activation", "normalization", "norm_epsilon", "qk_norm", "qk_norm_scope", "add_bias_linear", "qkv_bias",
@@ -22,17 +21,18 @@ _DENSE_FIELDS = (
 
 
 def dense_checkpoint(c: Config) -> Path | None:
-    """The folder of the iteration that UPCYCLE_FROM names, or the newest of the checkpoints folder that it
-    names.
-    """
+    """The iteration folder that UPCYCLE_FROM names, or the newest in the checkpoints folder that it names."""
     folder = Path(c.upcycle_from).expanduser()
     if (folder / LATEST).is_file():
-        folder /= f"iter_{int((folder / LATEST).read_text()):07d}"
+        latest = (folder / LATEST).read_text(errors="replace").strip()
+        if not re.fullmatch("[0-9]{1,12}", latest):
+            return None
+        folder /= f"iter_{int(latest):07d}"
     return folder if (folder / "metadata.json").is_file() else None
 
 
 def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
-    """Why the dense run with the settings `dense` is not one that this run can start from."""
+    """Why this run cannot start from the dense run with settings `dense`."""
     if dense.get("use_moe"):
         return [
             problem(

@@ -1,6 +1,4 @@
-"""What a run leaves behind when it ends: summary.json, a picture of the loss, and the summary on the
-screen.
-"""
+"""Output at the end of a run: summary.json, a plot of the loss, and the printed summary."""
 
 from __future__ import annotations
 
@@ -24,15 +22,13 @@ def finish_run(
     """Writes the summary of the start of this run that was made after `since`.
 
     Args:
-        config: settings of the run.
-        folder: its run folder.
         since: when this start was launched, with time zone.
         wall_seconds: from the launch to the end.
         code: exit code of the ranks.
 
     Returns:
-        The status and the summary for people, which says what could not be written; None when the run did not
-        get as far as its run folder.
+        The status and the summary text, which says what could not be written; None if the run did not get as
+        far as its run folder.
     """
     records = read_metrics(folder.metrics) if folder.metrics.exists() else []
     status = status_of_last_start(records, since)
@@ -45,18 +41,16 @@ def finish_run(
         if summary["min_lm_loss"] is not None:
             draw_loss_curve(records, folder.path / LOSS_CURVE, config.name)
             text += f"\n  {folder.path / LOSS_CURVE}   # the loss curve"
-    except OSError as error:  # a full disk; how the run has ended is known all the same
+    except OSError as error:  # a full disk; the status is known anyway
         text += f"\n  not written: {error.filename or folder.summary} ({error.strerror or error})"
     return status, text
 
 
 def status_of_last_start(records: Sequence[Mapping[str, Any]], since: datetime) -> Status | None:
-    """How the last start in `records` ended, by its `end` event; failed without one, None if it is older than
-    `since`.
-    """
+    """Status in the last start's `end` event; failed without one, None if the start is before `since`."""
     events = [record for record in records if record["kind"] == "event"]
     starts = [index for index, event in enumerate(events) if event["event"] in ("start", "resume")]
-    # Events keep whole seconds.
+    # Events have whole seconds.
     if not starts or datetime.fromisoformat(events[starts[-1]]["time"]) < since.replace(microsecond=0):
         return None
     ends = [event["status"] for event in events[starts[-1] :] if event["event"] == "end"]

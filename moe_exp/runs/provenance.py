@@ -1,4 +1,4 @@
-"""What a run was made with: versions of the packages, commit, host."""
+"""What a run was made with: package versions, commit, host."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_exp.host.devices import device_name
 
-# Packages whose version can change the numbers or the speed of a run.
+# Packages that affect a run's numbers or speed.
 _PACKAGES = (
     "moe_exp", "torch", "megatron-core", "numpy", "triton", "transformer-engine", "flash-attn", "apex",
     "megablocks", "datatrove", "tokenizers", "safetensors", "tensorboard", "wandb",
@@ -22,9 +22,7 @@ _PACKAGES = (
 
 
 def provenance(argv: Sequence[str]) -> dict[str, Any]:
-    """What one start ran on: time (ISO 8601 with offset), command line, host, device, versions of the
-    installed packages, commit.
-    """
+    """Time (ISO 8601 with offset), command line, host, device, package versions and commit of one start."""
     return {
         "time": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": list(argv),
@@ -37,7 +35,7 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def package_versions() -> dict[str, str]:
-    """Package to version, of those installed that can change the numbers or the speed of a run."""
+    """Versions of installed packages that can change a run's numbers or speed."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -48,12 +46,9 @@ def package_versions() -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """Commit of the checkout that this package runs from, with "+changes" for edited files, or None outside a
-    checkout.
-    """
+    """Commit of the checkout of this package, with "+changes" for edited files; None outside a checkout."""
     package = Path(__file__).parent
-    # Installed into a virtual environment inside somebody's repository, git would answer with the commit of
-    # that one.
+    # If installed inside another repository, git would return that one's commit.
     if _git(package, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return None
     commit = _git(package, "rev-parse", "HEAD")
@@ -63,7 +58,7 @@ def _commit() -> str | None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    # Inside a git hook GIT_DIR and its kind point to the repository of the hook.
+    # Inside a git hook, GIT_DIR etc. point to the hook's repository.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(

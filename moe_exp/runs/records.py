@@ -1,14 +1,14 @@
-"""The records of metrics.jsonl: what is in them, and reading and adding them. No torch.
+"""The records of metrics.jsonl: their content, reading and appending. No torch.
 
 Every record is a dict with `kind` and `iteration`:
 
     train  the keys of TRAIN_KEYS, every LOG_INTERVAL iterations
     valid  the keys of VALID_KEYS, every EVAL_INTERVAL iterations
-    event  event, time (ISO 8601) and what the event needs, EVENTS lists them; from rank 0, and from the
-           launcher where ranks have died
+    event  event, time (ISO 8601) and its details, see EVENTS; from rank 0, and from the launcher if ranks
+           have died
 
-Values that were not measured are null. So are NaN and infinity, which JSON has not; nan_iterations tells them
-apart.
+Values that were not measured are null, and so are NaN and infinity, which JSON lacks; nan_iterations tells
+them apart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import write_atomically
+from moe_exp.host.files import regular, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,9 @@ EVENTS = {
     "checkpoint_failed": "one was not saved: reason",
     "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
     "damaged_checkpoint": "one could not be used for the resume: reason",
+    "kernels_failed": (
+        "a Triton kernel differs from plain torch, and the run continues without: part, problems, backend"
+    ),
     "restore_failed": (
         "what was loaded is not what was saved, by fingerprints; the start ends: checkpoint, tensors"
     ),
@@ -135,19 +138,19 @@ EVENTS = {
 
 
 def append_event(path: Path, name: str, iteration: int, /, **details: Any) -> None:
-    """Adds an event to a metrics.jsonl.
+    """Appends an event to a metrics.jsonl, which is created if missing.
 
     Args:
-        path: of the file; where there is none it is made.
+        path: of the file.
         name: one of EVENTS.
-        iteration: the last that was done, as far as is known.
-        details: what the event needs.
+        iteration: the last that completed, as far as is known.
+        details: further values of the event.
     """
     append(path, event_record(name, iteration, **details))
 
 
 def event_record(name: str, iteration: int, /, **details: Any) -> Record:
-    """The record of an event that happens now; arguments as of `append_event`."""
+    """The record of an event at the current time; arguments as in `append_event`."""
     if name not in EVENTS:
         raise ValueError(f"event={name}: is not one of {', '.join(EVENTS)}. Fix: add it to EVENTS.")
     now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -155,44 +158,39 @@ def event_record(name: str, iteration: int, /, **details: Any) -> Record:
 
 
 def append(path: Path, *records: Record) -> None:
-    """Adds records to a metrics.jsonl, all of them or, where the disk is full, none and OSError."""
+    """Appends all records to a metrics.jsonl, or none and raises OSError, e.g. if the disk is full."""
     left = "".join(json.dumps(_json_value(record), allow_nan=False) + "\n" for record in records).encode()
-    # Opened anew each time: closing is what makes a record visible to readers on other nodes of a network
-    # file system.
+    # Reopened each time: on a network file system, closing makes a record visible to other nodes.
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
-        # a process was killed in the middle of its record
+        # a process was killed while writing
         if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
             left = b"\n" + left
         try:
             while left:
                 left = left[file.write(left) :]
         except OSError:
-            file.truncate(size)  # else the next record would go on in the middle of this one
+            file.truncate(size)  # else the next record would be appended to a partial one
             raise
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a metrics.jsonl. A last line that a crash cut off is left out; FileNotFoundError if
-    there is no file.
-    """
+    """All records of a metrics.jsonl, without an incomplete last line; FileNotFoundError without a file."""
     return list(_records(path))
 
 
 def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
     """The records in the last `num_bytes` of a metrics.jsonl, which may be large after weeks."""
-    with path.open("rb") as file:
+    with regular(path).open("rb") as file:
         size = file.seek(0, 2)
         file.seek(max(0, size - num_bytes))
         lines = file.read().split(b"\n")[(size > num_bytes) : -1]
-    found = (parsed_record(line) for line in lines)  # read_metrics says where one is none
+    found = (parsed_record(line) for line in lines)  # read_metrics reports invalid lines
     return [record for record in found if record is not None]
 
 
 def parsed_record(line: str | bytes) -> Record | None:
-    """The record in a line, with NaN as others may write it; None where it is none. A number of more than 40
-    digits, which no measurement has and no float may hold, is null.
-    """
+    """The record in a line, which may contain NaN, or None. Numbers of more than 40 digits become null."""
     try:
         record = json.loads(line, parse_int=lambda digits: int(digits) if len(digits) <= 40 else None)
     except (ValueError, RecursionError):
@@ -201,7 +199,7 @@ def parsed_record(line: str | bytes) -> Record | None:
 
 
 def time_of(event: Record) -> float | None:
-    """When an event was, in seconds since 1970; None where it does not say."""
+    """Time of an event in seconds since the epoch; None if missing."""
     try:
         return datetime.fromisoformat(event["time"]).timestamp()
     except (KeyError, TypeError, ValueError, OverflowError):
@@ -209,7 +207,7 @@ def time_of(event: Record) -> float | None:
 
 
 def _records(path: Path) -> Iterator[Record]:
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with regular(path).open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             record = parsed_record(line)
             if record is not None and line.endswith("\n"):
@@ -219,10 +217,9 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def drop_records_after(path: Path, iteration: int) -> int:
-    """Removes curves after `iteration` and a broken last line from a metrics.jsonl, atomically; returns how
-    many records.
+    """Removes curves after `iteration` and a broken last line, atomically; returns the number of records.
 
-    Events stay: what has happened in the iterations that will be done again is the history of the run.
+    Events stay: those of iterations that will be repeated are part of the run's history.
     """
     if not path.exists():
         return 0

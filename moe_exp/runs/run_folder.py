@@ -1,26 +1,26 @@
-"""The run folder `$RUN_DIR/$RUN_NAME`: where it is, how it is opened, and what speaks against using it.
+"""The run folder `$RUN_DIR/$RUN_NAME`: its layout, how it is opened, and problems with using it.
 
     config.yaml        settings of the latest start
     provenance.json    {"starts": [...]}: one entry per start with versions, commit, host, time and command
                        line
-    train.log          what rank 0 printed, and the warnings of every rank
+    train.log          output of rank 0, and the warnings of every rank
     metrics.jsonl      one object a line, see training/metrics.py
     checkpoints/       iter_0001000, ...
     dumps/             iter_0000010/rank_00000.safetensors, ... with DUMP_ITERS
-    skipped_samples.json    what rollbacks have left out of the data, see training/rollback.py
-    bad_steps/ set_aside/   checkpoints that no resume takes by itself: after MAX_BAD_STEPS, and those that a
+    skipped_samples.json    samples that rollbacks left out, see training/rollback.py
+    bad_steps/ set_aside/   checkpoints that no resume uses by itself: after MAX_BAD_STEPS, and those that a
                             rollback went back past
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       how the run ended
-    EXIT               made by a person: the run saves and ends
+    .rendezvous_key    of a multi-node run: prefix of names in its stores; readable by its user only
+    EXIT               created by a person: the run saves and ends
 
-The environment is never written, so that no key ends up in a folder that people share.
+The environment is never written, so that no service's key ends up in a shared folder.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -30,26 +30,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import Config, ConfigError, problem, to_yaml
 from moe_exp.config.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
-from moe_exp.host.files import write_atomically, write_json
+from moe_exp.host.files import read_json, read_yaml, write_atomically, write_json
 from moe_exp.runs.provenance import provenance
 
 logger = logging.getLogger(__name__)
 
 
-_LONGEST_PATH = 3500  # bytes of the run folder; files in it have some of Linux' 4096
+_LONGEST_PATH = 3500  # bytes; leaves some of Linux' 4096 to files in it
 
-# In a checkpoints folder, the iteration of the newest complete checkpoint; the name is Megatron's.
+# In a checkpoints folder: iteration of the newest complete checkpoint; Megatron's name.
 LATEST = "latest_checkpointed_iteration.txt"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths inside one run folder, as listed at the top of this file. Making one touches no disk."""
+    """Paths inside one run folder, as listed at the top of this file. Touches no disk."""
 
     path: Path
 
@@ -79,7 +78,7 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def checkpoint_iterations(self) -> list[int]:
-        """Iterations of the checkpoints that are there, whole or damaged, in order."""
+        """Iterations of existing checkpoints, complete or damaged, in order."""
         found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in self.checkpoints.glob("iter_*"))
         return sorted(int(match[1]) for match in found if match)
 
@@ -108,6 +107,10 @@ class RunFolder:
         return self.path / ".lock"
 
     @property
+    def rendezvous_key(self) -> Path:
+        return self.path / ".rendezvous_key"
+
+    @property
     def profile(self) -> Path:
         return self.path / "profile"
 
@@ -121,14 +124,14 @@ class RunFolder:
 
 
 def open_run_folder(config: Config, argv: Sequence[str] | None = None) -> RunFolder:
-    """Makes the run folder, or opens it again; rank 0 alone calls this.
+    """Creates or reopens the run folder; called by rank 0 only.
 
     Args:
-        config: settings of this start; they replace config.yaml, and provenance.json keeps what they changed.
+        config: settings of this start; they replace config.yaml, and provenance.json records the changes.
         argv: command line to record; sys.argv by default.
 
     Raises:
-        ConfigError: where the folder cannot be written.
+        ConfigError: the folder cannot be written.
     """
     folder = RunFolder.of(config)
     try:
@@ -147,11 +150,10 @@ def open_run_folder(config: Config, argv: Sequence[str] | None = None) -> RunFol
 
 
 def hold_run_folder(config: Config) -> None:
-    """Keeps the run folder for this process until it ends; rank 0 alone calls this.
+    """Locks the run folder until this process ends; called by rank 0 only.
 
     Raises:
-        ConfigError: where another run holds it. Two runs in one folder would delete each other's records and
-            checkpoints.
+        ConfigError: another run holds it; both would delete each other's records and checkpoints.
     """
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -163,7 +165,7 @@ def hold_run_folder(config: Config) -> None:
     _HELD.append(lock)
 
 
-_HELD: list[BaseFileLock] = []  # a lock that nobody refers to is released
+_HELD: list[BaseFileLock] = []  # an unreferenced lock would be released
 
 
 def _held_problem(config: Config) -> list[str]:
@@ -185,7 +187,7 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["starts"])
+        return list(read_json(path)["starts"])
     except (ValueError, KeyError, TypeError):
         broken = path.replace(path.with_suffix(".json.broken"))
         logger.warning(
@@ -209,8 +211,8 @@ def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]
 def _read_settings(path: Path) -> dict[str, Any]:
     """config.yaml as a dict; ValueError with a one-line reason if it is not one."""
     try:
-        settings = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, RecursionError, yaml.YAMLError) as error:
+        settings = read_yaml(path)
+    except OSError as error:
         raise ValueError(" ".join(str(error).split())) from None
     if not isinstance(settings, dict):
         raise ValueError("it holds no settings")
@@ -218,11 +220,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def run_folder_problems(config: Config) -> list[str]:
-    """Why `config` cannot use its run folder, one line each; an empty list if it can. Creates nothing.
-
-    Args:
-        config: settings of the start.
-    """
+    """Why `config` cannot use its run folder, one line each; empty if it can. Creates nothing."""
     if bad_name := _name_problems(config):
         return bad_name
     folder = RunFolder.of(config)
@@ -246,7 +244,7 @@ def run_folder_problems(config: Config) -> list[str]:
 
 
 def existing_place(path: Path) -> Path:
-    """`path`, or the nearest folder above it that is there."""
+    """`path`, or its nearest existing parent."""
     while not _exists(path) and path != path.parent:
         path = path.parent
     return path
@@ -255,7 +253,7 @@ def existing_place(path: Path) -> Path:
 def _exists(path: Path) -> bool:
     try:
         path.stat()
-    except OSError:  # also where a folder on the way may not be entered: Path.exists raises then
+    except OSError:  # Path.exists raises if a parent may not be entered
         return False
     return True
 
@@ -287,12 +285,10 @@ def _name_problems(config: Config) -> list[str]:
 
 
 def _kind_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Folders where a run writes or reads files, and the other way round. A pipe would make it wait for
-    ever, and EXIT as a folder would end every start after one iteration.
-    """
+    """Paths of the wrong kind: a pipe would block forever, a folder EXIT would end every start."""
     files = (
         folder.config, folder.provenance, folder.log, folder.metrics, folder.skipped_samples, folder.lock,
-        folder.summary, folder.exit_file, folder.checkpoints / LATEST,
+        folder.summary, folder.exit_file, folder.rendezvous_key, folder.checkpoints / LATEST,
     )  # fmt: skip
     folders = (
         folder.checkpoints, folder.tensorboard, folder.wandb, folder.profile, folder.bad_steps,
@@ -325,7 +321,7 @@ def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]
 
 
 def _model_problems(config: Config, folder: RunFolder) -> list[str]:
-    """Of the latest start's settings. What a checkpoint in the folder says is compared where it is loaded."""
+    """Compares with the latest start's settings; a checkpoint's own are compared when it is loaded."""
     if not _exists(folder.config):
         return []
     try:

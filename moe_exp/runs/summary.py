@@ -1,4 +1,4 @@
-"""How a run ended: the values of summary.json and a few lines for people."""
+"""How a run ended: the values of summary.json and a short text."""
 
 from __future__ import annotations
 
@@ -29,16 +29,15 @@ def summarize(
 
     Args:
         config: settings of the latest start.
-        records: all records of metrics.jsonl, as `read_metrics` returns them; there may be none.
-        folder: the run folder, for its checkpoints.
-        wall_seconds: wall time of this start, from the launch to the end.
-        status: finished (TRAIN_ITERS reached), stopped (asked to end before it) or failed.
-        code: exit code of the ranks; None where it is not known.
+        records: from `read_metrics`; may be empty.
+        folder: for its checkpoints.
+        wall_seconds: of this start, from the launch to the end.
+        status: finished (TRAIN_ITERS reached), stopped (asked to end earlier) or failed.
+        code: exit code of the ranks; None if unknown.
 
     Returns:
-        A dict of JSON values. Losses are in nats per token; what was never measured, or is not a number, is
-        None. Speeds are medians over the train records, so that warm-up, evaluation and checkpoints do not
-        bend them.
+        A dict of JSON values. Losses are in nats per token; None if not measured or not finite. Speeds are
+        medians over the train records, so that warm-up, evaluation and checkpoints do not distort them.
     """
     train = [record for record in records if record["kind"] == "train"]
     valid = [record for record in records if record["kind"] == "valid"]
@@ -83,14 +82,12 @@ def summarize(
 
 
 def _last_iteration(records: Sequence[Mapping[str, Any]]) -> int:
-    """The last that the latest start has done, as far as is known: it may have ended before a log line, of
-    which then events tell.
-    """
+    """Last completed iteration of the latest start; events may know of later ones than log lines."""
     return max((int(record["iteration"]) for record in _latest_start(records)), default=0)
 
 
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """From its `start` or `resume` on; curves alone where there is none."""
+    """Records from its `start` or `resume` on; all if there is none."""
     starts = [
         index
         for index, record in enumerate(records)
@@ -99,12 +96,12 @@ def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str,
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
-# Events that end a run, and after which the same command does not simply go on.
+# Events that end a run so that the same command does not simply resume.
 _ENDS = ("too_many_bad_steps", "hang")
 
 
 def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The event of the latest start that says why it has failed, where it is one of _ENDS."""
+    """The latest start's event that explains the failure, if it is one of _ENDS."""
     found = [
         record for record in _latest_start(records) if record["kind"] == "event" and record["event"] in _ENDS
     ]
@@ -117,9 +114,7 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Balance at the last train record: the layer with the busiest expert, and (layer, expert) pairs without
-    a token.
-    """
+    """Balance at the last train record: layer with the busiest expert, and number of idle experts."""
     measured = [layer for layer in layers if layer["max_over_mean"] is not None]
     if not measured:
         return None
@@ -141,9 +136,7 @@ def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
 
 
 def summary_text(summary: Mapping[str, Any], config: Config) -> str:
-    """The summary for people: what came out, where it is and what to try next; several lines, no newline at
-    the end.
-    """
+    """The summary for people: results, where they are and what to try next; no newline at the end."""
     head = (
         f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations in"
         f" {_time(summary['wall_seconds'])}"
@@ -218,7 +211,7 @@ def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
-    """What the same command does again, and what to do before it, of a run that is not finished."""
+    """For an unfinished run: what the same command does, and what to do before."""
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}
@@ -264,8 +257,8 @@ def _other_runs(config: Config) -> list[str]:
     return lines
 
 
-_MOST_GIVEN = 6  # settings that a suggestion repeats; a run with more of them has a script or exports them
-# What a suggestion changes itself, or what belongs to the place rather than to the run.
+_MOST_GIVEN = 6  # settings that a suggestion repeats; runs with more have a script or export them
+# Changed by suggestions, or specific to the machine.
 _NOT_REPEATED = (
     "use_moe",
     "ep",
@@ -279,9 +272,7 @@ _NOT_REPEATED = (
 
 
 def _given(config: Config) -> list[str]:
-    """The settings that differ from those of the preset, as variables; some may be exported already, and do
-    no harm twice.
-    """
+    """Settings that differ from the preset, as variables; some may already be exported."""
     preset = load_config({"preset": config.preset}, {}).model_dump()
     given = {
         name: value
@@ -295,9 +286,7 @@ def _given(config: Config) -> list[str]:
 
 
 def _other_name(config: Config, suffix: str) -> str:
-    """A name that is built from the settings changes by itself; a given one would lead into the same run
-    folder.
-    """
+    """A new RUN_NAME if one was given; built names change by themselves."""
     return f" RUN_NAME={config.run_name}_{suffix}" if config.run_name else ""
 
 

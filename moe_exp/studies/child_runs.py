@@ -1,4 +1,4 @@
-"""Runs of `moe-exp train` that another command starts on this node, one after another. No torch."""
+"""`moe-exp train` runs that another command starts on this node, one after another. No torch."""
 
 from __future__ import annotations
 
@@ -15,62 +15,39 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moe_exp.config import Config, load_config, module_arguments
+from moe_exp.config import TRAITS, Config, load_config, module_arguments
+from moe_exp.config.loading import given_values
+from moe_exp.config.setting_types import KEPT
 from moe_exp.host.processes import children_of, end_with_parent, free_port
 from moe_exp.runs.run_folder import RunFolder
 
 _END_SECONDS = 60.0
-# A rank may be in the middle of an iteration, and has to write a checkpoint after it.
+# Enough to finish an iteration and write a checkpoint.
 _SAVE_SECONDS = 600.0
 
-# Of a run that is only measured: it trains at the full global batch from the start, and writes nothing but
-# its metrics.
-MEASURED_ONLY = {
-    "log_interval": 1, "eval_interval": 0, "save_interval": 0, "save_at_end": "false", "async_save": "false",
-    "exit_interval": 0, "keep_last": 0, "keep_every": 0, "keep_best": 0, "load_dir": "", "upcycle_from": "",
-    "upcycle_granularity": 1, "rampup_batch_size": "", "max_restarts": 0, "exit_duration": 0,
-    "profile_iters": "", "memory_snapshot": "", "warmup_iters": 0, "decay_iters": 0,
-    "lr_decay_style": "constant", "wandb_project": "", "node_rank": 0, "preflight": "false",
-}  # fmt: skip
+# For runs that are only measured: full global batch from the start, and no output but metrics.
+MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured is not KEPT}
 
 
 def given_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of the environment and of `flags`, with the preset that they mean here: on a node with other
-    devices it stays that.
-
-    Raises:
-        ConfigError: a value cannot be read.
-    """
-    given = {name: environ[name.upper()] for name in Config.model_fields if environ.get(name.upper())}
-    given |= {name: value for name, value in flags.items() if value is not None}
+    """Settings of `environ` and `flags`, with PRESET fixed as on this node; ConfigError for bad values."""
+    given = given_values(flags, environ)
     return given | {"preset": load_config(given, {}).preset}
 
 
 def train_command(flags: Mapping[str, Any]) -> list[str]:
-    """The launcher of a run."""
     return [sys.executable, "-m", "moe_exp", "train", *module_arguments(flags)]
 
 
 def run_environment(also_without: Iterable[str] = ()) -> dict[str, str]:
-    """This environment without settings, which are flags of a run, and without `also_without`, settings of
-    the command that starts it.
-    """
+    """The environment without run settings, which are passed as flags, and without `also_without`."""
     ours = {name.upper() for name in (*Config.model_fields, *also_without)}
     return {name: value for name, value in os.environ.items() if name not in ours}
 
 
 @contextmanager
 def held(folder: Path, name: str, what: str) -> Iterator[None]:
-    """Makes `folder`, and keeps it for the block.
-
-    Args:
-        folder: where a command writes its runs and tables.
-        name: setting and value that named it, for the error.
-        what: the command is, in a word.
-
-    Raises:
-        ValueError: another process has it.
-    """
+    """Creates `folder` and locks it for the block; ValueError, naming `name`, if another process holds it."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with FileLock(folder / ".lock", timeout=0):
@@ -82,12 +59,7 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
 
 
 def wait_until_free(folder: RunFolder) -> None:
-    """Returns once no process holds a run folder: those of a command that was killed need a while for their
-    end.
-
-    Raises:
-        ValueError: one still does.
-    """
+    """Waits for processes of a killed command to release a run folder; ValueError if they do not."""
     if not folder.lock.exists():
         return
     try:
@@ -107,18 +79,16 @@ def run_to_end(
     environ: Mapping[str, str],
     saving: bool = False,
 ) -> int | None:
-    """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a time-out.
+    """Runs a launcher until it ends, or for `timeout` seconds; returns its exit code, None after a timeout.
 
-    Whatever ends this function, a Ctrl-C too, ends the processes of the run. They are in a session of their
-    own, which the signals of a terminal do not reach. If this process is killed, the kernel ends the
-    launcher, and the agent of the ranks has them end.
+    If this function is interrupted, e.g. by Ctrl-C, the run's processes are ended: they are in a session of
+    their own, which terminal signals do not reach. If this process is killed, the kernel ends the launcher,
+    and the elastic agent then ends the ranks.
 
     Args:
-        flags: settings of the run, but for its port.
-        log: that gets what it prints, after what it holds.
-        timeout: seconds; None: none.
-        environ: of the run.
-        saving: let a run that has to end before its time save a checkpoint first; a second Ctrl-C kills it.
+        flags: settings of the run, without its port.
+        log: file to which output is appended.
+        saving: let an interrupted run save a checkpoint first; a second Ctrl-C kills it.
     """
     command = train_command({**flags, "master_port": free_port(), "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -152,14 +122,12 @@ def _end(launcher: subprocess.Popen[bytes], *, saving: bool) -> None:
 
 
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
-    """Kills a launcher and all that it has started, parents first, so that none starts another; returns when
-    they are gone.
-    """
+    """Kills a launcher and its descendants and waits; stops parents first, so that none starts another."""
     pids, level = [launcher.pid], [launcher.pid]
     while level:
         for pid in level:
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # it starts no more children
+                os.kill(pid, signal.SIGSTOP)  # so that it starts no more children
         level = [child for pid in level for child in children_of(pid)]
         pids += level
     for pid in pids:
@@ -177,5 +145,5 @@ def _is_running(pid: int) -> bool:
     except ProcessLookupError:
         return False
     stat = Path(f"/proc/{pid}/stat")
-    # In a container nobody may be there to take note of the end of an orphan, which then stays as a zombie.
+    # In a container without an init process, dead orphans stay zombies.
     return not stat.exists() or stat.read_text(errors="replace").rpartition(")")[2].split()[0] not in "ZX"

@@ -1,4 +1,4 @@
-"""Why a run has failed, from what it has printed. No torch."""
+"""Why a run failed, from its output. No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Literal
 
 from moe_exp.host.exit_codes import CAUSED_BY_ANOTHER
 
-# Messages of torch's allocators, of the C++ and Python ones, and of SLURM.
+# Messages of torch's allocators, C++, Python and SLURM.
 _OOM = re.compile(
     r"OutOfMemoryError|out of memory|DefaultCPUAllocator: (can't|not enough)|cannot allocate"
     r" memory|\bMemoryError\b|std::bad_alloc"
     r"|oom[-_]kill",
     re.IGNORECASE,
 )
-# What torchrun says of a rank that the kernel has killed: signal 9 to the first rank that ended.
+# torchrun's message if the kernel killed the first rank that ended.
 _KILLED = re.compile(r"exitcode\s*:\s*-9\b|Signal 9 \(SIGKILL\)")
 _SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID")
 _ERROR = re.compile(
@@ -26,10 +26,10 @@ LONGEST = 300  # characters of a reason
 
 
 def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"], str]:
-    """Whether a run that failed ran out of memory, and the line of its log that says most.
+    """Whether a failed run ran out of memory, and the most useful line of its log.
 
-    A rank that was killed counts as out of memory, as that is how the kernel ends a process when memory is
-    short; where a rank has named another error, that is the reason, and the kill is torchrun's.
+    A killed rank counts as out of memory, as the kernel does this when memory is short. If a rank reported
+    another error, that is the reason, and torchrun did the killing.
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if out_of_memory := [line for line in lines if _OOM.search(line)]:
@@ -48,15 +48,13 @@ def why_it_failed(text: str, code: int | None) -> tuple[Literal["failed", "oom"]
 
 
 def _by_rank(lines: Sequence[str]) -> list[str]:
-    """What ranks say of errors of their own."""
+    """Errors that ranks report as their own."""
     named = [line for line in lines if re.match(r"moe-exp: rank \d+ on .* failed: ", line)]
     return [line for line in named if not any(text in line for text in CAUSED_BY_ANOTHER)]
 
 
 def _root_cause(lines: Sequence[str]) -> Sequence[str]:
-    """What torchrun says of the rank that ended first: the others it ends itself, by SIGTERM and after a
-    while by SIGKILL.
-    """
+    """torchrun's report on the rank that ended first; it ends the others by SIGTERM, then SIGKILL."""
     start = next(
         (
             number
@@ -69,9 +67,7 @@ def _root_cause(lines: Sequence[str]) -> Sequence[str]:
 
 
 def _most_useful(lines: Sequence[str]) -> str:
-    """The first of: the error as a rank names it, the signal that ended one, a complaint of ours, the last
-    error, the last line.
-    """
+    """First of: error by rank, signal that ended one, our own message, last error, last line."""
     signals = [line for line in _root_cause(lines) if _SIGNAL.search(line)]
     ours = [
         line

@@ -1,1 +1,1 @@
-"""What surrounds the training loop inside a rank: metrics, checkpoints, guards."""
+"""Parts around the training loop inside a rank: metrics, checkpoints, guards."""

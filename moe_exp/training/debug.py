@@ -3,12 +3,11 @@
     from moe_exp.training import debug
     debug.set_trace()          # rank 0 stops here; set_trace(rank=3) for another one
 
-or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace in the environment. It is for code
-that every rank runs: the others wait at the same place until the debugger goes on, and as no collective is
-open meanwhile, no timeout runs. Once it steps, they run too, up to their next collective, which waits for a
-week from then on. The debugger reads the standard input of the launcher on its node, and works under `moe-exp
-train`, the script and torchrun. Where there is nothing to read it goes on at once. `quit` ends the job as
-failed.
+or `breakpoint()`, with PYTHONBREAKPOINT=moe_exp.training.debug.set_trace in the environment. Call it in code
+that every rank runs: the others wait at the same place until the debugger continues, and no timeout runs, as
+no collective is open. While it steps, they run up to their next collective, whose timeout is then a week. The
+debugger reads the standard input of the launcher on its node, and works under `moe-exp train`, the script and
+torchrun. Without input it continues at once. `quit` ends the job as failed.
 """
 
 from __future__ import annotations
@@ -33,16 +32,11 @@ from moe_exp.watch.hangs import heartbeat
 _POLL_SECONDS = 0.2
 _LONGEST = timedelta(days=7)
 
-_visits: Counter[str] = Counter()  # of each place: ranks that run the same code agree on them
+_visits: Counter[str] = Counter()  # per place; equal on all ranks, which run the same code
 
 
 def set_trace(rank: int = 0) -> None:
-    """Stops `rank` in pdb where this is called; the other ranks wait here until it goes on. Called by every
-    rank.
-
-    Args:
-        rank: of all ranks of the job; on a node whose launcher has a terminal.
-    """
+    """Stops global `rank`, which needs a terminal at its launcher, in pdb; the others wait here meanwhile."""
     frame = sys._getframe().f_back
     assert frame is not None
     if not dist.is_initialized():
@@ -63,41 +57,36 @@ def set_trace(rank: int = 0) -> None:
 
 
 class Debugger(pdb.Pdb):
-    """pdb that lets the other ranks go on when it does.
-
-    Args:
-        rank: this one, for the prompt.
-        release: lets the others go on.
-    """
+    """pdb with `rank` in its prompt, which calls `release` to let the other ranks continue when it does."""
 
     def __init__(self, rank: int, release: Callable[[], None]):
-        # Ctrl-C asks the run to save and end, here too.
+        # Ctrl-C saves and ends the run, here too.
         super().__init__(nosigint=True)
         self.prompt = f"(Pdb rank {rank}) "
         self._release = release
 
     def interaction(self, frame: FrameType | None, traceback: TracebackType | None, *rest: Any) -> None:
-        """A prompt, until a command goes on."""
+        """Prompts until a command continues."""
         with heartbeat.paused():
             super().interaction(frame, traceback, *rest)
         self._release()
 
     def do_EOF(self, arg: str) -> bool | None:
-        """Nobody is there to type, or has gone: the run goes on."""
+        """Without input, the run continues."""
         self.message("\nend of the standard input: going on")
         return self.do_continue(arg)
 
     def do_quit(self, arg: str) -> bool | None:
         """Ends the job."""
         self.message("the job ends")
-        tell_launcher(FAILED, by_any_rank=True)  # or it would start the ranks again
+        tell_launcher(FAILED, by_any_rank=True)  # else it would restart the ranks
         os._exit(FAILED)
 
     do_q = do_exit = do_quit
 
 
 def _wait_long_in_collectives() -> None:
-    """Somebody thinks: collectives of all groups that begin from now on may take a week."""
+    """Sets the timeout of all groups' future collectives to a week."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of groups of a backend without a timeout
         for group in list(distributed_c10d._world.pg_map):

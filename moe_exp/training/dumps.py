@@ -1,17 +1,15 @@
-"""Dumps: what one rank holds after an iteration, by name, in a file that other programs read, to compare
-ranks or runs.
+"""Dumps of one rank's tensors after an iteration, in a portable file, to compare ranks or runs.
 
 RUN_DIR/RUN_NAME/dumps/iter_0000010/rank_00003.safetensors, after the optimizer's step of iteration 10
 (DUMP_ITERS, DUMP_RANKS):
 
     NAME                         a parameter of the model, this rank's part; layers count over all stages
-    gradient of NAME             as the optimizer took it: reduced over the replicas, clipped
+    gradient of NAME             as the optimizer used it: reduced over the replicas, clipped
     main weights of NAME         fp32, with DTYPE=bf16 and fp16
     exp_avg of NAME, ...         moments, fp32
 
-With the distributed optimizer a rank has all but the parameters for a range of a parameter's values alone, in
-memory order: `exp_avg of NAME[128:256]`. Data parallel ranks then share no such name; those of two runs of
-one layout do.
+With the distributed optimizer, all but parameters cover only this rank's range of a parameter, in memory
+order: `exp_avg of NAME[128:256]`. Data-parallel ranks then share no such name; two runs of one layout do.
 """
 
 import logging
@@ -38,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 
 def dump_file(run: Path, iteration: int, rank: int) -> Path:
-    """Where a rank's dump goes."""
+    """Path of a rank's dump."""
     return run / "dumps" / f"iter_{iteration:07d}" / f"rank_{rank:05d}.safetensors"
 
 
 def is_dumped(config: Config, iteration: int) -> bool:
-    """Whether DUMP_ITERS names an iteration."""
+    """Whether DUMP_ITERS includes the iteration."""
     return any(first <= iteration <= last for first, last in iteration_ranges(config.dump_iters))
 
 
@@ -53,10 +51,9 @@ def _numbers(text: str) -> set[int]:
 
 @heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
-    """Writes this rank's dump, where DUMP_RANKS has it. Called by every rank; what fails is a warning,
-    training goes on.
+    """Writes this rank's dump, if in DUMP_RANKS. Called by every rank; failures are only warnings.
 
-    The tensors are in host memory once more until they are written.
+    Needs host memory for a copy of the tensors.
     """
     path = dump_file(run, progress.iteration, runtime.rank)
     with parameters_in_sync(trained.model):
@@ -108,7 +105,7 @@ def _state(name: str, owned: Owned) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class DumpedTensor:
-    """A tensor of a dump, whose values are read where they are asked for; for `diff.compare_tensors`."""
+    """A tensor of a dump, read on demand; for `diff.compare_tensors`."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -117,11 +114,11 @@ class DumpedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its values."""
+        """Size of its values."""
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
-        """Its values, or rows `offsets[0]` to `offsets[0] + sizes[0]` of them."""
+        """Its values, or rows `offsets[0]` to `offsets[0] + sizes[0]`."""
         if not offsets:
             return torch.as_tensor(self.file.get_tensor(self.name))
         return torch.as_tensor(self.file.get_slice(self.name)[offsets[0] : offsets[0] + sizes[0]])
@@ -131,7 +128,7 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
     """Compares two files, or the files of equal names in two folders, name by name.
 
     Raises:
-        ValueError: where there is nothing to compare, or a file is no dump.
+        ValueError: there is nothing to compare, or a file is not a dump.
     """
     if a.is_dir() != b.is_dir():
         raise ValueError(

@@ -1,6 +1,4 @@
-"""What all ranks tell each other after every iteration: one small reduction, so that all of them decide the
-same.
-"""
+"""What ranks exchange after every iteration, in one small reduction, so that all decide the same."""
 
 from __future__ import annotations
 
@@ -13,13 +11,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class IterationEnd:
-    """What is known of an iteration on every rank.
+    """What every rank knows of an iteration.
 
     Args:
         stop: why some rank was asked to end the run, of `faults.STOP_REASONS`; empty: none was.
         is_writing: some rank still writes files of a checkpoint.
-        lm_loss: cross entropy of the iteration, nats per token, mean over its micro-batches; maybe not
-            finite.
+        lm_loss: cross entropy, nats per token, mean over micro-batches; may not be finite.
     """
 
     stop: str
@@ -36,16 +33,14 @@ def end_of_iteration(
     num_shares: int,
     device: torch.device,
 ) -> IterationEnd:
-    """Tells the other ranks, and hears of them. Called by every rank; one collective, and the wait of this
-    host for the device.
+    """Exchanges with the other ranks. Called by every rank; one collective, and the host waits for the GPU.
 
     Args:
         stop: why this rank was asked to end the run, one of `reasons`, or empty.
-        reasons: all there are; the first that any rank gives is the one of all.
+        reasons: all there are; the first that any rank has is used.
         is_writing: this rank still writes files of a checkpoint.
-        losses: this rank's shares of the micro-batches' losses, [] each, where it is the one that counts
-            them; else empty.
-        num_shares: micro-batches of the iteration over all data parallel ranks.
+        losses: this rank's shares of the micro-batches' losses, [] each, if it counts them; else empty.
+        num_shares: micro-batches of the iteration over all data-parallel ranks.
         device: of this rank.
     """
     flags = [float(reason == stop) for reason in reasons] + [float(is_writing)]

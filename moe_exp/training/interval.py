@@ -1,4 +1,4 @@
-"""What happened since the last log line, over all ranks: one reduction per log interval, none in between."""
+"""Statistics since the last log line, over all ranks: one reduction per log interval."""
 
 import math
 import time
@@ -16,26 +16,21 @@ from moe_exp.config.ramp import samples_left
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import peak_resident_bytes
+from moe_exp.layers.statistics import statistics_names
 from moe_exp.planner.costs.flops import flops_per_iteration
 
 from megatron.core.distributed import DistributedDataParallel
 
 
 class Interval:
-    """Sums on the device since the last log line.
-
-    Args:
-        config: settings.
-        runtime: this rank.
-        model: its model chunks, whose MoE layers keep their own sums.
-    """
+    """Sums on the device since the last log line. The MoE layers of `model` keep their own sums."""
 
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
         self.layers = dict(moe_layers(list(model)))
-        # finite lm losses summed over micro-batches, and how many these are
+        # sum and number of finite micro-batch losses
         self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
-        # for each iteration whether some loss of this rank is not, [] each
+        # per iteration, whether any loss of this rank is not finite, [] each
         self.not_finite: list[Tensor] = []
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
         if self.timers is not None:
@@ -52,9 +47,7 @@ class Interval:
         self.start = time.monotonic()
 
     def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
-        """Counts one iteration. `losses`: this rank's share of each micro-batch's loss; empty but on the last
-        pipeline stage.
-        """
+        """Counts one iteration; `losses`: this rank's micro-batch shares, empty but on the last stage."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
             shares = torch.stack(list(losses)).double()
@@ -71,9 +64,7 @@ class Interval:
         self.flops += flops_per_iteration(self.config, batch_size)
 
     def pause(self, seconds: float, *, phase: str | None = None) -> None:
-        """Leaves `seconds` out of the time per iteration (evaluation, checkpoints); with timers counts them
-        as `phase`.
-        """
+        """Excludes `seconds` from the time per iteration; with timers, counts them as `phase`."""
         self.start += seconds
         if self.timers is not None and phase is not None:
             self.timers.add(phase, seconds)
@@ -87,9 +78,7 @@ class Interval:
         num_zeros: float | None,
         loss_scale: float,
     ) -> Any:
-        """The train record of metrics.jsonl, the same on every rank; starts the next interval. Called by
-        every rank.
-        """
+        """The train record, equal on every rank; starts the next interval. Called by every rank."""
         config = self.config
         lm_loss_sum, num_finite, norm_squared, *rest = self._reduced().tolist()
         not_finite, rest = rest[: self.num_iterations], rest[self.num_iterations :]
@@ -131,17 +120,14 @@ class Interval:
         return record
 
     def _reduced(self) -> Tensor:
-        """Sums over all ranks: losses and how many, squared norm, bad losses by iteration, memory by rank,
-        phases, statistics by layer.
-        """
+        """Sums over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
         width = self._row_width() if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
         with parameters_in_sync(self.model):
             norm_squared = self._squared_norm()
-        # One place per rank, zero on all others: with the sum each rank has all of them, and no second
-        # collective is needed.
+        # One slot per rank, zero elsewhere: the sum gathers all without a second collective.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
         peaks[self.runtime.rank] = self._peak_bytes()
         phases = self.losses.new_tensor([] if self.timers is None else list(self.timers.take().values()))
@@ -151,15 +137,13 @@ class Interval:
         return vector
 
     def _samples_left(self, progress: Progress) -> int:
-        """Samples until TRAIN_ITERS: with a batch ramp-up the iterations to come are longer."""
+        """Samples until TRAIN_ITERS: with a batch ramp-up, later iterations take longer."""
         return samples_left(
             self.config, progress.consumed_samples, self.config.train_iters - progress.iteration
         )
 
     def _milliseconds(self, phases: list[float]) -> dict[str, float] | None:
-        """Milliseconds per iteration of each phase, mean over the ranks; `phases`: seconds of the interval,
-        summed over them.
-        """
+        """Milliseconds per iteration of each phase, mean over ranks, from seconds summed over ranks."""
         per_iteration = self.num_iterations * self.config.world_size / 1e3
         return (
             {phase: seconds / per_iteration for phase, seconds in zip(PHASES, phases, strict=True)}
@@ -168,14 +152,14 @@ class Interval:
         )
 
     def _peak_bytes(self) -> int:
-        """Most memory that this rank has had."""
+        """Peak memory of this rank."""
         return (
             torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else peak_resident_bytes()
         )
 
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:
-        """Squared norm of the parameters that this rank counts for all: each one once over the whole job."""
+        """Squared norm of the parameters this rank counts: each is counted once over the whole job."""
         groups = self.runtime.groups
         total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
         for chunk in self.model:
@@ -190,15 +174,13 @@ class Interval:
         return total
 
     def _row_width(self) -> int:
-        """Token counts, then the sums of `MoEStatistics`."""
-        return self.config.num_experts + 6 + len(self.config.balancing_losses)
+        """Token counts, then the sums of MoEStatistics."""
+        return self.config.num_experts + len(statistics_names(self.config.balancing_losses))
 
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[float | None, float | None, dict[str, float], list[dict[str, Any]]]:
-        """Means over layers of the load-balancing loss, the z-loss and those of AUX_LOSS_TYPE, and the
-        `experts` of the record.
-        """
+        """Means over layers of the load-balancing loss, z-loss and AUX_LOSS_TYPE, and `experts`."""
         config = self.config
         if not config.use_moe:
             return None, None, {}, []
@@ -221,48 +203,40 @@ class Interval:
 
 
 def _expert_record(layer: int, row: list[float], config: Config, num_shares: int) -> dict[str, Any]:
-    """One layer's object in `experts`. `row`: counts and sums of `MoEStatistics`; `num_shares`: micro-batches
-    of all replicas.
-    """
+    """One layer's object in `experts`, from the sums of `MoEStatistics` over `num_shares` micro-batches."""
     counts = row[: config.num_experts]
-    dropped, entropy, top1_weight, busiest, *losses = row[config.num_experts :]
-    balance, z, *aux_losses = (loss / num_shares for loss in losses)
+    sums = dict(zip(statistics_names(config.balancing_losses), row[config.num_experts :], strict=True))
     slots = sum(counts)
     fair_share = slots / len(counts)
     return {
         "layer": layer + 1,
         "tokens_per_expert": [round(count) for count in counts],
         "max_over_mean": max(counts) / fair_share,
-        # Ranks of a micro-batch have a part of its tokens each, and count them by themselves.
-        "microbatch_max_over_mean": busiest / (num_shares * config.tp * config.cp),
+        # Each rank of a micro-batch counts its own part of the tokens.
+        "microbatch_max_over_mean": sums["max_over_mean"] / (num_shares * config.tp * config.cp),
         "dead_fraction": sum(count < 0.01 * fair_share for count in counts) / len(counts),
-        "dropped_fraction": dropped / slots,
-        "router_entropy": entropy * config.topk / slots,
-        "top1_weight": top1_weight * config.topk / slots,
-        "load_balancing_loss": balance,
-        "z_loss": z,
-        "aux_losses": dict(zip(config.balancing_losses, aux_losses, strict=True)),
+        "dropped_fraction": sums["dropped"] / slots,
+        "router_entropy": sums["entropy"] * config.topk / slots,
+        "top1_weight": sums["top1_weight"] * config.topk / slots,
+        "load_balancing_loss": sums["load_balancing_loss"] / num_shares,
+        "z_loss": sums["z_loss"] / num_shares,
+        "aux_losses": {name: sums[f"aux_losses.{name}"] / num_shares for name in config.balancing_losses},
     }
 
 
-# Time per phase of an iteration (LOG_TIMERS): by CUDA events that are read once per log interval, on a CPU by
-# its clock.
+# Time per phase (LOG_TIMERS): CUDA events that are read once per log interval; the clock on a CPU.
 
 
-# In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is no part of
-# the iteration's time.
+# In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is not
+# counted in the iteration's time.
 PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "checkpoint")
 
 
 class PhaseTimers:
-    """Sums of the time between `start` and `stop` of each phase, on this rank.
+    """Sums the time between `start` and `stop` of each phase, on this rank.
 
-    On a GPU the two put events into the current stream, and nobody waits for them until `take`. A phase is
-    then the time that the stream needs to get from one to the other, its wait for other ranks and for the
-    host included.
-
-    Args:
-        device: where the phases run.
+    On a GPU both record events in the current stream, without synchronization until `take`. A phase is then
+    the stream's time between them, including waits for other ranks and for the host.
     """
 
     def __init__(self, device: torch.device):
@@ -274,14 +248,14 @@ class PhaseTimers:
         self._unused: list[torch.cuda.Event] = []
 
     def start(self, phase: str) -> None:
-        """Begins `phase`; where it was begun and not ended, anew."""
+        """Starts `phase`, or restarts it if not stopped."""
         if self._on_gpu:
             self._begun[phase] = self._event()
         else:
             self._since[phase] = time.perf_counter()
 
     def stop(self, phase: str) -> None:
-        """Ends `phase`; nothing where it was not begun."""
+        """Ends `phase`, if started."""
         if self._on_gpu:
             if (begun := self._begun.pop(phase, None)) is not None:
                 self._pairs.append((phase, begun, self._event()))
@@ -289,7 +263,7 @@ class PhaseTimers:
             self._seconds[phase] += time.perf_counter() - since
 
     def add(self, phase: str, seconds: float) -> None:
-        """Counts a time that was measured elsewhere."""
+        """Adds a time measured elsewhere."""
         self._seconds[phase] += seconds
 
     def take(self) -> dict[str, float]:
@@ -303,15 +277,14 @@ class PhaseTimers:
         return taken
 
     def _event(self) -> torch.cuda.Event:
-        # Used again: an interval of a large model has tens of thousands, and making one is a call to the
-        # driver.
+        # Reused: an interval of a large model has tens of thousands, each a driver call to create.
         event = self._unused.pop() if self._unused else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
 
 def timed(timers: PhaseTimers | None, phase: str) -> AbstractContextManager[None]:
-    """Counts what runs inside as `phase`; without timers nothing is done."""
+    """Counts the block as `phase`; does nothing without timers."""
     return nullcontext() if timers is None else _timed(timers, phase)
 
 

@@ -1,8 +1,7 @@
-"""What is done when the loss goes wrong: a row of steps that could not be made ends the run, a spike is noted
-or gone back from.
+"""Actions when the loss goes wrong: bad steps in a row end the run; a spike is logged or rolled back.
 
-Called after every iteration by every rank, with numbers that all have: all of them decide the same, and
-nobody asks the others.
+Called after every iteration by every rank with the same numbers, so that all decide the same without a
+collective.
 """
 
 import logging
@@ -28,14 +27,14 @@ from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
 
-# Also skipped: the loss that an iteration shows is of weights that the batch before it made.
+# Also skipped, as the loss of an iteration reflects the update by the previous batch.
 MARGIN_ITERATIONS = 1
 _MOST_DOCUMENTS = 1000  # in an event
 _LOWEST_LOSS_SCALE = 1.0  # Megatron's; above it an overflow is the loss scaler at work
 
 
 class GuardEnd(RuntimeError):
-    """The ranks end, all of them, with these lines and this exit code."""
+    """All ranks exit with these lines and this exit code."""
 
     def __init__(self, lines: Sequence[str], code: int):
         super().__init__("\n".join(lines))
@@ -46,7 +45,6 @@ class Iteration(NamedTuple):
     """What an iteration has consumed.
 
     Args:
-        iteration: its number.
         first_sample: number of its first sample.
         batch_size: samples of all ranks.
         updated: whether the optimizer made a step.
@@ -61,15 +59,13 @@ class Iteration(NamedTuple):
 
 
 class LossGuard:
-    """Looks at the end of every iteration of a run.
+    """Checks the end of every iteration of a run.
 
     Args:
         config: MAX_BAD_STEPS, SPIKE_ACTION, MAX_ROLLBACKS.
-        runtime: this rank.
-        folder: of the run.
         trained: what a checkpoint would hold.
-        samples: of training, to say where they are from.
-        progress: where training begins, with what its checkpoint knew of the loss.
+        samples: of training, to report their documents.
+        progress: at the start of training, with the loss history of its checkpoint.
         metrics: on rank 0, else None.
     """
 
@@ -93,16 +89,10 @@ class LossGuard:
     def look(
         self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]
     ) -> None:
-        """Judges the iteration that is `done`.
-
-        Args:
-            progress: after it.
-            done: what it consumed.
-            end: what all ranks know of it.
-            finish_save: waits for the save that is under way, if one is.
+        """Judges the iteration `done`; `progress` is after it, and `finish_save` waits for a pending save.
 
         Raises:
-            GuardEnd: on every rank, where the run has to end, or to begin again before the spike.
+            GuardEnd: on every rank, if the run must end, or restart from before the spike.
         """
         self._recent.append(done)
         if self._is_bad(done, end):
@@ -125,7 +115,7 @@ class LossGuard:
             self._spike(found, progress, end, finish_save)
 
     def remember(self, progress: Progress) -> None:
-        """Puts what the next start has to know of the loss into `progress`, which is about to be saved."""
+        """Stores the loss history in `progress`, which is about to be saved."""
         if self._detector is not None:
             progress.spike_windows = self._detector.state()
 
@@ -164,9 +154,9 @@ class LossGuard:
 
     @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
-        """Saves where no resume looks and nothing is removed; returns what there is to say of it."""
+        """Saves in bad_steps/, which no resume uses; returns a message about it."""
         place = free_place(self._folder.bad_steps, progress.iteration)
-        # Of this checkpoint alone: it keeps none and removes none.
+        # For this checkpoint only: no others are kept or removed.
         saver = Saver(
             self._config.model_copy(update={"keep_last": 0, "async_save": False}), self._runtime, place.parent
         )
@@ -230,7 +220,7 @@ class LossGuard:
             number=num_before + 1,
             **facts,
         )
-        # Asked to end meanwhile, a run does not begin again by itself.
+        # A run that was asked to stop meanwhile does not restart.
         code = TO_BE_CONTINUED if end.stop else START_AGAIN
         text = f"samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration} are skipped"
         raise GuardEnd(
@@ -251,10 +241,8 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
-        """For an event: the samples, and the documents of each file that they are from, as many as there is
-        room for.
-        """
-        # rank 0 alone writes it, and the order of an epoch may have to be made for it
+        """For an event: the samples, and as many of their documents by file as fit."""
+        # only rank 0 writes it, and it may need an epoch's order to be built
         if self._metrics is None:
             return {}
         documents: dict[str, set[int]] = {}
@@ -271,7 +259,7 @@ class LossGuard:
         }
 
     def _warn(self, text: str, *values: object) -> None:
-        if self._metrics is not None:  # every rank would say the same
+        if self._metrics is not None:  # once, not by every rank
             logger.warning(text, *values)
 
     def _event(self, name: str, *, iteration: int, **details: Any) -> None:
@@ -285,7 +273,7 @@ def _shown(value: float | None) -> float | str | None:
 
 
 def _text(value: float | None) -> str:
-    """For people; records have all digits."""
+    """Rounded; records have all digits."""
     return "none" if value is None else f"{value:.5g}"
 
 

@@ -1,6 +1,4 @@
-"""Metrics of a run: metrics.jsonl is written first, then the console, TensorBoard and wandb mirror it. Log
-messages, too.
-"""
+"""Metrics of a run: metrics.jsonl first, then console, TensorBoard and wandb as mirrors. Also logging."""
 
 from __future__ import annotations
 
@@ -44,24 +42,23 @@ _NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
 
 
 class Metrics:
-    """Writer of one run's records; only rank 0 makes one. Use it in a `with` block, or call `close`.
+    """Writer of one run's records, on rank 0 only. Use it in a `with` block, or call `close`.
 
     Args:
         config: settings of the run.
-        folder: its run folder, made by `open_run_folder`.
-        start_iteration: iteration of the checkpoint that training goes on from, 0 without one. Records after
-            it come from a run that died beyond its last checkpoint and are removed, so that no iteration is
-            there twice.
+        folder: from `open_run_folder`.
+        start_iteration: of the checkpoint that training resumes from, 0 without one. Records after it, from a
+            run that died beyond its last checkpoint, are removed, so that iterations are unique.
 
     Raises:
-        ConfigError: wandb is asked for and cannot start.
+        ConfigError: wandb is requested and cannot start.
     """
 
     def __init__(self, config: Config, folder: RunFolder, start_iteration: int = 0):
         self._config = config
         self._path = folder.metrics
         self._unwritten: list[Record] = []
-        # First: where wandb cannot start, nothing has been removed yet.
+        # First, so that nothing is removed if wandb cannot start.
         self._mirrors = open_wandb(config, folder)
         num_removed = drop_records_after(self._path, start_iteration)
         records = read_metrics(self._path) if self._path.exists() else []
@@ -73,9 +70,7 @@ class Metrics:
         self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
 
     def train(self, record: Mapping[str, Any]) -> None:
-        """Writes a train record: `record` has the keys of TRAIN_KEYS but training_seconds; ValueError
-        otherwise.
-        """
+        """Writes a train record; ValueError if its keys are not TRAIN_KEYS without training_seconds."""
         if missing_or_unknown := set(record) ^ (set(TRAIN_KEYS) - set(_ADDED)):
             raise ValueError(
                 f"train record: these keys are missing or unknown: {', '.join(sorted(missing_or_unknown))}"
@@ -103,10 +98,8 @@ class Metrics:
         lm_loss: float,
         bytes_per_token: float | None = None,
     ) -> None:
-        """Writes a valid record; `lm_loss` in nats per token, and the UTF-8 bytes that these stand for where
-        they are known.
-        """
-        ppl = math.exp(min(lm_loss, 20.0))  # in this order NaN stays NaN
+        """Writes a valid record; `lm_loss` in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
+        ppl = math.exp(min(lm_loss, 20.0))  # this order keeps NaN
         record: Record = {"kind": "valid", "iteration": iteration, "consumed_samples": consumed_samples}
         record |= {
             "consumed_tokens": consumed_tokens,
@@ -126,7 +119,7 @@ class Metrics:
         self._write(event_record(name, iteration, **details))
 
     def close(self, *, failed: bool = False) -> None:
-        """Ends TensorBoard and wandb; `failed` is how wandb shows the run."""
+        """Closes TensorBoard and wandb; `failed` is the run's status in wandb."""
         self._tell(lambda mirror: mirror.close(failed))
         self._mirrors = []
 
@@ -139,9 +132,7 @@ class Metrics:
         self.close(failed=error is not None)
 
     def _write(self, record: Record) -> None:
-        """On a full disk the record waits for the next one: training, which may go on for hours until
-        somebody makes room, does not.
-        """
+        """On a full disk, training continues, and the record is kept until the next one."""
         self._unwritten.append(record)
         try:
             append(self._path, *self._unwritten)
@@ -165,7 +156,7 @@ class Metrics:
         for mirror in list(self._mirrors):
             try:
                 action(mirror)
-            except Exception as error:  # whatever it is: metrics.jsonl has the record, and training goes on
+            except Exception as error:  # any error: metrics.jsonl has the record, and training continues
                 logger.warning(
                     "%s has failed and gets no more records: %s: %s", mirror.name, type(error).__name__, error
                 )
@@ -174,11 +165,9 @@ class Metrics:
 
 @dataclass
 class TrainingTime:
-    """Wall time of training, summed over train records: iterations since the record before times their mean
-    time.
+    """Wall time of training, summed over train records: iterations times their mean time.
 
-    Iterations that were lost with a run that died beyond its checkpoint count once, at the speed of those
-    that replaced them.
+    Iterations repeated after a crash count once, at the speed of the repetition.
 
     Args:
         iteration: of the last record.
@@ -192,16 +181,13 @@ class TrainingTime:
 
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
-        """That of the train records of a metrics.jsonl, also of one from before records had
-        `training_seconds`.
-        """
+        """From the train records of a metrics.jsonl, including old ones without `training_seconds`."""
         time = cls((records[0].get("iteration") or 0) if records else start_iteration)
         for record in records:
             if record.get("kind") == "train":
                 time.add(record)
             elif record.get("event") in ("start", "resume") and time.per_iteration is None:
-                # A run that goes on from another run's checkpoint begins in the middle, and knows nothing of
-                # the time before.
+                # A run from another run's checkpoint does not know the time before.
                 time.iteration = record.get("iteration") or 0
         return time
 
@@ -212,7 +198,7 @@ class TrainingTime:
         self.iteration = record["iteration"]
 
     def until(self, iteration: int) -> float | None:
-        """Seconds until `iteration`, after the last record at the speed of that record."""
+        """Seconds until `iteration`, extrapolated at the speed of the last record."""
         return (
             None
             if self.per_iteration is None
@@ -221,9 +207,7 @@ class TrainingTime:
 
 
 def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
-    """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, as
-    there.
-    """
+    """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, too."""
     losses = [
         (" lm loss: {:.6E}", "lm_loss"),
         (" load_balancing_loss: {:.6E}", "load_balancing_loss"),
@@ -250,7 +234,7 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
-    """What Megatron's line has no field for: time left, tokens per second and the balance of the experts."""
+    """What Megatron's line lacks: time left, tokens per second and the balance of the experts."""
     parts = []
     if (eta_seconds := record.get("eta_seconds")) is not None and math.isfinite(eta_seconds):
         parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")
@@ -289,9 +273,7 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a train or valid record under the names of TensorBoard and wandb, such as
-    `train/lm_loss`.
-    """
+    """The numbers of a train or valid record, named as in TensorBoard and wandb, e.g. `train/lm_loss`."""
     values = {}
     for key, value in record.items():
         if key not in _NOT_A_CURVE and value is not None:
@@ -311,7 +293,7 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
     return values
 
 
-# Marks lines that carry their own time or form, such as Megatron's.
+# Marks lines with their own format, such as Megatron's.
 _BARE = {"bare": True}
 
 
@@ -331,9 +313,7 @@ class _Lines(logging.Formatter):
 
 
 class _LogFile(logging.FileHandler):
-    """train.log. Lines that it cannot take are on the console alone; that is said there once, and not with a
-    traceback for each.
-    """
+    """train.log; the first write error is reported on the console, without traceback."""
 
     _is_full = False
 
@@ -352,12 +332,10 @@ class _LogFile(logging.FileHandler):
 
 
 def setup_logging(folder: RunFolder, rank: int) -> None:
-    """Sends log messages to the console and to train.log: INFO from rank 0, WARNING and above from every
-    rank.
+    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
 
-    INFO goes to stdout, the rest to stderr. Rank 0 opens the run folder first; a rank that cannot see the
-    folder (no shared file system) writes to its console alone. Calling it again replaces the handlers of the
-    call before.
+    INFO goes to stdout, the rest to stderr. Rank 0 must open the run folder first; a rank that cannot see the
+    folder (no shared file system) logs only to its console. Calling it again replaces the handlers.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:
@@ -369,7 +347,7 @@ def setup_logging(folder: RunFolder, rank: int) -> None:
     stderr.addFilter(lambda record: record.levelno >= logging.WARNING)
     handlers: list[logging.Handler] = [stdout, stderr]
     if folder.path.is_dir():
-        # delay: of thousands of ranks, those without a warning never open the file.
+        # delay: ranks without a warning never open the file.
         handlers.append(_LogFile(folder.log, encoding="utf-8", delay=True))
     for handler in handlers:
         handler.setLevel(lowest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -15,15 +16,14 @@ from moe_exp.runs.run_folder import RunFolder
 logger = logging.getLogger(__name__)
 
 
-# Axes that curves can be drawn over, and what counts them in a record.
+# x axes of curves, and their record keys.
 AXES = {
     "iteration": "iteration",
     "tokens": "consumed_tokens",
     "flops": "consumed_flops",
     "seconds": "training_seconds",
 }
-# Those that TensorBoard, whose steps are whole numbers, gets as steps of the losses: the unit, and how many
-# are one of AXES.
+# Axes used as TensorBoard steps, which are integers, for the losses: unit, and units per one of AXES.
 _STEPS = {"tokens": ("tokens", 1.0), "flops": ("gflops", 1e-9), "seconds": ("milliseconds", 1e3)}
 _OVER_STEPS = ("train/lm_loss", "valid/lm_loss")
 
@@ -31,9 +31,7 @@ Axes = Mapping[str, float]
 
 
 def axes_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Where a train or valid record lies on each of AXES; those that the record does not tell are left
-    out.
-    """
+    """Position of a train or valid record on each of AXES that it has."""
     found = {axis: record.get(key) for axis, key in AXES.items()}
     return {axis: value for axis, value in found.items() if value is not None}
 
@@ -44,7 +42,7 @@ class Mirror(Protocol):
     name: str
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
-        """One record: its numbers by their names, and where it lies on AXES."""
+        """One record: its numbers by name, and its position on AXES."""
 
     def close(self, failed: bool) -> None: ...
 
@@ -75,17 +73,16 @@ def _step(axis: str, axes: Axes) -> int:
 
 
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
-    """Its files, empty from `start_iteration` on; none where the package is not installed.
+    """TensorBoard, cleared from `start_iteration` on; [] if not installed or not writable.
 
-    TensorBoard draws over steps, wall-clock time or time since the first record. The losses are there once
-    more over tokens, FLOPs and training time, in folders of their own, because what a resume takes back is
-    found by its step.
+    TensorBoard plots over steps, wall-clock time or time since the first record. Losses are repeated over
+    tokens, FLOPs and training time, each in its own folder, because a resume removes events by step.
 
     Args:
-        config: the settings, which are written as text.
+        config: is written as text.
         folder: the run folder.
-        start_iteration: that training goes on from.
-        last: where the last record until then lies.
+        start_iteration: from which training resumes.
+        last: position of the last record until then.
     """
     try:
         from torch.utils.tensorboard import SummaryWriter
@@ -94,7 +91,21 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
             "no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)"
         )
         return []
-    make: Any = SummaryWriter
+    _keep_threads_quiet()
+    try:
+        return [_tensorboard(config, folder, start_iteration, last, SummaryWriter)]
+    except OSError as error:
+        logger.warning(
+            "TensorBoard gets no records: %s cannot be written (%s)",
+            folder.tensorboard,
+            error.strerror or error,
+        )
+        return []
+
+
+def _tensorboard(
+    config: Config, folder: RunFolder, start_iteration: int, last: Axes, make: Any
+) -> _TensorBoard:
     writer = make(str(folder.tensorboard), purge_step=start_iteration + 1)
     writer.add_text(
         "config", "".join(f"    {line}\n" for line in to_yaml(config).splitlines()), start_iteration + 1
@@ -104,7 +115,21 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
     for axis, (unit, _) in _STEPS.items():
         purge_step = _step(axis, last) + 1 if axis in last else 0
         by_axis[axis] = make(str(folder.tensorboard / f"by_{unit}"), purge_step=purge_step)
-    return [_TensorBoard(writer, by_axis)]
+    return _TensorBoard(writer, by_axis)
+
+
+def _keep_threads_quiet() -> None:
+    """Leaves errors of TensorBoard's writer threads to the next `write`, without tracebacks on stderr."""
+    before = threading.excepthook
+    if getattr(before, "leaves_out_tensorboard", False):
+        return
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if not type(failed.thread).__module__.startswith("tensorboard."):
+            before(failed)
+
+    hook.leaves_out_tensorboard = True  # type: ignore[attr-defined]
+    threading.excepthook = hook
 
 
 def group_of(config: Config) -> str:
@@ -117,12 +142,11 @@ class _Wandb:
 
     def __init__(self, run: Any):
         self._run = run
-        # Our own axes: wandb's step never goes back, and counts calls.
+        # Our own axes, as wandb's step counts calls and never decreases.
         for axis in AXES:
             run.define_metric(axis)
         run.define_metric("*", step_metric="iteration")
-        # What an earlier start has sent cannot be taken back, so it is not sent again. An offline run begins
-        # empty.
+        # What an earlier start sent cannot be undone, so it is not sent again. An offline run begins empty.
         self._last = int(run.summary.get("iteration") or 0)
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
@@ -134,7 +158,7 @@ class _Wandb:
 
 
 def wandb_problems(config: Config) -> list[str]:
-    """Why wandb cannot run as the settings ask; an empty list if it can, or is not asked for."""
+    """Why wandb cannot run as configured; empty if it can, or is not requested."""
     if not config.wandb_project or config.wandb_mode == "disabled":
         return []
     try:
@@ -146,12 +170,11 @@ def wandb_problems(config: Config) -> list[str]:
 
 
 def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
-    """The wandb run of this folder, if one is asked for. It wants to be told all records that are kept, then
-    the new ones.
+    """The wandb run of this folder, if requested. Expects all kept records first, then the new ones.
 
-    Online, a resume goes on in the same run, and iterations that wandb has are not sent again. Offline, wandb
-    cannot go on in its own files: every start writes the whole run anew, under the same id, and moves the
-    folder of the start before to wandb/replaced.
+    Online, a resume continues the same run, and iterations that wandb has are not sent again. Offline, wandb
+    cannot append to its files: every start writes the whole run again, under the same id, and moves the
+    previous folder to wandb/replaced.
 
     Raises:
         ConfigError: it cannot start.
@@ -181,9 +204,7 @@ def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
 
 
 def _put_aside(folder: RunFolder) -> None:
-    """Moves offline runs of earlier starts to where `wandb sync` does not look: two folders of one id would
-    be one run twice.
-    """
+    """Hides offline runs of earlier starts from `wandb sync`, as two folders must not share an id."""
     for path in sorted(folder.wandb.glob("offline-run-*")):
         replaced = folder.wandb / "replaced" / path.name
         replaced.parent.mkdir(exist_ok=True)
@@ -193,9 +214,7 @@ def _put_aside(folder: RunFolder) -> None:
 
 
 def _wandb_id(folder: RunFolder) -> str:
-    """The id of this run folder's wandb run: the same at every start, so that a resumed run goes on in one
-    page.
-    """
+    """The wandb id of this run folder, constant so that a resumed run stays on one page."""
     path = folder.wandb / "run_id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

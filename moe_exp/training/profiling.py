@@ -1,10 +1,9 @@
-"""Traces of torch's profiler and snapshots of a GPU's memory, of the iterations and ranks that were asked
-for. Costs nothing when off.
+"""torch profiler traces and GPU memory snapshots of chosen iterations and ranks. No cost when off.
 
 A trace is profile/trace_rank_R_iter_A-B.json.gz in the run folder, for https://ui.perfetto.dev or
-chrome://tracing. It has the operators with shapes and the memory of the CPU, and on a GPU its kernels and its
-memory. A snapshot is profile/memory_rank_R_iter_A-B.pickle, for https://pytorch.org/memory_viz: every
-allocation of the caching allocator with its Python stack.
+chrome://tracing: operators with shapes, CPU memory, and on a GPU its kernels and memory. A snapshot is
+profile/memory_rank_R_iter_A-B.pickle, for https://pytorch.org/memory_viz: every allocation of the caching
+allocator with its Python stack.
 """
 
 from __future__ import annotations
@@ -21,21 +20,16 @@ from torch.profiler import ProfilerActivity, profile
 from moe_exp.config import Config
 from moe_exp.config.setting_types import iteration_ranges
 from moe_exp.engine.runtime import Runtime
+from moe_exp.host.files import bytes_text
 from moe_exp.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
-_MOST_ALLOCATIONS = 1_000_000  # that a snapshot keeps, some hundred bytes each
+_MOST_ALLOCATIONS = 1_000_000  # in a snapshot, a few hundred bytes each
 
 
 class Recorder:
-    """Records PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS.
-
-    Args:
-        config: settings.
-        runtime: this rank.
-        folder: of the run.
-    """
+    """Records PROFILE_ITERS and MEMORY_SNAPSHOT on the ranks of PROFILE_RANKS."""
 
     def __init__(self, config: Config, runtime: Runtime, folder: RunFolder):
         self._folder, self._rank, self._device = folder.profile, runtime.rank, runtime.device
@@ -44,13 +38,13 @@ class Recorder:
         self._to_record = iteration_ranges(
             config.memory_snapshot if is_mine and runtime.device.type == "cuda" else ""
         )
-        self._traced = self._recorded = (0, -1)  # the range that was begun last
+        self._traced = self._recorded = (0, -1)  # the last range begun
         self._last = config.train_iters
         self._profiler: profile | None = None
         self._is_recording = False
 
     def begin(self, iteration: int) -> None:
-        """Before an iteration. A run that resumes in the middle of the range records what is left of it."""
+        """Before an iteration. A run that resumes within a range records the rest."""
         if self._profiler is None and (last := self._last_of(self._to_trace, iteration)):
             self._traced = (iteration, last)
             activities = [
@@ -65,7 +59,7 @@ class Recorder:
             torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
 
     def end(self, iteration: int) -> None:
-        """After an iteration: writes what the last one of a range completes."""
+        """After an iteration: writes the files of a completed range."""
         if self._profiler is not None and iteration >= self._traced[1]:
             self._try(partial(self._write_trace, self._profiler))
             self._profiler = None
@@ -74,14 +68,14 @@ class Recorder:
             self._is_recording = False
 
     def _last_of(self, ranges: Sequence[tuple[int, int]], iteration: int) -> int:
-        """Last iteration of the range that `iteration` is in, as far as the run goes; 0: it is in none."""
+        """Last iteration of the range around `iteration`, at most TRAIN_ITERS; 0 outside of any range."""
         return next(
             (min(last, self._last) for first, last in ranges if first <= iteration <= min(last, self._last)),
             0,
         )
 
     def _try(self, write: Callable[[], None]) -> None:
-        """A full disk is no reason to end a run, which would come to the same iterations and end again."""
+        """Ignores a full disk: a restarted run would fail at the same iteration."""
         try:
             write()
         except (OSError, RuntimeError) as error:
@@ -108,4 +102,6 @@ class Recorder:
         return self._folder / f"{what}_rank_{self._rank}_iter_{iterations[0]}-{iterations[1]}.{ending}"
 
     def _say(self, path: Path, start: float) -> None:
-        logger.info("wrote %s, %.1f MB, in %.1f s", path, path.stat().st_size / 1e6, time.monotonic() - start)
+        logger.info(
+            "wrote %s, %s, in %.1f s", path, bytes_text(path.stat().st_size), time.monotonic() - start
+        )

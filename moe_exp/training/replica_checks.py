@@ -1,21 +1,20 @@
 """Whether ranks that hold the same weights hold the same bits, and whether the optimizer's groups are right.
 Called by every rank.
 
-What has to be equal, and over which ranks:
+What must be equal, and over which ranks:
 
-    data      parameters but those of experts, and the routers' biases    data and context parallel ranks
+    data      parameters except experts', and the routers' biases         data and context parallel ranks
     experts   parameters of experts                                       expert data parallel ranks
-    tensor    of `data`, what no tensor parallel rank has a part of and tensor parallel ranks: routers, norms,
-              gates
-    tied      embedding and output layer where they are one               first and last pipeline stage
+    tensor    of `data`, what tensor parallelism does not split:          and tensor parallel ranks
+              routers, norms, gates
+    tied      embedding and output layer if shared                        first and last pipeline stage
 
-Nothing in training compares them: gradients are reduced, weights never. A flipped bit, a rank that loaded
-something else or a tied embedding that got out of step goes on as a model that nobody trained, until it shows
-as a worse loss or a spike at a restart.
+Training never compares them, as only gradients are reduced. A flipped bit, a rank that loaded something else
+or a tied embedding out of sync continues as an ill-defined model, until the loss is worse or spikes at a
+restart.
 
-A rank takes 64 bits of each tensor (`checkpoint.fingerprints`) and adds those of a kind up, with a factor by
-name. One all-gather of a few numbers per rank says whether all is well. Where it is not, a second one has
-names and hosts.
+A rank takes 64 bits of each tensor (`checkpoint.fingerprints`) and sums those of a kind, weighted by name.
+One all-gather of a few numbers per rank detects problems; a second one then adds names and hosts.
 """
 
 import hashlib
@@ -55,9 +54,7 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Ranks that have to hold the same do not, or the optimizer's groups are wrong. `problems`: a line for
-    each.
-    """
+    """Replicas differ, or the optimizer's groups are wrong. `problems`: a line each."""
 
     def __init__(self, problems: list[str]):
         self.problems = problems
@@ -74,7 +71,7 @@ def check_replicas(
     """Compares all replicas; returns the seconds that this took. `metrics` on rank 0 only.
 
     Raises:
-        ReplicaError: on every rank, where something is wrong on any.
+        ReplicaError: on every rank, if any has a problem.
     """
     start = time.monotonic()
     problems = replica_problems(config, runtime, trained)
@@ -96,9 +93,7 @@ def check_replicas(
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
-    """What is wrong, in lines that are the same on every rank; nothing: []. One collective where all is
-    well.
-    """
+    """Problems, in lines that are equal on every rank; one collective if there are none."""
     with parameters_in_sync(trained.model):
         prints = {kind: _prints(tensors) for kind, tensors in _tensors(config, runtime, trained).items()}
     groups, stepped = (
@@ -122,7 +117,7 @@ def _is_expert(parameter: Tensor) -> bool:
 
 
 def _tensors(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[str, Tensor]]:
-    """Of this rank by kind and name."""
+    """This rank's tensors by kind and name."""
     found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for chunk in trained.model:
         inner = unwrapped(chunk)
@@ -148,9 +143,7 @@ def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 class _Row(NamedTuple):
-    """What a rank tells all others. `prints` by kind and `stepped` (and how many there are) by experts or not
-    are sums over names.
-    """
+    """Sent to all ranks: sums over names of fingerprints, of values stepped on, and of sizes."""
 
     has_problems: int
     pp: int
@@ -198,7 +191,7 @@ def _row(
 
 
 def _digest(values: Mapping[str, int]) -> int:
-    """A sum in which every value has an odd factor of its name, as a signed 64-bit number."""
+    """Sum of the values, each times an odd factor of its name, as a signed 64-bit number."""
     total = sum(value * _factor(name) for name, value in values.items()) & _MASK
     return total - 2**64 if total >= 2**63 else total
 
@@ -218,7 +211,7 @@ Class = tuple[str, tuple[int, ...]]  # kind, place
 
 
 def _classes(rows: list[_Row]) -> Iterator[tuple[Class, list[int]]]:
-    """The ranks that have to hold the same."""
+    """The ranks that must hold the same."""
     for kind in KINDS:
         ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for rank, row in enumerate(rows):
@@ -234,9 +227,7 @@ def _unequal(rows: list[_Row]) -> Iterator[Class]:
 
 
 def _not_covered(rows: list[_Row], *, distributed: bool) -> Iterator[Class]:
-    """Where the ranks that share the optimizer's state do not step on each value once: their sums do not add
-    up to that of the sizes.
-    """
+    """Ranks sharing optimizer state that do not step on each value once: the sum differs from the size."""
     for (kind, place), ranks in _classes(rows):
         if kind in ("data", "experts"):
             times = 1 if distributed else len(ranks)
@@ -246,7 +237,7 @@ def _not_covered(rows: list[_Row], *, distributed: bool) -> Iterator[Class]:
 
 
 class _Details(NamedTuple):
-    """What a rank tells where something is wrong."""
+    """Sent by a rank if something is wrong."""
 
     host: str
     prints: dict[str, dict[str, int]]
@@ -311,18 +302,15 @@ def _ranks(ranks: list[int], details: list[_Details]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)} ({hosts})"
 
 
-# Whether the optimizer's parameter groups are what they have to be: every trained parameter in one group, no
-# norm or bias that decays.
+# Checks the optimizer's parameter groups: every trained parameter in one group, no decay of norms or biases.
 #
-# A norm that falls into the decayed group makes the loss jump at a restart, and nothing else shows it. So
-# what is looked at here is what the optimizer steps on, not the rule by which `engine/optim.py` makes the
-# groups: names and not dimensions, and the tensors that are in the groups and not the map of who should be.
+# A norm in the decayed group makes the loss jump at a restart, and nothing else shows it. So this checks the
+# tensors that the optimizer steps on, by name, and not the rule that builds the groups by dimensions
+# (`engine/optimizer_setup.py`).
 
 
 def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of this rank that train, by their names in the whole model (layers counted over all
-    stages).
-    """
+    """This rank's trainable parameters, by name in the whole model (layers counted over all stages)."""
     for chunk in model:
         inner = unwrapped(chunk)
         yield from (
@@ -333,17 +321,13 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
 
 
 def is_norm_or_bias(name: str) -> bool:
-    """By its name: `decoder.layers.3.pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`,
-    `...linear_qkv.bias`, `...bias1`.
-    """
+    """Matches names such as `...pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...bias1`."""
     *_, module, last = ("", *name.split("."))
     return "norm" in last or "norm" in module or last.rstrip("12").endswith("bias")
 
 
 def group_problems(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[str]:
-    """A line for each parameter of this rank that decays and must not, or whose values the optimizer steps on
-    more than once, or never.
-    """
+    """A line for each parameter that wrongly decays, or has values stepped on more than once or never."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     problems = []
     for part in optimizer.chained_optimizers:
@@ -368,9 +352,7 @@ def group_problems(model: list[DistributedDataParallel], optimizer: MegatronOpti
 
 
 def stepped_values(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Counter[str]:
-    """How many values of each parameter this rank's optimizer steps on, 0 for none; with the distributed
-    optimizer a part of them.
-    """
+    """Values per parameter that this rank's optimizer steps on: a part with the distributed one, maybe 0."""
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     found: Counter[str] = Counter(dict.fromkeys(names.values(), 0))
     for part in optimizer.chained_optimizers:
@@ -382,9 +364,7 @@ def stepped_values(model: list[DistributedDataParallel], optimizer: MegatronOpti
 
 
 def _pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """A parameter of the model, and the tensor of its values that is stepped on and copied back to it:
-    itself, main weights, or a range.
-    """
+    """(model parameter, tensor that is stepped on: itself, main weights, or a range)."""
     of_groups: tuple[tuple[Any, Any], ...]
     if isinstance(part, DistributedOptimizer):
         of_groups = (

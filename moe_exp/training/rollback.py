@@ -1,5 +1,5 @@
-"""Back to before a spike: which checkpoint, which samples are skipped from there on, and what becomes of the
-newer checkpoints.
+"""Rollback to before a spike: which checkpoint, which samples are skipped, and what happens to newer
+checkpoints.
 
 RUN/skipped_samples.json lists all rollbacks of a run, oldest first:
 
@@ -8,12 +8,10 @@ RUN/skipped_samples.json lists all rollbacks of a run, oldest first:
                     "samples": [[first, end], ...] by their numbers in the stream,
                     "sample_order": `SampleOrder.facts`}]}
 
-Every checkpoint that is saved afterwards holds what was skipped until then (`Progress.skipped_samples`);
-which of the two counts where training goes on from whatever checkpoint is the rule of
-`data.skipping.skipped_from`.
+Later checkpoints hold what was skipped until then (`Progress.skipped_samples`); `data.skipping.skipped_from`
+decides which of the two counts on resume.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -30,7 +28,7 @@ from moe_exp.data.samples.megatron_dataset import MegatronSamples
 from moe_exp.data.samples.order import is_same_order
 from moe_exp.data.samples.skipping import Range, SkippingSamples, skipped_from
 from moe_exp.engine.runtime import from_first_rank
-from moe_exp.host.files import write_json
+from moe_exp.host.files import read_json, write_json
 from moe_exp.runs.run_folder import RunFolder
 
 
@@ -39,7 +37,7 @@ class Rollback:
     """What was done, the same on every rank.
 
     Args:
-        back_to: iteration of the checkpoint that the next start goes on from.
+        back_to: iteration of the checkpoint that the next start resumes from.
         set_aside: names of the newer ones, below RUN/set_aside.
     """
 
@@ -48,14 +46,10 @@ class Rollback:
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
-    """Those of a run, oldest first.
-
-    Raises:
-        ConfigError: where the file cannot be read; without it samples would come that have to be skipped.
-    """
+    """Rollbacks of a run, oldest first; ConfigError if the file is unreadable and skips thus unknown."""
     path = folder.skipped_samples
     try:
-        return list(json.loads(path.read_text(encoding="utf-8"))["rollbacks"])
+        return list(read_json(path)["rollbacks"])
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -66,16 +60,16 @@ def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
 def samples_without_skips(
     folder: RunFolder, samples: Samples, sample_order: dict[str, Any], source: Path | None
 ) -> SkippingSamples:
-    """`samples` without those that training skips where it goes on from `source`. Called by every rank.
+    """`samples` without those that training skips when it resumes from `source`. Called by every rank.
 
     Args:
-        folder: of the run. Its skips count in the order that they were found in, in no other.
+        folder: of the run. Its skips apply only to the sample order in which they were found.
         samples: the stream.
         sample_order: `SampleOrder.facts` of this start.
-        source: the checkpoint, of whatever run; None: training starts at iteration 0.
+        source: the checkpoint, of any run; None: training starts at iteration 0.
 
     Raises:
-        ConfigError: on every rank, where the list of rollbacks cannot be read.
+        ConfigError: on every rank, if the list of rollbacks cannot be read.
     """
 
     def skipped() -> tuple[Range, ...]:
@@ -89,7 +83,7 @@ def samples_without_skips(
             saved.consumed_samples,
         )
 
-    # Megatron's order ends with the run, ours never does.
+    # Megatron's order ends with the run, ours does not.
     return SkippingSamples(
         samples, from_first_rank(skipped), len(samples) if isinstance(samples, MegatronSamples) else None
     )
@@ -104,26 +98,25 @@ def go_back(
     samples: Sequence[Range],
     with_skip: bool = True,
 ) -> Rollback | str:
-    """Makes the next start go on before `iteration`, without `samples`. Called by every rank, while no save
-    is under way.
+    """Makes the next start resume before `iteration`, without `samples`.
 
-    Whenever it is killed, a start finds a whole checkpoint, and takes each sample once or skips it.
+    Called by every rank, with no save pending. If killed at any point, a start still finds a complete
+    checkpoint, and each sample is used once or skipped.
 
     Args:
         config: VERIFY_CHECKPOINT.
         folder: of the run.
         progress: where training is.
-        iteration: the first that is not to be trained as it was.
+        iteration: the first to undo.
         samples: of the iterations from there on, by their numbers in the stream.
-        with_skip: False: go back, and skip nothing.
+        with_skip: False: go back without skipping samples.
 
     Returns:
-        What was done, or in a line why nothing was: there is no whole checkpoint of this run from before, or
-            the disk is full.
+        What was done, or a line why nothing was: no complete earlier checkpoint of this run, or a full disk.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)
-    except ValueError:  # all that there are from before are damaged
+    except ValueError:  # all earlier ones are damaged
         source = None
     if source is None:
         return f"there is no whole checkpoint of this run from before iteration {iteration}"
@@ -138,9 +131,7 @@ def go_back(
 
 
 def _go_back(folder: RunFolder, back_to: int, entry: dict[str, Any] | None) -> Rollback | str:
-    """On rank 0. In this order: with the skip alone, or with `latest` alone as well, a start goes on
-    rightly.
-    """
+    """On rank 0, in an order that is safe to interrupt: the skip, then `latest`, then the checkpoints."""
     try:
         if entry is not None:
             write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
@@ -153,9 +144,7 @@ def _go_back(folder: RunFolder, back_to: int, entry: dict[str, Any] | None) -> R
 
 
 def _set_aside(folder: RunFolder, iteration: int) -> str:
-    """Moves a checkpoint out of the way of the one that training writes there next; returns its new name
-    below RUN/set_aside.
-    """
+    """Moves a checkpoint whose place training will reuse; returns its new name below RUN/set_aside."""
     place = free_place(folder.set_aside, iteration)
     place.parent.mkdir(parents=True, exist_ok=True)
     iteration_folder(folder.checkpoints, iteration).rename(place)
@@ -163,9 +152,7 @@ def _set_aside(folder: RunFolder, iteration: int) -> str:
 
 
 def free_place(parent: Path, iteration: int) -> Path:
-    """Where a checkpoint of `iteration` can lie below `parent` that has none yet: `parent`/1/iter_N,
-    `parent`/2/iter_N, ...
-    """
+    """A free path for a checkpoint of `iteration`: `parent`/1/iter_N, `parent`/2/iter_N, ..."""
     number = 1
     while (place := iteration_folder(parent / str(number), iteration)).exists():
         number += 1

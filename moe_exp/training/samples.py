@@ -1,6 +1,4 @@
-"""The samples of a run: which files, in which order, and whether they are those that a checkpoint was trained
-on.
-"""
+"""The samples of a run: files, order, and whether a checkpoint was trained on the same."""
 
 import logging
 from collections.abc import Iterator
@@ -21,16 +19,14 @@ from moe_exp.data.tokens.files import parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer
 from moe_exp.data.tokens.tokens import parse_blend
-from moe_exp.engine.optim import BatchSchedule
+from moe_exp.engine.optimizer_setup import BatchSchedule
 from moe_exp.engine.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 
 def build_data(config: Config) -> tuple[Samples, Samples | None]:
-    """Training and validation samples: TRAIN_DATA and VALID_DATA or a part of TRAIN_DATA, or the embedded
-    corpus.
-    """
+    """Training and validation samples: TRAIN_DATA and VALID_DATA (or a split), or the embedded corpus."""
     train_data, valid_data = config.train_data, config.valid_data
     if not train_data:
         corpus = ensure_embedded_corpus(Path(config.data_dir))
@@ -51,7 +47,7 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
 
 
 def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Samples, Samples | None]:
-    """The same in the order of Megatron-LM, for as many samples as it would count."""
+    """The same in Megatron-LM's order, for the number of samples that it would count."""
     num_evaluations = config.train_iters // config.eval_interval + 1 if config.eval_interval else 0
     order = MegatronOrder(
         train=train_data,
@@ -66,12 +62,10 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:
-    """`samples.batch`, looked at: on a GPU a token that the model does not have ends the process, and says
-    neither which nor whose.
+    """`samples.batch` with a check of token ids, which on a GPU would abort without a useful message.
 
     Raises:
-        ValueError: a token is not in the vocabulary; names the first such sample and the documents that it is
-            from.
+        ValueError: a token is not in the vocabulary; names the first such sample and its documents.
     """
     tokens_BS1 = samples.batch(first, count)
     lowest, highest = (int(bound) for bound in tokens_BS1.aminmax())
@@ -91,10 +85,9 @@ def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) ->
 
 
 def bytes_per_token(config: Config, samples: Samples) -> float | None:
-    """UTF-8 bytes of text per token of the validation data, of the part that every validation reads; for bits
-    per byte.
+    """UTF-8 bytes per token of the validation data that every validation reads; for bits per byte.
 
-    None where the tokenizer is not known. Reads the samples once, and decodes none.
+    None if the tokenizer is unknown. Reads the samples once, without decoding.
     """
     name = config.tokenizer or (
         "" if config.train_data else ensure_embedded_corpus(Path(config.data_dir)).tokenizer_path
@@ -116,13 +109,12 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 def compare_data(
     config: Config, rank: Runtime, samples: Samples, source: Path | None
 ) -> tuple[dict[str, Any], list[Change]]:
-    """What the order of the samples depends on, and how that differs from what the checkpoint `source` was
-    trained on.
+    """What the sample order depends on, and how it differs from that of the checkpoint `source`.
 
     Called by every rank; rank 0 reads.
 
     Raises:
-        ConfigError: on every rank, where it differs and ALLOW_OTHER_DATA is not set.
+        ConfigError: on every rank, if it differs and ALLOW_OTHER_DATA is not set.
     """
     box: list[Any] = [_compared(config, samples, source) if rank.is_first else None]
     torch.distributed.broadcast_object_list(box)

@@ -1,4 +1,4 @@
-"""The checkpoints that a run writes as it goes on, and what it says of them. Called by every rank."""
+"""Saves and resumes of a run, and their log messages. Called by every rank."""
 
 import logging
 import time
@@ -23,18 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 class Saves:
-    """Begins, finishes and reports the saves of a run.
-
-    Args:
-        config: ASYNC_SAVE.
-        saver: writes them.
-        trained: what is saved.
-        metrics: on rank 0, else None.
-    """
+    """Begins, finishes and reports the saves of a run, written by `saver`; only rank 0 has `metrics`."""
 
     def __init__(self, config: Config, saver: Saver, trained: Trained, metrics: Metrics | None):
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
-        # of the newest checkpoint that this start has written; the same on every rank
+        # of the newest checkpoint of this start; the same on every rank
         self.last_iteration: int | None = None
 
     @property
@@ -44,7 +37,7 @@ class Saves:
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank still writes files of it."""
+        """Whether this rank still writes its files."""
         return self._saver.is_writing
 
     @heartbeat.during("checkpoint")
@@ -52,12 +45,12 @@ class Saves:
         """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits.
 
         Args:
-            progress: what is done.
-            valid_loss: nats per token, if it was measured at this iteration.
+            progress: to save.
+            valid_loss: nats per token, if measured at this iteration.
             is_last: the run ends after it.
 
         Raises:
-            SaveError: on every rank, where it `is_last` and was not written.
+            SaveError: on every rank, if it `is_last` and was not written.
         """
         start = time.monotonic()
         self.finish()
@@ -68,9 +61,7 @@ class Saves:
 
     @heartbeat.during("checkpoint")
     def finish(self, *, is_last: bool = False) -> float:
-        """Waits for the save that was begun, if one was, and reports it; returns seconds. Raises as
-        `save`.
-        """
+        """Waits for a pending save and reports it; returns seconds. Raises like `save`."""
         start = time.monotonic()
         saved = self._saver.finish()
         if saved is not None and not saved.error:
@@ -85,13 +76,11 @@ class Saves:
         return time.monotonic() - start
 
     def stopped_code(self, progress: Progress) -> int:
-        """The exit code of a run that was stopped: to be continued if the same command goes on from later
-        than it did now, else failed.
-        """
+        """Exit code of a stopped run: to be continued if this start saved a checkpoint, else failed."""
         if self.last_iteration is not None:
             return TO_BE_CONTINUED
-        # A chain of jobs would begin at the same iteration for ever.
-        if self._metrics is not None:  # every rank would say the same
+        # Else a chain of jobs would restart at the same iteration forever.
+        if self._metrics is not None:  # once, not by every rank
             logger.warning(
                 "all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint",
                 progress.iteration,
@@ -108,14 +97,14 @@ def _report(saved: Saved, metrics: Metrics) -> None:
         metrics.event("checkpoint", saved.iteration, seconds=round(saved.seconds, 3), bytes=saved.num_bytes)
 
 
-# Which checkpoint a run goes on from, and taking it up. Called by every rank.
+# Choosing and loading the checkpoint to resume from. Called by every rank.
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """The run's newest whole checkpoint, else that of LOAD_DIR; None: training starts at iteration 0.
+    """The run's newest complete checkpoint, else that of LOAD_DIR; None: training starts at iteration 0.
 
     Raises:
-        ConfigError: on every rank, where there are checkpoints and none can be used, or LOAD_DIR has none.
+        ConfigError: on every rank, if none of the checkpoints can be used, or LOAD_DIR has none.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
@@ -137,8 +126,8 @@ def resume(
     """Loads the checkpoint of `choose_source`, else starts at iteration 0, from UPCYCLE_FROM if that is set.
 
     Raises:
-        RestoreError: on every rank, where what is in memory is not what was saved. The checkpoint stays as it
-            is, and the newest.
+        RestoreError: on every rank, if memory differs from what was saved. The checkpoint stays the newest,
+            unchanged.
     """
     if source is None:
         if config.upcycle_from:
@@ -158,16 +147,13 @@ def resume(
         raise
     logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
     if source.damages and runtime.is_first and own_source(source, folder) is not None:
-        # The damaged ones stay for whoever wants to look at them; training will come to their iterations
-        # again.
+        # Damaged ones are kept for inspection; training will reach their iterations again.
         set_latest(folder.checkpoints, iteration_of(source.folder))
     return progress
 
 
 def own_source(source: Source | None, folder: RunFolder) -> int | None:
-    """Iteration of this run's checkpoint that training goes on from; not that of the progress in one of
-    Megatron-LM.
-    """
+    """Iteration of this run's checkpoint that training resumes from; not that of a Megatron-LM checkpoint."""
     return (
         iteration_of(source.folder)
         if source is not None and source.folder.parent == folder.checkpoints

@@ -1,8 +1,6 @@
-"""Spikes of the loss and of the gradient norm, told from noise iteration by iteration. Pure: no torch, no
-files.
+"""Detects spikes of the loss and of the gradient norm per iteration. Pure: no torch, no files.
 
-How far an iteration is out of the ordinary is a robust z-score, of the loss x and of the logarithm of the
-gradient norm:
+The measure is a robust z-score, of the loss x and of the logarithm of the gradient norm:
 
     level      median of the last LEVEL_WINDOW accepted values
     departure  value - level, of every accepted iteration, with the level before it
@@ -11,21 +9,19 @@ gradient norm:
                below a floor
     z          (x - level) / spread
 
-Medians, as half of a window may be wrong before they are. The spread is that of departures and not of the
-values, so that the fall of the loss early in training is not taken for noise, and the short window of the
-level lets both follow where the batch grows or the learning rate moves. Only rises count. Iterations of a
-spike are not accepted, and neither is one that would be half of one.
+Medians tolerate outliers in up to half of a window. The spread is of departures, so that the fall of the loss
+early in training does not count as noise. The short level window lets both follow batch ramp-up and learning
+rate. Only rises count. Iterations of a spike, or of what would be half of one, are not accepted.
 
 A spike is one of
     the loss      z >= LOSS_ALONE in one iteration, or z >= LOSS_LASTING in LOSS_TIMES in a row: hard batches
                   come in twos by chance
-    the gradient  z >= NORM_LASTING, and NORM_FACTOR times the level, in NORM_TIMES in a row: a single large
-                  one is what clipping is for
+    the gradient  z >= NORM_LASTING, and NORM_FACTOR times the level, in NORM_TIMES in a row: clipping handles
+                  a single large one
 
-and begins with the first iteration of those in a row before it that were out of the ordinary already
-(LOSS_EARLY, NORM_EARLY): the gradient often is, one or two iterations before the loss. It ends after
-CALM_ITERATIONS in a row without alarm, or after LONGEST iterations, when what is there now counts as the new
-level.
+It begins with the first of the preceding consecutive iterations that were already unusual (LOSS_EARLY,
+NORM_EARLY): the gradient often is, one or two iterations before the loss. It ends after CALM_ITERATIONS in a
+row without alarm, or after LONGEST iterations, when the current values become the new level.
 """
 
 from __future__ import annotations
@@ -52,7 +48,7 @@ NORM_EARLY = 6.0
 CALM_ITERATIONS = 5
 LONGEST = 500
 
-# Of the level of the loss, so that LOSS_ALONE is a tenth of it at least; and of the logarithm of the norm.
+# Relative to the loss level, so that LOSS_ALONE is at least a tenth of it; and of the log of the norm.
 LOSS_FLOOR = 0.1 / LOSS_ALONE
 NORM_FLOOR = 0.05
 _MAD_TO_SIGMA = 1.4826
@@ -60,13 +56,9 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass
 class Baseline:
-    """What is ordinary for one quantity.
+    """Normal range of one quantity, from the last accepted values and departures, oldest first.
 
-    Args:
-        relative_floor: the spread is at least this share of the level,
-        floor: and at least this.
-        values: the last accepted, oldest first.
-        departures: of the last accepted, oldest first.
+    The spread is at least `relative_floor` times the level, and at least `floor`.
     """
 
     relative_floor: float = 0.0
@@ -77,7 +69,7 @@ class Baseline:
 
     @property
     def level(self) -> float | None:
-        """Median of the last accepted values; None while they are too few."""
+        """Median of the last accepted values; None while there are too few."""
         return _median(self.values) if len(self.values) >= _FEWEST_FOR_LEVEL else None
 
     @property
@@ -99,7 +91,7 @@ class Baseline:
         return 0.0 if level is None or len(self.departures) < FEWEST else (value - level) / self.spread
 
     def accept(self, value: float) -> None:
-        """Takes `value` into the windows."""
+        """Adds `value` to the windows."""
         level = self.level
         if level is not None:
             self.departures.append(value - level)
@@ -109,18 +101,14 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Spike:
-    """One that has just been found.
+    """A spike that was just detected. Losses in nats per token.
 
     Args:
-        iteration: that was found to be one.
-        first_iteration: the first that was out of the ordinary.
-        loss: of `iteration`, nats per token.
-        grad_norm: of `iteration`, or None.
-        loss_z: its z-score.
-        grad_norm_z: that of the logarithm of the gradient norm.
-        loss_level: what the loss was before, nats per token.
-        loss_spread: of the loss, nats per token.
-        grad_norm_level: what the gradient norm was before, or None.
+        iteration: of the detection.
+        first_iteration: the first unusual one.
+        loss, grad_norm: of `iteration`; the norm may be None.
+        loss_z, grad_norm_z: z-scores, of the loss and of the logarithm of the gradient norm.
+        loss_level, loss_spread, grad_norm_level: of before; the norm's may be None.
         recent_losses: the accepted ones that the level is of, oldest first.
     """
 
@@ -138,14 +126,13 @@ class Spike:
 
 @dataclass(frozen=True)
 class SpikeEnd:
-    """The end of the spike that was found last.
+    """The end of the last spike.
 
     Args:
-        iteration: the first ordinary one after it.
+        iteration: the first normal one after it.
         first_iteration: of the spike.
         outcome: recovered, or the loss has a new level.
-        highest_loss: during it, nats per token.
-        highest_grad_norm: during it, or None.
+        highest_loss, highest_grad_norm: during it; nats per token, and the norm may be None.
     """
 
     iteration: int
@@ -169,16 +156,12 @@ class _Reading:
 
 
 class SpikeDetector:
-    """Takes iteration after iteration, and says when a spike begins and ends.
-
-    Args:
-        state: `state` of one that has seen the iterations before; None: nothing is known.
-    """
+    """Detects the begin and end of spikes, from scratch or from the `state` of an earlier detector."""
 
     def __init__(self, state: Mapping[str, Any] | None = None):
         self._recent: deque[_Reading] = deque(maxlen=LEVEL_WINDOW)
         self._forget()
-        self._since: int | None = None  # first iteration of the spike that goes on
+        self._since: int | None = None  # first iteration of the current spike
         self._calm: list[_Reading] = []
         self._highest: tuple[float, float | None] = (-math.inf, None)
         if state is not None:
@@ -188,11 +171,10 @@ class SpikeDetector:
 
     @property
     def in_spike(self) -> bool:
-        """Whether a spike goes on."""
         return self._since is not None
 
     def state(self) -> dict[str, Any]:
-        """The windows and whether a spike goes on, as plain values, for a checkpoint."""
+        """The windows and the current spike as plain values, for a checkpoint."""
         both = {"loss": self._loss, "log_grad_norm": self._norm}
         windows = {
             name: [list(baseline.values), list(baseline.departures)] for name, baseline in both.items()
@@ -203,9 +185,9 @@ class SpikeDetector:
         """Judges an iteration.
 
         Args:
-            iteration: its number; they come in order, one that made no step may be left out.
+            iteration: in increasing order; skipped steps may be left out.
             loss: nats per token, finite.
-            grad_norm: before clipping; None where it is not known.
+            grad_norm: before clipping; None if unknown.
         """
         log_norm = math.log(grad_norm) if grad_norm else None
         reading = _Reading(
@@ -289,7 +271,7 @@ class SpikeDetector:
 
 
 def _median(values: Collection[float]) -> float:
-    # statistics.median of 64 numbers takes twice as long, and this is done after every iteration.
+    # Twice as fast as statistics.median for 64 numbers; called after every iteration.
     ordered, half = sorted(values), len(values) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 

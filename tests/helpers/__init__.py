@@ -25,6 +25,7 @@ Models, data and run folders:
                           megatron_pair, attention_pair; for kernels: backward_cases, compiled, kernel_device
 
 Measures:
+    answered.py           a command line in this process under a time limit; junk in the place of a file
     relative_error.py     norm of the difference over norm of the reference, in float64
     file_limit.py         a disk that is full for this process
 """

@@ -17,7 +17,8 @@ from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.mesh import TensorParallelDispatcher, expert_width_part
-from moe_exp.layers.moe_layer import MoELayer, MoESettings
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 
 VOCAB, HIDDEN, HEADS, FFN, EXPERTS, TOPK, LAYERS = 64, 32, 4, 48, 4, 2, 2

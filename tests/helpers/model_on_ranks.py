@@ -96,7 +96,7 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     from moe_exp.checkpoint.state import Progress, Trained
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optim import build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 
     load_from, iterations = settings.pop("load", None), settings.pop("iterations", 2)
     save_to, save_after = settings.pop("save", None), settings.pop("save_after", 0)

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import os
+import re
+
 import pytest
 
-from moe_exp.host.files import bytes_text
+from helpers import ROOT
+from moe_exp.host.files import bytes_text, read_json, read_yaml
 from moe_exp.report import quantities
 
 
@@ -20,3 +24,42 @@ def test_bytes_have_a_unit_and_no_exponent(num_bytes, text):
 
 def test_no_number_of_bytes_is_a_dash():
     assert quantities.bytes_text(float("nan")) == "–"
+
+
+def test_no_other_place_writes_sizes():
+    """1750 GB are 1.75 TB, whoever prints them."""
+    divided = re.compile(r"/ 1(e6|e9|e12|0\*\*9)[^\n]*\b[kMGT]B\b")
+    found = [path for path in (ROOT / "moe_exp").rglob("*.py") if divided.search(path.read_text())]
+    assert not found
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"[" * 100_000 + b"]" * 100_000, "maximum recursion depth exceeded"),
+        (b"9" * 5000, "Exceeds the limit"),
+        (b"\xff", "can't decode byte 0xff"),
+        (b'{"a": ', "Expecting value"),
+    ],
+)
+def test_damaged_json_is_one_line(content, reason, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=reason):
+        read_json(path)
+    with pytest.raises(ValueError, match=rf"^{path}: is damaged \(.*{reason}.*\)\. Fix: restore it\.$"):
+        read_json(path, fix="restore it")
+
+
+def test_yaml_and_files_of_other_kinds(tmp_path):
+    (tmp_path / "a.yaml").write_text("a: [1")
+    with pytest.raises(ValueError, match=r"a\.yaml: is damaged"):
+        read_yaml(tmp_path / "a.yaml", fix="restore it")
+    (tmp_path / "a.yaml").write_text("? {a: [1]}\n: 2")  # a key that no dict takes
+    with pytest.raises(ValueError, match="unhashable"):
+        read_yaml(tmp_path / "a.yaml")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="is not a regular file"):
+        read_json(tmp_path / "pipe")
+    with pytest.raises(IsADirectoryError):
+        read_json(tmp_path)

@@ -19,10 +19,10 @@ from moe_exp.host import gloo, megatron_cpu
 with warnings.catch_warnings():
     # Megatron warns at import of modules of its own that it has moved.
     warnings.simplefilter("ignore")
-    from moe_exp.engine import optim, runtime
+    from moe_exp.engine import optimizer_setup, runtime
     from moe_exp.engine.model import transformer_config
-    from moe_exp.engine.optim import choose_optimizer
-    from moe_exp.engine.optimizers import Adam
+    from moe_exp.engine.optimizer_classes import Adam
+    from moe_exp.engine.optimizer_setup import choose_optimizer
     from moe_exp.layers.spec import moe_submodule_spec
 
     import megatron.core.optimizer
@@ -383,7 +383,7 @@ def test_choose_optimizer():
         "torch fused Adam, moments in bf16",
         "OPTIMIZER_STATE_DTYPE=bf16",
     )
-    if optim._FUSED_ADAM is not None:
+    if optimizer_setup._FUSED_ADAM is not None:
         pytest.skip("Transformer Engine or Apex is installed")
     assert choose_optimizer() == (
         "torch fused",

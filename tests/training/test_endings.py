@@ -13,13 +13,15 @@ import socket
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
-from helpers.whole_runs import Runs, descendants_of, ranks_of
+from helpers.whole_runs import Runs, descendants_of, ranks_of, wait_until_gone
 from moe_exp.config import load_config
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import faults
 from moe_exp.host.devices import device_label
-from moe_exp.host.exit_codes import FAILED, FINISHED, LAUNCH_TIME, TO_BE_CONTINUED
+from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, TO_BE_CONTINUED
 from moe_exp.host.processes import STOP_SIGNALS
 from moe_exp.runs.run_folder import open_run_folder
 
@@ -269,6 +271,55 @@ def test_error_of_the_rank_that_failed_comes_first(failing, settings, runs, tmp_
     assert "Traceback" not in before
     assert json.loads(run.folder.summary.read_text())["status"] == "failed"
     assert not list(run.folder.checkpoints.iterdir())
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_what_a_user_can_fix_is_one_line_of_all_ranks(num_ranks, runs, tmp_path):
+    """An error that each rank finds by itself, in a sample of its own: a token beyond the vocabulary."""
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=600) as writer:
+        for _ in range(20):
+            writer.add_document([599] * 100)
+    settings = {"TRAIN_DATA": tmp_path / "tokens", "VOCAB_SIZE": 512, "MAX_RESTARTS": 2}
+    run = runs.run("tokens", GPUS_PER_NODE=num_ranks, **settings)
+    (line,) = run.stderr.splitlines()
+    assert line.startswith(f"moe-exp: {tmp_path / 'tokens'}: sample ")
+    assert "has the token 599, VOCAB_SIZE is 512. Fix: " in line
+    assert run.code == BAD_INPUT
+    assert not [event for event in run.records("event") if event["event"] in ("rank_failed", "restart")]
+
+
+def test_killed_agent(runs):
+    """kill -9 of torchrun's agent, between the launcher and the ranks: these save, and their code counts."""
+    process = runs.start("orphans", GPUS_PER_NODE=2, TRAIN_ITERS=2000)
+    runs.wait_for_iteration("orphans", process, 2)
+    ranks = ranks_of(process)
+    (agent,) = {psutil.Process(pid).ppid() for pid in ranks.values()}
+    os.kill(agent, signal.SIGKILL)
+    run = runs.end("orphans", process, timeout=60)
+    assert not [pid for pid in ranks.values() if Path(f"/proc/{pid}").exists()]
+    assert run.code == TO_BE_CONTINUED, run.text
+    assert "Traceback" not in run.text and "FileNotFoundError" not in run.text
+    assert run.text.index("saved checkpoint") < run.text.index("Run stopped")
+    assert json.loads(run.folder.summary.read_text())["status"] == "stopped"
+
+
+@pytest.mark.slow
+def test_killed_agent_of_ranks_that_are_deaf(runs):
+    """A second Ctrl-C ends them: nobody else would."""
+    process = runs.start("deaf", GPUS_PER_NODE=2, TRAIN_ITERS=2000, SAVE_AT_END=False)
+    runs.wait_for_iteration("deaf", process, 2)
+    ranks = ranks_of(process)
+    for pid in ranks.values():
+        os.kill(pid, signal.SIGSTOP)
+    (agent,) = {psutil.Process(pid).ppid() for pid in ranks.values()}
+    os.kill(agent, signal.SIGKILL)
+    time.sleep(1)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    run = runs.end("deaf", process, timeout=30)
+    wait_until_gone(ranks.values())
+    assert run.code == 128 + signal.SIGINT, run.text
 
 
 @pytest.mark.slow

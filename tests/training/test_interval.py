@@ -69,7 +69,7 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     from moe_exp.checkpoint.state import Progress, Trained
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
-    from moe_exp.engine.optim import BatchSchedule, build_optimizer, build_scheduler
+    from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
     from moe_exp.training.interval import Interval
 
     os.environ["MASTER_PORT"] = str(port)
@@ -122,14 +122,16 @@ def _counts_of_microbatches(interval: Any) -> dict[int, list[list[int]]]:
     counts: dict[int, list[list[int]]] = {}
     for index, module in interval.layers.items():
         counts[index + 1] = []
-        layer = module._token_layer[0]
-        add = layer._add_statistics
+        statistics = module.statistics
+        into = counts[index + 1]
 
-        def counted(decision: Any, *others: Any, add: Any = add, into: Any = counts[index + 1]) -> None:
+        def counted(
+            decision: Any, *others: Any, add: Any = statistics.add, into: Any = into, **named: Any
+        ) -> None:
             into.append(decision.tokens_per_expert_E.tolist())
-            add(decision, *others)
+            add(decision, *others, **named)
 
-        layer._add_statistics = counted
+        statistics.add = counted
     return counts
 
 

@@ -68,7 +68,9 @@ def run_without(settings: dict[str, Any], first: int, end: int, port: int) -> No
 def test_log_names_the_batch(tmp_path):
     (documents,) = corrupted_corpus(tmp_path, CORRUPT)
     settings = spiking_settings(tmp_path, "run", train_iters=80, spike_action="log")
-    assert start(settings)[0] == FINISHED
+    code, printed = start(settings)
+    assert code == FINISHED
+    assert f"iteration {CORRUPT}: a spike, loss " in printed
     (spike,), (end,) = events(tmp_path / "run", "spike"), events(tmp_path / "run", "spike_end")
     assert (spike["iteration"], spike["first_iteration"], spike["samples"]) == (
         CORRUPT,

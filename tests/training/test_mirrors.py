@@ -4,6 +4,7 @@ after a resume.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 from test_metrics import clean_logging, train_record  # noqa: F401 - a fixture
 
+from helpers.file_limit import no_file_over
 from moe_exp.config import Config, ConfigError
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder
@@ -237,6 +239,23 @@ def test_a_mirror_that_fails_does_not_end_the_run(
             writer.train(train_record(iteration=iteration))
     assert [record["iteration"] for record in read_metrics(folder.metrics)] == [0, 20, 40]
     assert caplog.text.count("TensorBoard has failed and gets no more records: AttributeError") == 1
+
+
+@pytest.mark.parametrize("num_bytes", [10, 2500, 4000])
+def test_a_full_disk_ends_tensorboard_alone(
+    config: Config, folder: RunFolder, num_bytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At its start, in its first records and later; a traceback of its threads would be a warning, which
+    pytest takes for an error.
+    """
+    with no_file_over(num_bytes), Metrics(config, folder) as writer:
+        for iteration in range(20, 820, 20):
+            writer.train(train_record(iteration=iteration))
+    with Metrics(config, folder, 800) as writer:
+        writer.event("end", 800)
+    gc.collect()
+    warnings = [record.getMessage() for record in caplog.records if "TensorBoard" in record.getMessage()]
+    assert len(warnings) == 1 and "File too large" in warnings[0]
 
 
 def test_without_tensorboard_one_line_says_so(

@@ -1,1 +1,1 @@
-"""Models trained one after another under the same budget, and the table that says which is better for it."""
+"""Models trained one after another on the same budget, and a table of which does better."""

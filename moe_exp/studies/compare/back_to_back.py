@@ -1,4 +1,4 @@
-"""Runs a comparison: checks, one run after another, and the report, written anew after each. No torch."""
+"""Runs a comparison: checks, one run after another, and the report, rewritten after each. No torch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,14 @@ from moe_exp.studies.compare.results import Ended, is_finished, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
 from moe_exp.studies.failures import why_it_failed
 
-# A record with its experts is shorter than this, where there are less than some thousand.
+# Longer than a record of up to a few thousand experts.
 _TAIL_BYTES = 1 << 17
 PAGE = "report.html"
 _ITERATION = re.compile(rb'"kind": "train", "iteration": (\d+)')
 
 
 def dry_run(comparison: Comparison) -> str:
-    """What a comparison would do. Nothing is started, and no file is touched.
-
-    Raises:
-        ConfigError: with settings that cannot run.
-    """
+    """Describes what a comparison would do; touches no file. ConfigError for settings that cannot run."""
     _check(comparison.runs(), settings_only=True)
     compare_with_before(comparison)
     known = known_pace(comparison)
@@ -56,12 +52,12 @@ def run_comparison(comparison: Comparison) -> int:
     """Runs what is left of a comparison.
 
     Returns:
-        Exit code: 1 where a run has failed or was ended by the time limit.
+        Exit code: 1 if a run failed or timed out.
 
     Raises:
         ConfigError: settings that cannot run, here or in this folder.
         ValueError: the folder is in use, or with `time` a variant does not run.
-        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the run at work has saved a checkpoint.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the current run has saved a checkpoint.
     """
     _check(comparison.runs(), settings_only=True)
     compare_with_before(comparison)
@@ -102,7 +98,7 @@ def _run_held(comparison: Comparison) -> int:
 
 
 def _run_one(comparison: Comparison, run: Run, title: str) -> Ended:
-    """Trains a run to its end, if it has not got there yet."""
+    """Trains a run to its end, unless finished."""
     if is_finished(run):
         return read_ended(run)
     before = run.log.stat().st_size if run.log.exists() else 0
@@ -125,9 +121,7 @@ def _line(ended: Ended) -> str:
 
 
 def _iteration(run: Run) -> int:
-    """The latest that is logged: of the last lines alone, as this is asked every second and a file may be
-    long.
-    """
+    """Latest logged iteration; reads only the last lines, as it is called every second."""
     with suppress(OSError), run.folder.metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         found = [int(number) for number in _ITERATION.findall(file.read())]
@@ -143,22 +137,15 @@ def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def write_page(comparison: Comparison, runs: Sequence[Path]) -> list[str]:
-    """Writes report.html of these run folders, unless there is none; returns what to know before reading
-    it.
-    """
+    """Writes report.html of these run folders, if any; returns warnings to read first."""
     return write_report(runs, comparison.folder / PAGE, title=comparison.folder.name) if runs else []
 
 
 def _check(runs: Sequence[Run], *, settings_only: bool = False) -> None:
-    """Whether runs can start, all of them, before any does: problems of all as they are, others with the name
-    of the run.
-
-    Raises:
-        ConfigError: with a line for each.
-    """
+    """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
     found = {}
     for run in runs:
-        # every run gets a free one when it starts
+        # every run gets a free port when it starts
         config = run.config.model_copy(update={"master_port": free_port()})
         found[run.name] = check_config(config) + ([] if settings_only else check_environment(config))
     lines: dict[str, list[str]] = {}
@@ -175,11 +162,7 @@ def _check(runs: Sequence[Run], *, settings_only: bool = False) -> None:
 
 
 def _check_place(comparison: Comparison) -> None:
-    """Before the folder is made: that it can be, and that no setting but the runs' own speaks against them.
-
-    Raises:
-        ConfigError: with a line for each problem.
-    """
+    """Raises ConfigError if the folder cannot be created or the environment does not fit."""
     folder = comparison.folder
     if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
         raise ConfigError(
@@ -200,7 +183,7 @@ def _check_place(comparison: Comparison) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
-    """Inside the block SIGTERM and SIGHUP end the comparison as Ctrl-C does."""
+    """Inside the block, SIGTERM and SIGHUP raise KeyboardInterrupt."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,52 +1,38 @@
-"""A comparison: what was asked for, its runs, and what its folder says of the call before. No torch.
+"""A comparison: options, runs, and what its folder says of earlier calls. No torch.
 
 $RUN_DIR/NAME/
   VARIANT/            its run folder; VARIANT_seed_1235 for another seed
-  logs/VARIANT.log    what its launcher has printed
-  compare.json        settings, and with --match time the seconds per iteration that were measured
+  logs/VARIANT.log    output of its launcher
+  compare.json        settings, and with --match time the measured seconds per iteration
   report.md report.html
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, problem
-from moe_exp.host.files import write_json
+from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
+from moe_exp.host.files import read_json, write_json
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.studies.child_runs import given_settings
 from moe_exp.studies.compare.matching import MATCHES, Match, iterations_of_time, match_sizes, with_iterations
 from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
-# Settings that may change between two calls: what no loss depends on.
-_FREE = {
-    "run_dir",
-    "run_name",
-    "master_addr",
-    "master_port",
-    "num_workers",
-    "wandb_project",
-    "wandb_mode",
-    "keep_last",
-    "keep_every",
-}
-
 
 @dataclass(frozen=True)
 class Options:
-    """What a comparison has besides settings of training.
+    """Options of a comparison besides training settings.
 
     Attributes:
-        runs: names with commas, see `make_variants`.
+        runs: comma-separated names, see `make_variants`.
         variants: others, NAME:SETTING=VALUE,...
-        match: what is the same for all.
-        repeats: runs of every variant, each with another seed.
-        seconds: with `time`, how long each is trained; 0: as long as the reference takes for TRAIN_ITERS.
+        match: what is equal for all.
+        repeats: runs per variant, each with another seed.
+        seconds: with `time`, training time of each; 0: as long as the reference takes for TRAIN_ITERS.
         timeout: seconds after which a run is ended; 0: never.
     """
 
@@ -59,15 +45,7 @@ class Options:
 
     @classmethod
     def of(cls, texts: Mapping[str, str], variants: Sequence[str]) -> Options:
-        """Reads options as they are written.
-
-        Args:
-            texts: by field name, but for the variants.
-            variants: of --variant.
-
-        Raises:
-            ConfigError: a number that is none.
-        """
+        """Parses options from text by field name, and --variant values; ConfigError for bad numbers."""
         values: dict[str, Any] = dict(texts)
         problems = []
         for name, kind, what in (
@@ -86,7 +64,7 @@ class Options:
         return cls(variants=tuple(variants), **values)
 
     def problems(self) -> list[str]:
-        """What is wrong with them by themselves."""
+        """Invalid options."""
         found = []
         if self.match not in MATCHES:
             found.append(
@@ -117,7 +95,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a variant: its seed's, in a folder of its own."""
+    """One run of a variant: one seed, in its own folder."""
 
     name: str
     variant: Variant
@@ -131,13 +109,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Variants whose sizes match, and where their runs are kept.
+    """Variants of matched size, and where their runs are kept.
 
     Attributes:
-        options: as asked for.
         folder: see the top of this file.
-        variants: with their sizes, in order; with `time` their TRAIN_ITERS are not chosen before the pace is
-            known.
+        variants: in order; with `time`, TRAIN_ITERS is set once the pace is known.
     """
 
     options: Options
@@ -149,12 +125,10 @@ class Comparison:
         """Reads all settings and chooses the sizes. Touches no disk.
 
         Args:
-            options: of the comparison.
             flags: settings of the runs, by field name; None counts as not given.
-            environ: the environment.
 
         Raises:
-            ConfigError: with everything that is wrong in it.
+            ConfigError: lists all problems.
         """
         problems = options.problems()
         if problems:
@@ -173,7 +147,7 @@ class Comparison:
 
     @property
     def reference(self) -> Variant:
-        """The variant that gives the others their size."""
+        """The variant whose size the others match."""
         return reference_of(self.variants)
 
     @property
@@ -181,9 +155,7 @@ class Comparison:
         return [variant.name for variant in self.variants]
 
     def runs(self) -> list[Run]:
-        """All runs: every variant with one seed, then with the next, so that each round is a comparison by
-        itself.
-        """
+        """All runs: every variant with one seed, then with the next, so that each round is complete."""
         return [
             self._run(variant, number) for number in range(self.options.repeats) for variant in self.variants
         ]
@@ -195,11 +167,7 @@ class Comparison:
         return Run(name, placed, RunFolder(self.folder / name), self.folder / "logs" / f"{name}.log")
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
-        """The comparison with the iterations that take every variant the same time.
-
-        Args:
-            seconds: per iteration, by the variant's name.
-        """
+        """The comparison with equal training time for all, given seconds per iteration by variant name."""
         budget = self.options.seconds or self.reference.config.train_iters * seconds[self.reference.name]
         chosen = [
             with_iterations(one, iterations_of_time(budget, seconds[one.name])) for one in self.variants
@@ -208,7 +176,7 @@ class Comparison:
 
 
 def known_pace(comparison: Comparison) -> dict[str, float]:
-    """Seconds per iteration that an earlier call has measured, by the variant's name."""
+    """Seconds per iteration by variant name, as measured by earlier calls."""
     return {
         name: entry["seconds_per_iteration"]
         for name, entry in _kept(comparison).items()
@@ -217,7 +185,7 @@ def known_pace(comparison: Comparison) -> dict[str, float]:
 
 
 def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:
-    """Writes compare.json; variants of earlier calls stay in it."""
+    """Writes compare.json, keeping variants of earlier calls."""
     entries = _kept(comparison)
     for variant in comparison.variants:
         entries[variant.name] = {
@@ -229,10 +197,7 @@ def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:
 
 
 def compare_with_before(comparison: Comparison) -> None:
-    """Whether the folder's runs were started with these settings.
-
-    Args:
-        comparison: before its iterations are chosen by time.
+    """Checks that the folder's runs were started with these settings; call before `paced`.
 
     Raises:
         ConfigError: with a line for every setting that differs.
@@ -266,7 +231,7 @@ def compare_with_before(comparison: Comparison) -> None:
 
 
 def _settings(variant: Variant) -> dict[str, Any]:
-    return {name: value for name, value in variant.config.model_dump().items() if name not in _FREE}
+    return {name: value for name, value in variant.config.model_dump().items() if TRAITS[name].compared}
 
 
 def _kept(comparison: Comparison) -> dict[str, Any]:
@@ -276,7 +241,7 @@ def _kept(comparison: Comparison) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_json(path)
         if isinstance(kept["variants"], dict):
             return dict(kept)
     except (ValueError, KeyError, TypeError):

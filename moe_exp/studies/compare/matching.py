@@ -1,5 +1,5 @@
-"""Sizes and lengths that make models comparable: the same FLOPs or active parameters per token, or the same
-time. No torch.
+"""Sizes and lengths that make models comparable: equal FLOPs or active parameters per token, or time.
+No torch.
 """
 
 from __future__ import annotations
@@ -15,52 +15,43 @@ from moe_exp.studies.compare.variants import Variant, reference_of
 Match = Literal["flops", "active-params", "time"]
 MATCHES: tuple[Match, ...] = ("flops", "active-params", "time")
 
-# Matrix products like round widths; one that is off by less than this share is as good as the exact one.
+# GEMMs are faster at round widths; an error up to this share is fine.
 _ROUND_WIDTHS, _CLOSE = (64, 8), 2e-3
 
 
 def flops_per_token(config: Config) -> float:
-    """Model FLOPs of a token, forward and backward."""
+    """Model FLOPs per token, forward and backward."""
     return flops_per_iteration(config, 1) / config.seq_len
 
 
 def active_parameters(config: Config) -> float:
-    """Parameters that a token meets; in a dense model all."""
+    """Parameters that one token uses; all in a dense model."""
     return count_parameters(config).active_per_token
 
 
 def measure_of(match: Match) -> Callable[[Config], float]:
-    """What the sizes are chosen by. Models that are trained for the same time cost the same per token, too,
-    as far as FLOPs go.
-    """
+    """What sizes are matched by; with `time`, FLOPs per token, too."""
     return active_parameters if match == "active-params" else flops_per_token
 
 
 def apart(config: Config, reference: Config, match: Match) -> float:
-    """By which share of the reference's a model's FLOPs, or active parameters, per token are larger than
-    those of the reference.
-    """
+    """Relative difference to the reference in FLOPs, or active parameters, per token."""
     measure = measure_of(match)
     return measure(config) / measure(reference) - 1
 
 
 def width_setting(config: Config) -> str:
-    """The setting that a model's size is changed by: width of the dense MLP, or of one routed expert."""
+    """The setting that changes a model's size: width of the dense MLP, or of a routed expert."""
     return "moe_ffn_hidden_size" if config.use_moe else "ffn_hidden_size"
 
 
 def matched_width(config: Config, target: float, measure: Callable[[Config], float]) -> int:
-    """The MLP width with which a model comes closest to `target`; round where that is within 0.2%.
+    """The MLP width whose `measure` is closest to `target`, rounded if that stays within 0.2%.
 
-    FLOPs and parameters grow linearly with the width, so that two widths say all.
-
-    Args:
-        config: of the model.
-        target: FLOPs or parameters per token.
-        measure: what counts them.
+    FLOPs and parameters are linear in the width, so two widths determine it.
 
     Raises:
-        ValueError: the model is larger than that without any MLP.
+        ValueError: even without any MLP the model is larger.
     """
     name, unit = width_setting(config), config.etp if config.use_moe else config.tp
 
@@ -79,8 +70,7 @@ def matched_width(config: Config, target: float, measure: Callable[[Config], flo
 
 
 def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
-    """The variants with the MLP widths that match the reference. One that sets its width itself, or matches
-    as it is, keeps it.
+    """Sets MLP widths to match the reference, unless a variant sets its own width or already matches.
 
     Raises:
         ConfigError: a variant cannot be made that small.
@@ -106,9 +96,7 @@ def match_sizes(variants: Sequence[Variant], match: Match) -> list[Variant]:
 
 
 def with_iterations(variant: Variant, iterations: int) -> Variant:
-    """The variant trained for so many iterations, its learning rate decayed over as large a part of them as
-    before.
-    """
+    """The variant with this TRAIN_ITERS, and the learning rate decay scaled in proportion."""
     before = variant.config
     if iterations == before.train_iters:
         return variant
@@ -124,5 +112,5 @@ def with_iterations(variant: Variant, iterations: int) -> Variant:
 
 
 def iterations_of_time(seconds: float, seconds_per_iteration: float) -> int:
-    """Iterations that come closest to a time."""
+    """Number of iterations closest to `seconds` in total."""
     return max(1, round(seconds / seconds_per_iteration))

@@ -21,7 +21,7 @@ _ITERATIONS, _WARMUP = 12, 4
 
 
 def predicted_seconds(variant: Variant) -> float | None:
-    """The planner's, for the device of this host; None where it has no profile."""
+    """The planner's prediction for this host's device; None if it has no profile."""
     profile = profile_of(device_name())
     if not profile:
         return None
@@ -30,11 +30,7 @@ def predicted_seconds(variant: Variant) -> float | None:
 
 
 def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
-    """Median seconds per iteration of every variant.
-
-    Args:
-        comparison: before its iterations are chosen.
-        known: of those that an earlier call has measured, which are not measured again.
+    """Median seconds per iteration by variant; those in `known`, from earlier calls, are not measured again.
 
     Raises:
         ValueError: a variant does not run, with the reason.

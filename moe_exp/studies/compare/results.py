@@ -1,10 +1,7 @@
-"""What the runs of a comparison have come to, read from their folders as `moe-exp report` reads them. No
-torch.
-"""
+"""Results of the runs of a comparison, read from their folders as `moe-exp report` does. No torch."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from moe_exp.host.files import read_json
 from moe_exp.report.comparison import (
     NATS,
     Overview,
@@ -37,13 +35,12 @@ _KEYS: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A run of the comparison as it stands.
+    """Current state of a run of the comparison.
 
     Attributes:
-        run: which.
-        status: finished, stopped, failed, oom (out of memory), timeout, or left where it has not started.
-        recorded: what its folder holds.
-        numbers: of it, as on the page; NaN for what was not measured.
+        status: finished, stopped, failed, oom (out of memory), timeout, or left (not started).
+        recorded: content of its folder.
+        numbers: as on the page; NaN for what was not measured.
         reason: why it failed.
     """
 
@@ -55,26 +52,18 @@ class Ended:
 
     @property
     def final_loss(self) -> float | None:
-        """Mean training loss of the last 5% of its tokens, nats per token; None where it has none, or is not
-        a number any more.
-        """
+        """Mean training loss of the last 5% of its tokens, nats per token; None if missing or not finite."""
         return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
 
 
 def is_finished(run: Run) -> bool:
-    """Whether a run's summary says that it has been trained to its end."""
+    """Whether the run's summary says that it was trained to its end."""
     summary = _summary(run)
     return summary.get("status") == "finished" and summary.get("iteration", 0) >= run.config.train_iters
 
 
 def read_ended(run: Run, *, status: str = "", reason: str = "") -> Ended:
-    """A run as its folder has it.
-
-    Args:
-        run: which.
-        status: why the run did not come to its end; empty: as the summary says.
-        reason: why it failed.
-    """
+    """Reads a run's state from its folder; `status` and `reason` say why it did not finish, if known."""
     recorded = read_run(run.folder.path)
     numbers = overview(recorded, float("nan"), None, 0.0)
     return Ended(run, status or str(_summary(run).get("status") or "left"), recorded, numbers, reason)
@@ -82,20 +71,16 @@ def read_ended(run: Run, *, status: str = "", reason: str = "") -> Ended:
 
 def _summary(run: Run) -> dict[str, Any]:
     try:
-        return dict(json.loads(run.folder.summary.read_text(encoding="utf-8")))
+        return dict(read_json(run.folder.summary))
     except (OSError, ValueError):
         return {}
 
 
 def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, list[float | None]] | None:
-    """The smoothed losses where the first of the runs ends, smoothed over the same number of tokens for all.
-
-    Args:
-        ended: the runs.
-        axis: on which they are compared.
+    """Losses at the end of the shortest run, smoothed over the same number of tokens for all.
 
     Returns:
-        That x, and the loss of each run, linear between records, None where it has none; None where less than
+        x on `axis`, and the loss of each run, interpolated linearly (None without one); None if less than
         two runs can be compared.
     """
     window = window_of([one.recorded for one in ended])
@@ -114,5 +99,5 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
 
 
 def compared(ended: Ended, other: Ended) -> Parity:
-    """The two as the page compares them."""
+    """Compares the two as the page does."""
     return parity(ended.recorded, other.recorded)

@@ -1,4 +1,4 @@
-"""The tables of a comparison, before it starts and at its end, in Markdown. No torch."""
+"""Markdown tables of a comparison, before it starts and at its end. No torch."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters",
 
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
-    """The variants, their sizes and how well these match, and how long they will take.
+    """The variants, their sizes, how well these match, and expected duration.
 
     Args:
-        comparison: with the iterations of every variant.
-        seconds: per iteration by name, None where nothing is known.
-        measured: whether they were; else they are the planner's.
+        seconds: per iteration by name; None if unknown.
+        measured: whether `seconds` were measured or come from the planner.
     """
     variants, options = comparison.variants, comparison.options
     config = comparison.reference.config
@@ -84,9 +83,7 @@ def _shown(value: object) -> str:
 
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """The report in Markdown: sizes, losses at equal tokens, FLOPs and time, what failed, and who reaches
-    whose loss how soon.
-    """
+    """The Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, comparisons of pairs."""
     by_name = {name: [one for one in ended if one.run.variant.name == name] for name in comparison.names}
     rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
     for label, value, text in _RESULTS:
@@ -122,9 +119,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
 
 
 def _parity_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
-    """Every two variants as the page compares them, run by run with the same seed: an MoE against a dense
-    one, else the later one.
-    """
+    """Compares pairs of variants per seed: MoE against dense, else the later against the earlier."""
     for (_, earlier), (_, later) in combinations(by_name.items(), 2):
         swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
         pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
@@ -139,7 +134,7 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
 
 
 def _parity_of_seeds(found: Sequence[Parity]) -> str:
-    """Of runs with the same two names but for their seeds."""
+    """Summarizes comparisons of the same two variants over seeds."""
     shares = {what: [getattr(one, axis) for one in found] for axis, what in _SHARES.items()}
     cost = in_words(
         [f"{text} of {what}" for what, values in shares.items() if (text := _spread(values, _whole_percent))]
@@ -162,7 +157,7 @@ def _statuses(runs: Sequence[Ended]) -> str:
 
 
 def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str:
-    """Mean and standard deviation, or the one value."""
+    """Mean and standard deviation, or the single value."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     if not known:
         return ""
@@ -172,7 +167,7 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
 
 
 def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """In columns, as people read it in a terminal, too."""
+    """Aligned columns, readable in a terminal, too."""
     cells = [["", *names], *([label, *values] for label, values in rows.items() if any(values))]
     widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
     lines = [
@@ -184,7 +179,7 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]
 
 
 def _count(number: float) -> str:
-    """`1.64M`, `8.26M`."""
+    """As `1.64M`, `8.26M`."""
     for unit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
         if number >= unit:
             return f"{number / unit:.4g}{letter}"
@@ -217,7 +212,7 @@ _AXIS_WORDS: dict[Axis, Callable[[float], str]] = {
     "seconds": lambda end: f"{_seconds(end)} of training",
 }
 
-# Label, value of a run, and its text.
+# (label, value of a run, formatter)
 _RESULTS: list[tuple[str, Callable[[Ended], float | None], Callable[[float], str]]] = [
     ("tokens", lambda one: one.numbers.tokens, _count),
     ("FLOPs", lambda one: one.numbers.flops, _count),

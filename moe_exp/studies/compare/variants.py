@@ -8,34 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
 
-# What the names of --runs stand for. CAPACITY_FACTOR may be given for the run with capacity, and a dropless
-# one refuses it; TOKEN_ROUNDING the other way round.
+# Settings by name in --runs. A dropless run rejects CAPACITY_FACTOR, one with capacity TOKEN_ROUNDING.
 KINDS: dict[str, dict[str, str]] = {
     "moe": {"use_moe": "true", "moe_type": "moe", "token_rounding": "0"},
     "dmoe": {"use_moe": "true", "moe_type": "dmoe", "capacity_factor": "0", "min_capacity": "0"},
     "dense": {"use_moe": "false"},
 }
-# Data, batch and length, without which losses say nothing about each other, and what the comparison itself
-# sets.
+# Data, batch and length, which must be equal for losses to compare, and what the comparison itself sets.
 _SAME_FOR_ALL = {
     "train_iters", "gbsz", "seq_len", "rampup_batch_size", "train_data", "valid_data", "split", "data_order",
     "tokenizer", "vocab_size", "seed", "data_dir", "run_dir", "run_name", "load_dir", "eval_iters", "nnodes",
     "node_rank", "master_addr", "master_port", "preset",
 }  # fmt: skip
-# Settings that say nothing in a dense model.
-_OF_EXPERTS = (
-    "num_experts", "topk", "moe_type", "moe_ffn_hidden_size", "moe_layer_freq", "first_k_dense",
-    "shared_expert_size", "shared_expert_gate", "capacity_factor", "min_capacity", "pad_to_capacity",
-    "drop_policy", "token_rounding", "router_score", "router_pre_softmax", "router_normalize",
-    "router_scaling_factor", "router_dtype", "router_jitter", "router_bias_update_rate", "num_router_groups",
-    "router_group_topk", "force_routing", "aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "expert_backend",
-    "routing_kernels", "dispatcher", "upcycle_from", "upcycle_granularity", "ep", "etp",
-)  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
 _TAKEN = ("logs", "pace", "report.md", "report.html", "compare.json")  # in the folder of a comparison
-_NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # a value may have commas of its own: MOE_LAYER_FREQ=0,1,1,1
+_NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # values may contain commas: MOE_LAYER_FREQ=0,1,1,1
 
 
 @dataclass(frozen=True)
@@ -43,10 +32,10 @@ class Variant:
     """One model.
 
     Attributes:
-        name: its folder's, and its column's.
-        own: settings that it has above those of all, by field name.
+        name: of its folder and its column.
+        own: settings on top of the shared ones, by field name.
         flags: all settings that are not defaults, as `moe-exp train` takes them.
-        config: what they make.
+        config: the resulting configuration.
     """
 
     name: str
@@ -56,27 +45,27 @@ class Variant:
 
     @classmethod
     def of(cls, name: str, own: Mapping[str, str], given: Mapping[str, Any]) -> Variant:
-        """The variant that settings make, `own` above `given`."""
+        """The variant with settings `own` on top of `given`."""
         flags = {**given, **own}
         return cls(name, dict(own), flags, load_config(flags, {}))
 
     def having(self, **settings: Any) -> Variant:
-        """The same with other settings."""
+        """A copy with other settings."""
         flags = {**self.flags, **settings}
         return Variant(self.name, self.own, flags, load_config(flags, {}))
 
 
 def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -> list[Variant]:
-    """The variants of a comparison, in the order in which they are asked for.
+    """The variants of a comparison, in the order given.
 
     Args:
-        runs: names of KINDS with commas; empty: the kind of MoE layer that the settings ask for, and dense,
-            unless two are `written`.
+        runs: comma-separated names of KINDS; empty: the MoE layer of the settings, and dense, unless two are
+            `written`.
         written: others, each `NAME:SETTING=VALUE,SETTING=VALUE`.
-        given: settings of all, see `child_runs.given_settings`.
+        given: shared settings, see `child_runs.given_settings`.
 
     Raises:
-        ConfigError: with every name, setting and value that cannot be read.
+        ConfigError: lists every name, setting and value that cannot be read.
     """
     if not runs and len(written) < 2:
         runs = f"{load_config(given, {}).moe_type},dense"
@@ -146,14 +135,12 @@ def _setting_problem(text: str, key: str, field: str, equals: str) -> str:
 
 
 def reference_of(variants: Sequence[Variant]) -> Variant:
-    """The variant whose size the others are given: the first with experts, else the first."""
+    """The variant whose size the others match: the first MoE, else the first."""
     return next((variant for variant in variants if variant.config.use_moe), variants[0])
 
 
 def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all variants, each with the value of every one; None where it says
-    nothing in a dense model.
-    """
+    """Settings that differ between variants, with their values; None for a MoE setting of a dense model."""
     settings = [_said(variant.config) for variant in variants]
     rows = {name: [values[name] for values in settings] for name in settings[0] if name != "run_name"}
     return {
@@ -165,4 +152,7 @@ def differences(variants: Sequence[Variant]) -> dict[str, list[Any]]:
 
 def _said(config: Config) -> dict[str, Any]:
     values = config.model_dump()
-    return values if config.use_moe else values | dict.fromkeys(_OF_EXPERTS)
+    return {
+        name: value if config.use_moe or TRAITS[name].part != "experts" else None
+        for name, value in values.items()
+    }

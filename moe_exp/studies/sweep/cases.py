@@ -1,6 +1,4 @@
-"""The cases of a sweep: the cross product of its lists, each with the settings that it runs with and what
-speaks against it. No torch.
-"""
+"""Cases of a sweep: the cross product of its lists, each with its settings and problems. No torch."""
 
 from __future__ import annotations
 
@@ -27,8 +25,8 @@ class Case:
     Attributes:
         name: built from the layout, so that it means the same in every sweep.
         flags: all settings that are not defaults, as `moe-exp train` takes them.
-        config: what they make.
-        problems: why it cannot run, a line each; empty: it can.
+        config: the resulting configuration.
+        problems: why it cannot run, a line each; empty if it can.
     """
 
     name: str
@@ -38,7 +36,7 @@ class Case:
 
     @classmethod
     def of(cls, flags: Mapping[str, Any], *, local: bool) -> Case:
-        """The case that settings make, checked here if it is to run here."""
+        """The case with these settings; `local` also checks whether it can run on this machine."""
         config = load_config(flags, {})
         return cls(
             case_name(config),
@@ -49,15 +47,10 @@ class Case:
 
 
 def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) -> list[Case]:
-    """All cases, in the order of the lists.
-
-    Args:
-        given: see `given_settings`.
-        settings: with the lists.
-        runs: folder of the run folders.
+    """All cases, in the order of the lists; `given` is from `given_settings`, `runs` their parent folder.
 
     Raises:
-        ConfigError: with what is wrong in every case: that is no matter of the layout.
+        ConfigError: problems that all cases share, which are not due to the layout.
     """
     base = load_config(given, {})
     lists = [getattr(settings, name) or (getattr(base, setting),) for name, setting in AXES.items()]
@@ -68,7 +61,7 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
             for setting, value in zip(AXES.values(), values, strict=True)
         }
         if not base.use_moe:
-            layout |= {"ep": 1, "etp": 1}  # they concern no dense model
+            layout |= {"ep": 1, "etp": 1}  # MoE only
         flags = {
             **given,
             **MEASURED_ONLY,
@@ -87,9 +80,7 @@ def make_cases(given: Mapping[str, Any], settings: SweepSettings, runs: Path) ->
 
 
 def default_lists(base: Config) -> dict[str, str]:
-    """Lists for a sweep that was given none: powers of two that divide the ranks of a node, and half the
-    micro-batch.
-    """
+    """Default lists: powers of two that divide the ranks of a node, and half the micro-batch."""
     ranks = base.gpus_per_node
     sizes = [str(2**power) for power in range(ranks.bit_length()) if ranks % 2**power == 0]
     few = " ".join(sizes[:2])
@@ -97,7 +88,7 @@ def default_lists(base: Config) -> dict[str, str]:
 
 
 def case_name(config: Config) -> str:
-    """The layout in words; sizes that are rarely other than 1 are named where they are."""
+    """Name of the layout; ETP, CP and the number of nodes are included only if they are not 1."""
     vpp = "" if config.vpp is None else f"_VPP_{config.vpp}"
     extra = "".join(
         f"_{key.upper()}_{getattr(config, key)}" for key in ("etp", "cp") if getattr(config, key) > 1
@@ -110,7 +101,7 @@ def case_name(config: Config) -> str:
 def _problems(config: Config, local: bool) -> list[str]:
     found = check_config(config)
     if local:
-        # Every case gets a port that is free when it starts.
+        # Every case gets a free port when it starts.
         found += check_machine(config.model_copy(update={"master_port": free_port()}))
         if config.nnodes > 1:
             found.append(
@@ -124,20 +115,16 @@ def _problems(config: Config, local: bool) -> list[str]:
     return found
 
 
-# Runs one case on this node, in processes that end with it.
+# Running one case on this node.
 
 
 def case_environment() -> dict[str, str]:
-    """This environment without settings: the lists of a sweep would look like misspelt settings."""
+    """The environment without settings: a sweep's lists would look like misspelt settings."""
     return run_environment(also_without=SweepSettings.model_fields)
 
 
 def clear(folder: RunFolder, log: Path) -> None:
-    """Removes what an earlier attempt has left, once its processes are gone.
-
-    Raises:
-        ValueError: they are still there.
-    """
+    """Removes what an earlier attempt left; ValueError if its processes still run."""
     wait_until_free(folder)
     if folder.path.exists():
         shutil.rmtree(folder.path)
@@ -145,7 +132,5 @@ def clear(folder: RunFolder, log: Path) -> None:
 
 
 def run_case(case: Case, log: Path, timeout: int) -> int | None:
-    """Runs a case to its end, or for `timeout` seconds; returns the launcher's exit code, None after a
-    time-out.
-    """
+    """Runs a case for at most `timeout` seconds; returns the launcher's exit code, None after a timeout."""
     return run_to_end(case.flags, log, timeout=timeout, environ=case_environment())

@@ -1,19 +1,16 @@
-"""A whole sweep: its plan, its cases one after another or as SLURM jobs, and the tables that every case adds
-to. No torch.
+"""A whole sweep: its plan, its cases one by one or as SLURM jobs, and the tables, updated by each. No torch.
 
 $SWEEP_DIR/$SWEEP_NAME/
-  sweep.csv sweep.md sweep.png   written anew after every case
+  sweep.csv sweep.md sweep.png   rewritten after every case
   sweep.json                     the settings that all cases share
-  results/CASE.json              written when a case has ended: what a sweep that was stopped does not run
-                                 again
-  logs/CASE.log                  what a case has printed
+  results/CASE.json              written when a case ends; a restarted sweep skips these cases
+  logs/CASE.log                  output of a case
   runs/CASE/                     its run folder
-  jobs/CASE.sh .id .code         with SLURM: script, number of the job, exit code
+  jobs/CASE.sh .id .code         with SLURM: script, job id, exit code
 """
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +22,7 @@ from typing import Any
 from moe_exp.config import ConfigError, load_config, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import device_name
-from moe_exp.host.files import write_atomically, write_json
+from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.planner.hardware import load_hardware, profile_of
@@ -38,7 +35,7 @@ from moe_exp.studies.sweep.picture import draw_sweep
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
 from moe_exp.studies.sweep.table import CPU, Row, by_rule, is_oom, prediction_of, to_csv, to_markdown
 
-# Settings that may differ between two calls of one sweep: the layout, and what no measurement depends on.
+# Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
 _OWN_OF_CASE = {
     *AXES.values(),
     "node_rank",
@@ -52,13 +49,12 @@ _OWN_OF_CASE = {
 
 @dataclass(frozen=True)
 class Sweep:
-    """What was asked for.
+    """A sweep as requested.
 
     Attributes:
-        settings: of the sweep.
         given: settings of the runs that are not defaults.
         folder: see the top of this file.
-        device: that cases are expected to run on; empty: not known.
+        device: on which cases are expected to run; empty if unknown.
     """
 
     settings: SweepSettings
@@ -71,12 +67,10 @@ class Sweep:
         """Reads all settings. Touches no disk.
 
         Args:
-            flags: of the command line, those of the sweep and those of its runs, by field name; None counts
-                as not given.
-            environ: the environment.
+            flags: of the command line, for the sweep and its runs, by field name; None counts as not given.
 
         Raises:
-            ConfigError: with every value that cannot be read.
+            ConfigError: lists every value that cannot be read.
         """
         mine = {
             name: value
@@ -105,7 +99,7 @@ class Sweep:
             or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}"
             f"_{_kind(base)}_GBS_{base.gbsz}"
         )
-        # A login node of a cluster is not what the jobs run on.
+        # With SLURM this may be a login node.
         device = "" if settings.executor == "slurm" else device_name()
         return cls(
             settings,
@@ -128,16 +122,12 @@ class Sweep:
         return self.folder / "results" / f"{case}.json"
 
     def cases(self) -> list[Case]:
-        """Those of the lists."""
         return make_cases(self.given, self.settings, self.folder / "runs")
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
-        """The table as it stands: the cases of the lists, then those that have a result from a call with
-        other lists.
+        """Rows of the lists' cases, then of other cases that have a result from an earlier call.
 
-        Args:
-            retry_failed: of the lists, those that have failed, run out of memory or out of time are left to
-                run.
+        With `retry_failed`, cases of the lists that failed, ran out of memory or timed out count as not run.
         """
         cases = self.cases()
         names = {case.name for case in cases}
@@ -151,7 +141,7 @@ class Sweep:
         ]
 
     def row(self, case: Case, *, retry_failed: bool = False) -> Row:
-        """What is known of a case."""
+        """Current state of a case."""
         path = self.result(case.name)
         result = Result.read(path) if path.exists() else None
         if result and retry_failed and result.status != "ok":
@@ -175,10 +165,10 @@ def _kind(base: Any) -> str:
 
 
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
-    """What `run_sweep` would do, with a line for every case. Touches nothing.
+    """Describes what `run_sweep` would do, a line per case. Touches nothing.
 
     Raises:
-        ValueError: the folder is that of a sweep with other settings.
+        ValueError: the folder belongs to a sweep with other settings.
     """
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
@@ -186,9 +176,7 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
 
 
 def plan_text(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """What a sweep is about to do, with a line for every case that is a layout, and one for every rule that
-    others break.
-    """
+    """What a sweep will do: a line per valid case, and one per rule that the others break."""
     layouts = [row for row in rows if row.status != "rejected"]
     rejected = [
         f"  rejected: {len(broken)} case{'s' if len(broken) > 1 else ''}, {rule}"
@@ -215,7 +203,7 @@ def _case_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def _about(row: Row) -> str:
-    """Measured and predicted, or the reason."""
+    """Measured and predicted values, or the reason."""
     if row.status not in ("ok", "left"):
         return row.short_reason
     parts = []
@@ -230,24 +218,19 @@ def _about(row: Row) -> str:
 
 
 def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
-    """Runs the cases that are left, and writes the tables.
+    """Runs the cases that are left, and writes the tables; returns 0 if any case of the table was measured.
 
     Args:
-        sweep: what was asked for.
-        retry_failed: run those, too, that have failed, run out of memory or out of time before.
-
-    Returns:
-        Exit code: 0 where any case of the table has been measured.
+        retry_failed: also run cases that failed, ran out of memory or timed out before.
 
     Raises:
-        ConfigError: data or folders that no case can run with.
-        ValueError: the folder is that of a sweep with other settings, or one that is still running.
+        ConfigError: data or folders with which no case can run.
+        ValueError: the folder belongs to a sweep with other settings, or one that is still running.
     """
     rows = sweep.rows(retry_failed=retry_failed)
     cases = [row.case for row in rows]
     left = [row.case for row in rows if row.status == "left"]
-    # By a run folder that is not there: that of the case may be held by the processes of a sweep that was
-    # killed, for a while.
+    # With a run folder that does not exist: the case's own may still be held by a killed sweep.
     if left and (problems := check_files(left[0].config.model_copy(update={"run_name": "none"}))):
         raise ConfigError(problems)
     with held(sweep.folder, f"SWEEP_NAME={sweep.name}", "sweep"):
@@ -283,9 +266,7 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
 
 
 def _prepare_data(sweep: Sweep, case: Case) -> None:
-    """Makes the embedded corpus where cases run here and need it: not in the time of the first of them, and
-    not without a word.
-    """
+    """Creates the embedded corpus if cases here need it, so that the first case is not charged for it."""
     if sweep.settings.executor == "local" and not case.config.train_data:
         ensure_embedded_corpus(Path(case.config.data_dir))
 
@@ -293,7 +274,7 @@ def _prepare_data(sweep: Sweep, case: Case) -> None:
 def _results(
     sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
 ) -> Iterator[tuple[Case, Result]]:
-    """Yields cases as they end; `tell` hears what runs meanwhile."""
+    """Yields cases as they end; reports progress to `tell`."""
     return (
         _slurm_results(sweep, left, tell)
         if sweep.settings.executor == "slurm"
@@ -315,7 +296,7 @@ def _local_results(
 def _slurm_results(
     sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
 ) -> Iterator[tuple[Case, Result]]:
-    """Submits what has no job from an earlier call, all at once, and yields cases as their jobs end."""
+    """Submits all cases without a job from an earlier call, and yields cases as their jobs end."""
     settings = sweep.settings
     options = slurm_cases.JobOptions(
         shlex.split(settings.sbatch), settings.case_timeout, on_gpus=sweep.device != CPU
@@ -343,7 +324,7 @@ def _result(sweep: Sweep, case: Case, code: int | None, timeout: int) -> Result:
 
 
 def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:
-    """Writes sweep.csv, sweep.md and sweep.png; whoever reads them sees whole ones."""
+    """Writes sweep.csv, sweep.md and sweep.png atomically."""
     rows = [sweep.row(case) for case in cases]
     write_atomically(sweep.folder / "sweep.csv", to_csv(rows, sweep.name))
     write_atomically(sweep.folder / "sweep.md", to_markdown(rows, _title(sweep)))
@@ -358,7 +339,7 @@ def _title(sweep: Sweep) -> str:
 
 
 def _shared_settings(sweep: Sweep) -> dict[str, Any]:
-    """Those that all results of the folder were measured with."""
+    """Settings that all results of the folder share."""
     settings = {
         name: value
         for name, value in load_config(sweep.given, {}).model_dump().items()
@@ -368,15 +349,11 @@ def _shared_settings(sweep: Sweep) -> dict[str, Any]:
 
 
 def _compare(sweep: Sweep) -> None:
-    """Whether the folder's results, if it has any, were measured with these settings.
-
-    Raises:
-        ValueError: with a line for every setting that differs.
-    """
+    """Raises ValueError, a line per difference, if the folder's results were measured with other settings."""
     path = sweep.folder / "sweep.json"
     if not path.exists():
         return
-    before, now = json.loads(path.read_text(encoding="utf-8")), _shared_settings(sweep)
+    before, now = read_json(path, fix="remove it, or give another SWEEP_NAME"), _shared_settings(sweep)
     changed = [name for name in now if name in before and before[name] != now[name]]
     if changed:
         fix = "set {} as it was, or give another SWEEP_NAME"

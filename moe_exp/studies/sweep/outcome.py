@@ -1,17 +1,14 @@
-"""How a case ended: from its exit code, its log and its metrics to a result, and the file that keeps it. No
-torch.
-"""
+"""How a case ended: a result from its exit code, log and metrics, and the file that keeps it. No torch."""
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from moe_exp.host.files import write_json
+from moe_exp.host.files import read_json, write_json
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.studies.failures import LONGEST, last_line, why_it_failed
@@ -23,14 +20,13 @@ _TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Result:
-    """What is kept of a case that has run.
+    """Result of a case that has run.
 
     Attributes:
-        status: how it ended.
-        reason: for anything but ok, the last useful line of its log.
+        reason: unless ok, the last useful line of its log.
         seconds: per iteration, median after the warm-up; None: not measured.
-        memory_bytes: of the rank that needed most: allocated on a GPU, resident on a CPU; None: not measured.
-        device: that it ran on; empty: it did not get that far.
+        memory_bytes: maximum over ranks, allocated on a GPU, resident on a CPU; None: not measured.
+        device: it ran on; empty if it did not get that far.
         flags: the settings it ran with.
     """
 
@@ -42,20 +38,16 @@ class Result:
     flags: dict[str, str] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Writes a file that is whole or not there."""
+        """Writes the file atomically."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(self))
 
     @classmethod
     def read(cls, path: Path) -> Result:
-        """Reads such a file.
-
-        Raises:
-            ValueError: it is none.
-        """
+        """Reads such a file; ValueError if it is invalid."""
         try:
-            return cls(**json.loads(path.read_text(encoding="utf-8")))
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
+            return cls(**read_json(path))
+        except (ValueError, TypeError):
             raise ValueError(
                 f"{path}: is no result of a case. Fix: remove it, the case then runs again."
             ) from None
@@ -74,10 +66,7 @@ def result_of(
     """The result of a case whose processes are gone.
 
     Args:
-        folder: its run folder.
-        log: what it has printed.
-        flags: its settings.
-        code: exit code of its launcher; None: nobody has seen it end.
+        code: exit code of its launcher; None if unknown.
         timeout: seconds after which it was ended; 0: it ended by itself.
         num_warmup: iterations at the start that are not measured.
         num_iterations: that it had to run.
@@ -113,7 +102,8 @@ def _records(folder: RunFolder) -> list[dict[str, Any]]:
 
 
 def _device(folder: RunFolder) -> str:
-    """As the run's own node named it."""
-    if not folder.provenance.exists():
+    """As recorded by the run's own node."""
+    try:
+        return str(read_json(folder.provenance)["starts"][-1].get("device", ""))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return ""
-    return str(json.loads(folder.provenance.read_text(encoding="utf-8"))["starts"][-1].get("device", ""))

@@ -1,4 +1,4 @@
-"""The picture of a sweep: time by layout, and what was measured against what was predicted."""
+"""The plot of a sweep: time by layout, and measured against predicted values."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ _MEASURED, _PREDICTED, _TEXT = "#1f5f9e", "#d9541e", "#333333"
 
 
 def draw_sweep(rows: Sequence[Row], path: Path, title: str) -> bool:
-    """Draws bars of measured seconds per iteration, by layout, and two squares of predicted against measured
-    time and memory, to a PNG.
+    """Draws measured seconds per iteration by layout, and predicted against measured time and memory, as PNG.
 
-    Args:
-        rows: of the table; those without a time are left out.
-        path: where the PNG goes.
-        title: above it.
-
-    Returns:
-        Whether there was anything to draw.
+    Rows without a time are left out. Returns whether there was anything to draw.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

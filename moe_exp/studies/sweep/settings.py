@@ -1,7 +1,7 @@
-"""What a sweep goes through: lists of layouts, how long each is run, and where results are kept. No torch.
+"""Settings of a sweep: lists of layouts, how long each is run, and where results are kept. No torch.
 
-Resolved as the settings of a run are: default < environment < command line. TPS is the list of TP, and so on;
-what has no list is the setting of a run of that name.
+Resolved like those of a run: default < environment < command line. TPS is the list of TP, and so on; without
+a list, the run setting of that name applies.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from moe_exp.config import ConfigError, problem
+from moe_exp.config.loading import explain, given_values
 from moe_exp.config.setting_types import OptionalPositive, Positive
 
 
@@ -22,7 +23,7 @@ def _words(value: Any) -> Any:
 Sizes = Annotated[tuple[Positive, ...], BeforeValidator(_words)]
 OptionalSizes = Annotated[tuple[OptionalPositive, ...], BeforeValidator(_words)]
 
-# List to the setting that it is a list of, in the order of the cross product: the last changes first.
+# List -> setting, in the order of the cross product: the last changes fastest.
 AXES = {
     "nodes": "nnodes", "gpus": "gpus_per_node", "tps": "tp", "pps": "pp", "vpps": "vpp", "eps": "ep",
     "etps": "etp", "cps": "cp", "mbszs": "mbsz",
@@ -66,19 +67,11 @@ class SweepSettings(BaseModel):
 
 
 def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> SweepSettings:
-    """Resolves default < environment < `flags`.
-
-    Raises:
-        ConfigError: with every value that cannot be read, all at once.
-    """
-    given: dict[str, Any] = {
-        name: environ[name.upper()] for name in SweepSettings.model_fields if environ.get(name.upper())
-    }
-    given |= {name: value for name, value in flags.items() if value is not None}
+    """Resolves default < environment < `flags`; ConfigError lists every value that cannot be read."""
     try:
-        settings = SweepSettings(**given)
+        settings = SweepSettings(**given_values(flags, environ, SweepSettings))
     except ValidationError as error:
-        raise ConfigError([_line(one, given) for one in error.errors()]) from None
+        raise ConfigError(explain(error, SweepSettings)) from None
     if settings.sweep_warmup >= settings.sweep_iters:
         fix = f"set SWEEP_ITERS to at least {settings.sweep_warmup + 1}"
         raise ConfigError(
@@ -92,12 +85,3 @@ def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
             ]
         )
     return settings
-
-
-def _line(error: Any, given: Mapping[str, Any]) -> str:
-    name = str(error["loc"][0])
-    rule = error["msg"].partition(", unable to")[0].replace("Input should", "must")
-    what = f" ({error['input']})" if len(error["loc"]) > 1 else ""
-    return problem(
-        name, given[name], rule + what, f"give {name.upper()}, {SweepSettings.model_fields[name].description}"
-    )

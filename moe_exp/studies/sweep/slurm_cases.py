@@ -1,5 +1,6 @@
-"""Runs each case as a SLURM job, one launcher per node. Jobs outlive the sweep: the same command collects
-what they have left. No torch.
+"""Runs each case as a SLURM job, one launcher per node.
+
+Jobs outlive the sweep: repeating its command collects their results. No torch.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ from moe_exp.studies.child_runs import train_command
 from moe_exp.studies.sweep.cases import Case
 
 POLL_SECONDS = 10.0
-_PORTS = 20000, 10000  # first, and how many: a port by the number of the job, as jobs may share a node
+_PORTS = 20000, 10000  # first, number: a port derived from the job id, as jobs may share a node
 
 
 @dataclass(frozen=True)
 class JobFiles:
-    """What belongs to the job of a case, in the folder of the sweep."""
+    """Files of a case's job, in the folder of the sweep."""
 
     script: Path
     job_id: Path
@@ -35,24 +36,22 @@ class JobFiles:
         return cls(jobs / f"{case}.sh", jobs / f"{case}.id", jobs / f"{case}.code")
 
     def exit_code(self) -> int | None:
-        """Of the launchers; None where the job has not got to their end."""
+        """Exit code of the launchers; None before the job's end."""
         return int(self.code.read_text()) if self.code.exists() else None
 
     def forget(self) -> None:
-        """What an earlier attempt has left."""
+        """Deletes files of an earlier attempt."""
         for path in (self.job_id, self.code):
             path.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What all jobs of a sweep are submitted with.
+    """sbatch options of all jobs of a sweep.
 
     Attributes:
-        sbatch: options of the user's.
-        time_limit_seconds: of a job.
-        on_gpus: whether to ask for as many GPUs as there are ranks on a node, unless `sbatch` asks in words
-            of its own.
+        sbatch: the user's options.
+        on_gpus: whether to request a GPU per rank, unless `sbatch` has such an option.
     """
 
     sbatch: Sequence[str]
@@ -60,17 +59,13 @@ class JobOptions:
     on_gpus: bool
 
     def gpus(self, number: int) -> dict[str, int]:
-        """The option that asks for them."""
+        """The option that requests GPUs."""
         is_asked = any(option.startswith(("--gpus", "--gres", "-G")) for option in self.sbatch)
         return {"gpus-per-node": number} if self.on_gpus and not is_asked else {}
 
 
 def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
-    """Hands the job of a case to sbatch; returns its id.
-
-    Raises:
-        ValueError: sbatch is not there, or refuses.
-    """
+    """Submits the job of a case; returns its id. ValueError if sbatch is missing, or refuses."""
     files.script.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     files.forget()
@@ -93,9 +88,7 @@ def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
 
 
 def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
-    """The script for sbatch: environment, the first node as the master, a launcher on every node, and their
-    exit code in a file.
-    """
+    """The sbatch script: environment, first node as master, a launcher per node, exit code in a file."""
     first_port, num_ports = _PORTS
     launcher = shlex.join(train_command(_fixed(case.flags)))
     launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
@@ -111,7 +104,7 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
             "#!/bin/bash",
             *(
                 f"#SBATCH {checked_line(option)}" for option in [*own, *options.sbatch]
-            ),  # of two, sbatch takes the later
+            ),  # sbatch uses the last of duplicates
             job_environment(),
             'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
             f'MASTER_PORT="$(({first_port} + SLURM_JOB_ID % {num_ports}))"',
@@ -135,14 +128,7 @@ def _fixed(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
-    """Yields the names of cases as their jobs end.
-
-    Args:
-        waiting: case to the id of its job.
-
-    Raises:
-        ValueError: squeue does not answer.
-    """
+    """Yields cases as their jobs end, from case to job id; ValueError if squeue does not answer."""
     left = dict(waiting)
     while left:
         there = set(still_there(list(left.values())))

@@ -32,16 +32,15 @@ _FASTEST_FIRST = ("ok", "oom", "timeout", "failed", "predicted-oom", "left")
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a case, what became of it, and what was predicted.
+    """A row of the table: a case, its result and its prediction.
 
     Attributes:
-        case: the layout.
-        status: that of its result, or `rejected`, `predicted-oom`, or `left` where it has not run yet.
+        status: of its result, or `rejected`, `predicted-oom`, or `left` (not yet run).
         reason: why it is not ok.
-        result: what was measured, if it has run.
-        prediction: None where nothing is known about the device, or the layout is no layout.
-        device: as the run named it, else as this host does; empty: not known.
-        gpu: its profile; empty: there is none.
+        result: None if it has not run.
+        prediction: None if the device is unknown, or the layout invalid.
+        device: as the run named it, else as this host does; empty if unknown.
+        gpu: its profile; empty if there is none.
     """
 
     case: Case
@@ -54,7 +53,7 @@ class Row:
 
     @property
     def short_reason(self) -> str:
-        """Without what would mend it: a layout that is no layout is none."""
+        """The reason without the suggested fix."""
         problems = self.case.problems if self.status == "rejected" else [self.reason]
         return "; ".join(text.partition(". Fix: ")[0] for text in problems)
 
@@ -65,7 +64,7 @@ class Row:
 
     @property
     def memory_gib(self) -> float | None:
-        """Measured, of the rank that needs most."""
+        """Measured, maximum over ranks."""
         return self.result.memory_bytes / GIBIBYTE if self.result and self.result.memory_bytes else None
 
     @property
@@ -84,22 +83,17 @@ class Row:
 
 
 def job_of(config: Config, device: str) -> Job:
-    """The job as its memory is measured: resident on a CPU, else what torch's allocator gave out."""
+    """The job with memory as measured: resident on a CPU, else allocated by torch."""
     return replace(Job.of(config), measured_by="rss" if device == CPU else "allocated")
 
 
 def prediction_of(config: Config, device: str, gpu: str) -> Prediction | None:
-    """What the planner says about a layout that can run, comparable with what is measured; None without a
-    profile.
-    """
+    """The planner's prediction, comparable with measurements; None without a profile."""
     return predict(job_of(config, device), load_hardware(gpu)) if gpu else None
 
 
 def is_oom(config: Config, device: str, gpu: str) -> str:
-    """Why a layout is predicted to run out of memory, with all that a device has to hold; empty: it is not.
-
-    Processes on a CPU share the memory of their node.
-    """
+    """Why a layout is predicted to exceed memory (shared by a CPU node's processes); empty if it fits."""
     if not gpu:
         return ""
     job = job_of(config, device)
@@ -115,9 +109,7 @@ def is_oom(config: Config, device: str, gpu: str) -> str:
 
 
 def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
-    """A line per case in the columns of `planner/fit/measured.py`; rows without a measurement have its cells
-    empty, and are not used.
-    """
+    """A line per case in the columns of `planner/fit/measured.py`, which skips rows without measurements."""
     lines = [_cells(row, sweep_name) for row in rows]
     more = dict.fromkeys(name for line in lines for name in line if name not in (*_FIRST, "reason"))
     text = io.StringIO()
@@ -129,7 +121,7 @@ def to_csv(rows: Sequence[Row], sweep_name: str) -> str:
 
 def _cells(row: Row, sweep_name: str) -> dict[str, Any]:
     config = row.case.config
-    # A device without a profile stands under its own name: the reader then says what is missing.
+    # Without a profile, the device's own name, so that the reader reports what is missing.
     job = row_of_job(job_of(config, row.device), row.gpu or row.device or "unknown")
     return {
         "vpp": "none", "etp": config.etp, **job, "row_id": row.case.name, "section": sweep_name,
@@ -147,9 +139,7 @@ def _text(value: float | None) -> str:
 
 
 def to_markdown(rows: Sequence[Row], title: str) -> str:
-    """The table, for each number of GPUs the fastest first, then what has no time, with the reason; below it
-    what is no layout.
-    """
+    """The table: fastest first per number of GPUs, then rows without time, then invalid layouts by rule."""
     layouts = sorted((row for row in rows if row.status != "rejected"), key=_order)
     rejected = [
         f"- {rule}: {', '.join(row.case.name for row in broken)}" for rule, broken in by_rule(rows).items()
@@ -193,7 +183,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
-    """Cases that were rejected, each by the first rule that it breaks, in words without its numbers."""
+    """Rejected cases by the first rule that they break, in words without numbers."""
     found: dict[str, list[Row]] = {}
     for row in rows:
         if row.status == "rejected":
@@ -202,7 +192,7 @@ def by_rule(rows: Sequence[Row]) -> dict[str, list[Row]]:
 
 
 def _rule(line: str) -> str:
-    """`PP=3: must divide NUM_LAYERS=4. Fix: ...` without its numbers: `PP: must divide NUM_LAYERS`."""
+    """`PP=3: must divide NUM_LAYERS=4. Fix: ...` becomes `PP: must divide NUM_LAYERS`."""
     return re.sub(r"=\d[^\s:,;()]*|\b\d+ ", "", line.partition(". Fix: ")[0])
 
 
@@ -238,7 +228,7 @@ def _result_cells(row: Row) -> list[str]:
 
 
 def size_text(parameters: int) -> str:
-    """`4.38B`, `2.36M`."""
+    """As `4.38B`, `2.36M`."""
     for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if parameters >= unit:
             return f"{parameters / unit:.3g}{letter}"

@@ -137,7 +137,7 @@ def test_bad_values_are_named_together():
     ]  # fmt: skip
     assert (
         error.value.problems[0]
-        == "TPS=1 two: must be a valid integer (two). Fix: give TPS, list of tensor parallel sizes, as in '1"
+        == "TPS=two: must be a valid integer. Fix: give TPS, list of tensor parallel sizes, as in '1"
         " 2 4'."
     )
 
@@ -190,7 +190,7 @@ def test_a_misspelt_list_is_pointed_out(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TPZ", "1 2")
     monkeypatch.setenv("SWEEP_ITER", "20")
     assert main(["sweep", "--dry-run", "--preset=cpu", "--mbszs=1"]) == 0
-    warning = "moe-exp sweep: warning: {} is not a setting; did you mean {}?"
+    warning = "moe-exp: warning: {} is not a setting; did you mean {}?"
     assert capsys.readouterr().err.splitlines() == [
         warning.format("SWEEP_ITER", "SWEEP_ITERS"),
         warning.format("TPZ", "TPS"),
