@@ -7,10 +7,7 @@ import re
 import pytest
 
 from helpers import ROOT
-from helpers.documents import (
-    GUIDES,
-    PAGES,
-    broken_links,
+from helpers.docs.commands import (
     commands,
     commands_of_line,
     flags_problem,
@@ -18,6 +15,7 @@ from helpers.documents import (
     moe_exp_arguments,
     problem_of,
 )
+from helpers.docs.links import GUIDES, PAGES, broken_links
 from moe_exp.config import Config
 from moe_exp.launch.slurm.settings import SlurmSettings
 from moe_exp.studies.sweep.settings import SweepSettings

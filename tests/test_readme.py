@@ -10,7 +10,7 @@ import pytest
 
 from helpers import ROOT
 from helpers.answered import answer
-from helpers.documents import commands, commands_of_line, inline_commands, moe_exp_arguments, problem_of
+from helpers.docs.commands import commands, commands_of_line, inline_commands, moe_exp_arguments, problem_of
 
 README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")

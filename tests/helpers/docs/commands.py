@@ -1,4 +1,4 @@
-"""The commands and the links of the Markdown pages."""
+"""The commands of the Markdown pages, and whether `moe-exp` takes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import io
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +14,6 @@ from pathlib import Path
 from helpers import ROOT
 from moe_exp import cli
 
-GUIDES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
-PAGES = (*GUIDES, ROOT / "CHANGELOG.md")  # which may name commands that are gone
 SHELL = ("", "bash", "sh", "console")  # languages of code blocks that may hold commands
 # A line that begins like a command; output such as "moe-exp watch: ..." does not.
 _ASSIGNMENT = r"\w+=(\"[^\"]*\"|'[^']*'|\S)* "
@@ -166,30 +163,3 @@ def flags_problem(arguments: list[str]) -> str:
 @functools.cache
 def _parser(with_data: bool):
     return cli._parser("data" if with_data else "")
-
-
-def anchors(page: Path) -> set[str]:
-    """The anchors of the headings of a page, as GitHub makes them."""
-    text = re.sub(r"^\s*```.*?^\s*```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    seen: Counter[str] = Counter()
-    found = set()
-    for heading in re.findall(r"^#+ +(.+?)\s*$", text, flags=re.MULTILINE):
-        heading = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
-        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
-        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
-        seen[slug] += 1
-    return found
-
-
-def broken_links(page: Path) -> list[str]:
-    """The relative links of a page that lead to no file, or to no heading of it."""
-    text = re.sub(r"^\s*```.*?^\s*```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if re.match(r"\w+:", target):
-            continue
-        path, _, anchor = target.partition("#")
-        file = (page.parent / path) if path else page
-        if not file.exists() or (anchor and anchor not in anchors(file)):
-            broken.append(target)
-    return broken
