@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
+import sys
 
 import pytest
 
 from helpers import ROOT
 from helpers.docs.commands import (
+    blocks,
     commands,
     commands_of_line,
     flags_problem,
@@ -16,6 +20,7 @@ from helpers.docs.commands import (
     problem_of,
 )
 from helpers.docs.links import GUIDES, PAGES, broken_links
+from helpers.ranks import free_port
 from moe_exp.config import Config
 from moe_exp.launch.slurm.settings import SlurmSettings
 from moe_exp.studies.sweep.settings import SweepSettings
@@ -97,3 +102,22 @@ def test_a_flag_that_does_not_exist_is_found():
         "bash moe_exp/scripts/run_slurm.sh --dry-run; moe-exp plan --gpus 8", "here"
     )
     assert moe_exp_arguments(script) == ["slurm", "--dry-run"] and problem_of(moe_exp_arguments(plan)) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tutorial_runs_as_it_stands(tmp_path, monkeypatch):
+    """Its steps after the installation, with four iterations instead of 600."""
+    page = ROOT / "docs" / "tutorial.md"
+    shell = [text for _, text in blocks(page) if re.search(r"^(mkdir|moe-exp|export|USE_MOE)", text)]
+    assert len(shell) == 9
+    steps = "\n".join(shell[1:]).replace("TRAIN_ITERS=600 DECAY_ITERS=600", "TRAIN_ITERS=4 DECAY_ITERS=4")
+    python = shlex.quote(sys.executable)
+    program = f'set -e\npython() {{ {python} "$@"; }}\nmoe-exp() {{ {python} -m moe_exp "$@"; }}\n{steps}'
+    monkeypatch.setenv("WARMUP_ITERS", "1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "my_model: MixtralForCausalLM" in done.stdout
+    assert (tmp_path / "my_model" / "model.safetensors").is_file()
+    assert (tmp_path / "report.html").stat().st_size > 100_000
