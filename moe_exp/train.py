@@ -10,6 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -87,83 +88,80 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(2)
     with faults.stop_signal() as stop, faults.named_by_rank(stop):
         try:
-            code = run(config, stop)
+            exit_code = run(config, stop)
         except ConfigError as error:
             faults.end_job(error.problems, error.exit_code)
         except (SaveError, ReplicaError) as error:
             faults.end_job(str(error).splitlines(), FAILED)
         except GuardEnd as end:
             faults.end_job(end.lines, end.code)
-    if code == FAILED and not tell_launcher(code):
-        # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0
-        sys.exit(code)
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def run(config: Config, stop: faults.StopSignal) -> int:
-    """Builds the job, resumes, trains, and writes the results; returns the job's exit code."""
+    """Builds the job, resumes, trains, and writes the results; returns the exit code of this process."""
     heartbeat.start()
     rank = runtime.start(config)
     job, progress = build(config, rank)
-    # Only rank 0 opens metrics. If that fails, every rank exits, so none hangs in a collective.
-    opened = on_first_rank(lambda: Metrics(config, job.folder, progress.iteration))
-    if opened is None:
-        status, code = train(job, progress, None, stop)
-    else:
+    # Only rank 0 writes metrics. If they cannot be opened, every rank exits, so none hangs in a collective.
+    with on_first_rank(lambda: Metrics(config, job.folder, progress.iteration)) or nullcontext() as metrics:
         start = time.monotonic()
-        with opened as metrics:
-            logger.info("run folder: %s", job.folder.path)
-            logger.info(
-                "training data: %s",
-                config.train_data or "the embedded corpus, text of Python's standard library (PSF-2.0)",
-            )
-            logger.info("%s", startup_report(config))
-            for part, (name, reason) in backends_of(config, rank.device.type).items():
-                logger.info("%s: %s (%s)", part, name, reason)
-            for damage in job.source.damages if job.source else ():
-                metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
-            for failure in job.kernel_failures:
-                metrics.event("kernels_failed", progress.iteration, **vars(failure))
-            if job.changes:
-                metrics.event(
-                    "other_data", progress.iteration, changes=[str(change) for change in job.changes]
-                )
-            status, code = train(job, progress, metrics, stop)
-            metrics.event(
-                "end", progress.iteration, status=status, wall_seconds=round(time.monotonic() - start, 3)
-            )
+        if metrics is not None:
+            log_start(job, progress, metrics)
+        status, code = train(job, progress, metrics, stop)
+        if metrics is not None:
+            seconds = round(time.monotonic() - start, 3)
+            metrics.event("end", progress.iteration, status=status, wall_seconds=seconds)
     if isinstance(job.train_stream, ReadAhead):
         job.train_stream.close()
-    tell_launcher(code)  # before the ranks disconnect, which may fail
+    has_launcher = tell_launcher(code)  # before the ranks disconnect, which may fail
     runtime.stop()
-    return code
+    # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0.
+    return code if code == FAILED and not has_launcher else 0
+
+
+def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
+    """Logs what this start of the run uses, and writes events for what went wrong before the first step."""
+    config = job.config
+    logger.info("run folder: %s", job.folder.path)
+    embedded = "the embedded corpus, text of Python's standard library (PSF-2.0)"
+    logger.info("training data: %s", config.train_data or embedded)
+    logger.info("%s", startup_report(config))
+    for part, (name, reason) in backends_of(config, job.runtime.device.type).items():
+        logger.info("%s: %s (%s)", part, name, reason)
+    for damage in job.source.damages if job.source else ():
+        metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
+    for failure in job.kernel_failures:
+        metrics.event("kernels_failed", progress.iteration, **vars(failure))
+    if job.changes:
+        metrics.event("other_data", progress.iteration, changes=[str(change) for change in job.changes])
 
 
 def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     """Data, model, optimizer and schedule, restored from the newest checkpoint if there is one."""
-    folder = RunFolder.of(config)
-    from_first_rank(lambda: hold_run_folder(config))
-    from_first_rank(lambda: recover(folder.checkpoints))
-    setup_logging(folder, rank.rank)
-    source = choose_source(config, folder)
-    if source is not None:
-        loading.compare_model(config, source.folder)
-    from_first_rank(lambda: open_run_folder(config, sys.argv))
-    train_stream, valid_stream = build_data(config)
-    sample_order, changes = compare_data(config, rank, train_stream, source.folder if source else None)
-    samples = samples_without_skips(folder, train_stream, sample_order, source.folder if source else None)
+    folder, source = open_run(config, rank)
+
+    # Data, without the samples that rollbacks skip.
+    all_samples, valid_stream = build_data(config)
+    sample_order, changes = compare_data(config, rank, all_samples, source.folder if source else None)
+    samples = samples_without_skips(folder, all_samples, sample_order, source.folder if source else None)
+    batches = BatchSchedule(config)
+    measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
+
+    # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
+    # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    connect(model, trained)
-    skip_steps_not_finite(optimizer, model)
-    batches = BatchSchedule(config)
+    set_megatron_hooks(model, trained)
     train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
-    measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
     job = Job(
         config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured,
         kernel_failures,
     )  # fmt: skip
+
     heartbeat.enter("load")
     progress = resume(config, rank, folder, source, trained)
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
@@ -173,14 +171,30 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     return job, progress
 
 
-def connect(model: list[DistributedDataParallel], trained: Trained) -> None:
-    """Sets Megatron's hooks for finishing gradients, scaling the loss and delaying communication."""
+def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
+    """Takes the run folder for this job; returns it and the checkpoint to resume from, of the same model."""
+    folder = RunFolder.of(config)
+    from_first_rank(lambda: hold_run_folder(config))
+    from_first_rank(lambda: recover(folder.checkpoints))
+    setup_logging(folder, rank.rank)
+    source = choose_source(config, folder)
+    if source is not None:
+        loading.compare_model(config, source.folder)
+    from_first_rank(lambda: open_run_folder(config, sys.argv))
+    return folder, source
+
+
+def set_megatron_hooks(model: list[DistributedDataParallel], trained: Trained) -> None:
+    """Sets Megatron's hooks: finish gradients, scale the loss, delay communication, skip bad steps."""
     settings = get_model_config(model[0])
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = trained.optimizer.scale_loss
     if model[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
+    # Last, because it wraps the hook for gradients: from here on, optimizer.step() changes nothing if the
+    # gradient norm is not finite.
+    skip_steps_not_finite(trained.optimizer, model)
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:
@@ -196,75 +210,72 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         stop, exit_file, exit_minutes=config.exit_duration, exit_interval=config.exit_interval
     )
     recorder = Recorder(config, job.runtime, job.folder)
+
     while progress.iteration < config.train_iters:
-        is_logged = (
-            _is_multiple(progress.iteration + 1, config.log_interval)
-            or progress.iteration + 1 == config.train_iters
-        )
-        trace_calls(config, job.folder, job.runtime.rank, progress.iteration + 1)
-        recorder.begin(progress.iteration + 1)
-        step = train_step(job, progress, interval, count_zeros=is_logged)
+        iteration = progress.iteration + 1
+        is_logged = _is_multiple(iteration, config.log_interval) or iteration == config.train_iters
+        trace_calls(config, job.folder, job.runtime.rank, iteration)
+        recorder.begin(iteration)
+        step = train_step(job, progress, interval, count_zeros=is_logged)  # progress is after it now
+
+        # What is measured after a step; each line is done at its own interval only.
         heartbeat.enter("end_of_iteration")
         with heartbeat.during("profile"):
-            recorder.end(progress.iteration)
+            recorder.end(iteration)
         if is_logged:
             log(job, progress, interval, metrics, step)
         valid_loss = None
-        if job.valid_stream is not None and progress.iteration % config.eval_interval == 0:
+        if job.valid_stream is not None and _is_multiple(iteration, config.eval_interval):
             valid_loss, seconds = validate(job, progress, metrics)
             interval.pause(seconds)
-        end = tell_all_ranks(job, step, rules.reason(progress.iteration), is_writing=saves.is_writing)
-        if is_dumped(config, progress.iteration):
+        if is_dumped(config, iteration):
             dump(config, job.runtime, job.folder.path, job.trained, progress)
-        if _is_multiple(progress.iteration, config.check_interval):
+        if _is_multiple(iteration, config.check_interval):
             interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
-        is_last = bool(end.stop) or progress.iteration == config.train_iters
+
+        # What all ranks agree on, by the only collective of the loop itself.
+        end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saves.is_writing)
+        is_last = bool(end.stop) or iteration == config.train_iters
         heartbeat.enter("end" if is_last else "end_of_iteration")
-        if end.stop and metrics is not None and progress.iteration < config.train_iters:
-            logger.info(
-                "the run ends after iteration %d: %s", progress.iteration, faults.stop_in_words(end.stop)
-            )
-            metrics.event("stop", progress.iteration, reason=end.stop)
+        if end.stop and metrics is not None and iteration < config.train_iters:
+            logger.info("the run ends after iteration %d: %s", iteration, faults.stop_in_words(end.stop))
+            metrics.event("stop", iteration, reason=end.stop)
         if saves.is_pending and not end.is_writing:
             interval.pause(saves.finish(), phase="checkpoint")
-        done = Iteration(progress.iteration, step.first_sample, step.batch_size, step.updated, step.grad_norm)
+
+        # Before this iteration is saved: a spike may end the run and restart it from an older checkpoint.
         try:
-            guard.look(progress, done, end, saves.finish)
+            guard.check(progress, step.done, end, saves.finish)
         except GuardEnd:
-            rules.obeyed(end.stop)
+            rules.acknowledge(end.stop)
             raise
-        if (is_last and config.save_at_end) or _is_multiple(progress.iteration, config.save_interval):
-            guard.remember(progress)
+
+        if (is_last and config.save_at_end) or _is_multiple(iteration, config.save_interval):
+            guard.store_history(progress)
             interval.pause(saves.save(progress, valid_loss, is_last=is_last), phase="checkpoint")
         elif is_last:
             saves.finish()
         if is_last:
-            rules.obeyed(end.stop)
-        if end.stop and progress.iteration < config.train_iters:
+            rules.acknowledge(end.stop)
+        if end.stop and iteration < config.train_iters:
             return "stopped", saves.stopped_code(progress)
     return "finished", FINISHED
 
 
 @dataclass(frozen=True)
 class Step:
-    """One iteration of this rank.
+    """One iteration as this rank sees it.
 
     Args:
-        first_sample: number of its first sample, in the order of the stream.
-        batch_size: samples of all ranks.
+        done: the batch, and whether the optimizer changed the weights; the same on every rank.
         num_microbatches: of this rank.
         losses: its share of each micro-batch's loss, []; empty but on the last pipeline stage.
-        updated: whether the optimizer made a step.
-        grad_norm: L2 norm before clipping, the same on every rank, or None.
         num_zeros: zeros in the gradient, if counted.
     """
 
-    first_sample: int
-    batch_size: int
+    done: Iteration
     num_microbatches: int
     losses: Sequence[Tensor]
-    updated: bool
-    grad_norm: float | None
     num_zeros: float | None
 
 
@@ -277,7 +288,7 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
         chunk.zero_grad_buffer()
     optimizer.zero_grad()
     losses = forward_backward(job, job.train_stream, first_sample, num_microbatches, timers=interval.timers)
-    optimizer.config.log_num_zeros_in_grad = count_zeros
+    optimizer.config.log_num_zeros_in_grad = count_zeros  # costs a pass over all gradients
     heartbeat.enter("optimizer")
     with timed(interval.timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
@@ -285,19 +296,12 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, skipped=not updated)
     if updated:
         job.trained.scheduler.step(increment=batch_size)
-    return Step(
-        first_sample,
-        batch_size,
-        num_microbatches,
-        losses,
-        bool(updated),
-        _number(grad_norm),
-        _number(num_zeros),
-    )
+    done = Iteration(progress.iteration, first_sample, batch_size, bool(updated), _number(grad_norm))
+    return Step(done, num_microbatches, losses, _number(num_zeros))
 
 
-def tell_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
-    """Exchanges what ranks decide on after an iteration. Called by every rank."""
+def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
+    """One all-reduce, in which the host waits for the GPU: reason to stop, pending writes, mean loss."""
     return end_of_iteration(
         stop=stop,
         reasons=faults.STOP_REASONS,
@@ -337,7 +341,10 @@ def forward_backward(
 
 
 def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dict[str, Tensor]:
-    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples, the same set at any DP."""
+    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
+
+    Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
+    """
     config, groups = job.config, job.runtime.groups
     first = microbatch_start(
         first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
@@ -350,7 +357,7 @@ def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dic
 def forward_step(data_iterator: Any, model: Any, *, cp_size: int) -> tuple[Tensor, Any]:
     """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
     batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    output = model(batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"])
     return output, partial(lm_loss, batch["loss_mask"], cp_size)
 
 
@@ -358,15 +365,17 @@ def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, di
     """This rank's share of a micro-batch's mean cross entropy; context parallel ranks' shares add up to it.
 
     Args:
-        loss_mask: [B, S], 1 where a token counts.
+        loss_mask: [B, S], 1 for each token that counts. All ones (see `split_batch`): with masks that differ
+            between context parallel ranks, the sum would have to be over those ranks.
         cp_size: context parallel size C. Megatron multiplies the loss by C and averages gradients over DP*C
             ranks.
         losses: cross entropy per token, nats, [B, S].
     """
     loss = (losses.float() * loss_mask).sum() / (loss_mask.sum() * cp_size)
-    # Times 1, or NaN if not finite: gradients of an infinite loss may be finite, and all ranks learn of it
-    # from the gradients.
-    return loss * (1 + 0 * loss.detach()), {"lm_loss": loss.detach().clone()}
+    # Gradients of an infinite loss may be finite, and ranks learn of it by the gradient norm alone: this
+    # makes them NaN, so that every rank skips the step.
+    zero_or_nan = 0 * loss.detach()
+    return loss * (1 + zero_or_nan), {"lm_loss": loss.detach().clone()}
 
 
 @heartbeat.during("evaluation")
@@ -410,7 +419,7 @@ def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | Non
     record = interval.record(
         progress,
         learning_rate=job.trained.optimizer.param_groups[0]["lr"],
-        grad_norm=step.grad_norm,
+        grad_norm=step.done.grad_norm,
         num_zeros=step.num_zeros,
         loss_scale=float(job.trained.optimizer.get_loss_scale()),
     )

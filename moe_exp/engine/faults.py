@@ -106,7 +106,7 @@ class StopRules:
             return "EXIT_DURATION"
         return "EXIT_INTERVAL" if self._interval and iteration % self._interval == 0 else ""
 
-    def obeyed(self, reason: str) -> None:
+    def acknowledge(self, reason: str) -> None:
         """Called when the run has ended because of `reason`: removes the EXIT file for the next start."""
         if reason == "EXIT" and self._file is not None:
             try:

@@ -63,6 +63,7 @@ class TensorParallelDispatcher(LocalDispatcher):
     """
 
     name = "tensor parallel"
+    is_local = False  # every expert needs all ranks
 
     def __init__(self, num_experts: int, *, tp_mesh: DeviceMesh):
         super().__init__(num_experts)

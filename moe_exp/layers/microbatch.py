@@ -1,5 +1,5 @@
-"""Which slots of a micro-batch stay and how many rows an expert gets, however ranks share its tokens. Shape
-suffixes in `moe_exp.layers`.
+"""Which slots of a micro-batch are kept and how many rows an expert gets, however its tokens are split over
+ranks. Shape suffixes in `moe_exp.layers`.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class MoESettings:
 
 
 @dataclass(frozen=True)
-class MicrobatchSlots:
-    """The slots of a micro-batch.
+class MicrobatchCapacity:
+    """Which slots of a micro-batch are kept, and how many rows each expert gets.
 
     Args:
         settings: capacity, drop policy, token rounding.
@@ -103,7 +103,7 @@ class MicrobatchSlots:
     context_parallel_size: int
 
     def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
-        """bool [T, K]: the slots of this rank that stay; `shape`: of the layer's input, without D."""
+        """bool [T, K]: the slots of this rank that are kept; `shape`: of the layer's input, without D."""
         weights_TK = decision.weights_TK.detach()
         # padding is in no expert's queue
         expert_TK = without_dropped(decision.expert_TK, decision.kept_TK, self.config.num_experts)

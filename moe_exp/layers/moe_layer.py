@@ -1,4 +1,7 @@
-"""The MoE layer: route, dispatch, experts, combine. Shape suffixes in `moe_exp.layers`."""
+"""The MoE layer: route, dispatch, experts, combine. Shape suffixes in `moe_exp.layers`.
+
+A slot is one token's use of one expert: T tokens have T*K slots. Start at `MoELayer.forward`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.config.choices import LOSSES
-from moe_exp.layers.dispatcher import Dispatcher, LocalDispatcher
-from moe_exp.layers.experts import Experts, OrderedTokens, Slots
+from moe_exp.layers.dispatcher import Dispatcher
+from moe_exp.layers.experts import Experts, RoutedTokens
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.losses import (
     AuxLoss,
@@ -22,7 +25,7 @@ from moe_exp.layers.losses import (
     sequence_balancing_loss_share,
     z_loss_share,
 )
-from moe_exp.layers.microbatch import MicrobatchSlots
+from moe_exp.layers.microbatch import MicrobatchCapacity
 from moe_exp.layers.microbatch import MoESettings as MoESettings
 from moe_exp.layers.phase_marks import PhaseTimers, mark
 from moe_exp.layers.recompute import is_counted_forward
@@ -31,7 +34,7 @@ from moe_exp.layers.statistics import MoEStatistics
 
 
 def needs_scores(losses: Iterable[AuxLoss]) -> bool:
-    """Whether a loss looks at the router's scores of all experts, and not at their sums alone."""
+    """Whether a loss needs the router's scores of all tokens and experts, not only their sums."""
     return any(LOSSES[loss.kind].needs_scores for loss in losses)
 
 
@@ -52,7 +55,7 @@ class MoELayer(nn.Module):
 
     Attributes:
         statistics: sums for the log, in training.
-        timers: told of the phases `all_to_all` (dispatch and combine) and `experts` in training, or None.
+        timers: measure the phases `all_to_all` (dispatch and combine) and `experts` in training, or None.
 
     Raises:
         ValueError: when the settings need what the router does not keep.
@@ -78,9 +81,9 @@ class MoELayer(nn.Module):
             )
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.settings, self.shared = settings, shared
-        router.needs_scores = needs_scores(settings.losses)
+        router.needs_scores = needs_scores(settings.losses)  # else its kernel may run, which has only sums
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
-        self.slots = MicrobatchSlots(settings, router.config, microbatch_group, context_parallel_size)
+        self.capacity = MicrobatchCapacity(settings, router.config, microbatch_group, context_parallel_size)
         self.statistics = MoEStatistics(
             router.config.num_experts, [loss.kind for loss in settings.losses], router.weight.device
         )
@@ -107,30 +110,28 @@ class MoELayer(nn.Module):
         """
         padding_mask_T = None if padding_mask is None else padding_mask.flatten()
         decision = self.route(x.flatten(0, -2), padding_mask_T, shape=x.shape[:-1])
-        # In evaluation without gradients nobody asks for the losses, and for a single token they would be a
-        # good part of the work. By the router's mode: Megatron's wrapper of this layer does not hand on its
-        # own.
-        is_wanted = self.router.training or torch.is_grad_enabled()
-        loss = self.auxiliary_loss(decision, x.shape[:-1]) if is_wanted else None
-        run = self._in_one if self._is_one_function(x) else self._in_phases
-        output, shared = run(
-            x, decision, self.slots.rows_per_expert(decision, self.dispatcher.exchange_groups)
-        )
+
+        # Skipped in evaluation, which does not use the losses: for a single token they take a good part of
+        # the time.
+        needs_loss = self.is_training or torch.is_grad_enabled()
+        loss = self.auxiliary_loss(decision, x.shape[:-1]) if needs_loss else None
+
+        if self.dispatcher.is_local and self.experts.takes_tokens(x):
+            output, shared = self._compute_tokens(x, decision)
+        else:
+            output, shared = self._dispatch_and_compute(x, decision)
         return (output if shared is None else output + shared), loss
 
-    def _is_one_function(self, x: Tensor) -> bool:
-        """Whether dispatch, experts and combine are one function: all experts are on this rank, and their
-        backend has it.
-        """
-        is_local = type(self.dispatcher) is LocalDispatcher
-        return is_local and (self.experts.takes_slots() or self.experts.runs_one_by_one(x))
+    @property
+    def is_training(self) -> bool:
+        """The router's mode: Megatron's wrapper of this layer does not pass train() and eval() to it."""
+        return self.router.training
 
-    def _in_phases(
-        self, x: Tensor, decision: RoutingDecision, rows_per_expert: int | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """Dispatch, experts, combine; the shared expert while the tokens travel, and in backward while their
-        gradients do.
+    def _dispatch_and_compute(self, x: Tensor, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
+        """Dispatch, experts, combine. The shared expert runs while the tokens travel, and its backward while
+        their gradients do.
         """
+        rows_per_expert = self.capacity.rows_per_expert(decision, self.dispatcher.exchange_groups)
         x_TD = self._mark(x.flatten(0, -2), begins="all_to_all")
         pending = self.dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
         shared = None if self.shared is None else self.shared(x)
@@ -141,27 +142,15 @@ class MoELayer(nn.Module):
         output_TD = self._mark(self.dispatcher.combine(rows_RD, dispatched.record), ends="all_to_all")
         return output_TD.view_as(x), shared
 
-    def _in_one(
-        self, x: Tensor, decision: RoutingDecision, rows_per_expert: int | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The same without rows that are written; of the shared expert afterwards."""
+    def _compute_tokens(self, x: Tensor, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
+        """The same by one function from tokens to tokens, which writes no rows and so needs no padding."""
         x_TD = self._mark(x.flatten(0, -2), begins="experts")
-        given: Slots | OrderedTokens
-        if (
-            self.experts.takes_slots()
-        ):  # its shapes do not depend on the data, with or without rows of padding
-            given = Slots(x_TD, decision.weights_TK, decision.expert_TK, decision.kept_TK)
-        else:
-            assert isinstance(self.dispatcher, LocalDispatcher)
-            order, counts_E, splits = self.dispatcher.row_order(decision, rows_per_expert=rows_per_expert)
-            splits = tuple(counts_E.tolist()) if splits is None else splits
-            given = OrderedTokens(x_TD, order.weights(decision.weights_TK), order, splits)
-        output = self._mark(self.experts(given).view_as(x), ends="experts")
-        return output, None if self.shared is None else self.shared(x)
+        output_TD = self._mark(self.experts(RoutedTokens(x_TD, decision)), ends="experts")
+        return output_TD.view_as(x), None if self.shared is None else self.shared(x)
 
     def _mark(self, x: Tensor, *, ends: str | None = None, begins: str | None = None) -> Tensor:
-        """Tells the timers, in training, and returns `x`."""
-        if self.timers is None or not self.router.training:
+        """Marks the phases for the timers, in training; returns `x`."""
+        if self.timers is None or not self.is_training:
             return x
         return mark(x, self.timers, ends=ends, begins=begins)
 
@@ -172,25 +161,27 @@ class MoELayer(nn.Module):
         without D; None for [T].
         """
         decision: RoutingDecision = self.router(x_TD, padding_mask_T)
-        # a token's output must not depend on others when evaluated
-        rounds = self.settings.token_rounding > 0 and self.router.training
+        # Only in training: in evaluation, a token's output must not depend on other tokens.
+        rounds = self.settings.token_rounding > 0 and self.is_training
         if self.settings.capacity_factor is None and not rounds:
             return decision
         return replace(
-            decision, kept_TK=self.slots.kept(decision, x_TD.shape[:1] if shape is None else shape)
+            decision, kept_TK=self.capacity.kept(decision, x_TD.shape[:1] if shape is None else shape)
         )
 
     def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
-        """This rank's share of the weighted losses; also adds to the statistics. `shape`: of the input,
-        without D.
+        """This rank's share of the weighted losses; also adds to the statistics.
+
+        The shares of a micro-batch's ranks add up to the loss, see `moe_exp.layers.losses`. `shape`: of the
+        input, without D.
         """
         settings, group = self.settings, self.microbatch_group
         scores, logits = _scores_and_logits(decision)
         num_tokens = tokens_in_group(decision, group)
-        counts_E, expert_TK = self._counts_by_score(decision)
+        counts_E, expert_TK = self._choice_by_score(decision)
         counts_E = sum_over(counts_E, group)
         balance = load_balancing_loss_share(
-            scores, counts_E, topk=expert_TK.size(1), num_tokens=num_tokens, group=group
+            scores, counts_E, topk=self.router.config.topk, num_tokens=num_tokens, group=group
         )
         z = z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
         share_of: dict[str, Callable[[], Tensor]] = {
@@ -202,33 +193,34 @@ class MoELayer(nn.Module):
             "importance": lambda: importance_loss_share(scores, num_tokens=num_tokens, group=group),
         }
         shares = {loss.kind: share_of[loss.kind]() for loss in settings.losses}
-        if self.training and is_counted_forward():
+        if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
         weighted = [shares[loss.kind] * loss.coeff for loss in settings.losses if loss.coeff]
         weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
         return torch.stack(weighted).sum() if weighted else None
 
-    def _counts_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor]:
-        """Slots per expert and experts that the losses count: those of highest score, whatever bias or groups
-        made of them.
+    def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
+        """Slots per expert [E], and experts [T, K], as the losses count them: by highest score, without the
+        effect of expert bias and groups. No experts after a routing kernel, which no sequence loss follows.
 
-        So in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull against
+        As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull against
         the bias.
         """
         config = self.router.config
         if config.chooses_by_score or not self.settings.losses:
             return decision.tokens_per_expert_E, decision.expert_TK
         if decision.sums is not None:
-            # of which only the shape matters where there are sums
-            return decision.sums.by_score_E, decision.expert_TK
+            return decision.sums.by_score_E, None
         assert decision.logits_TE is not None
         expert_TK = decision.logits_TE.detach().topk(config.topk, dim=-1).indices
         valid_TK = None if decision.valid_T is None else decision.valid_T.unsqueeze(1).expand_as(expert_TK)
         return count_kept(expert_TK, valid_TK, config.num_experts), expert_TK
 
     def _sequence_loss(
-        self, scores_TE: Tensor, expert_TK: Tensor, valid_T: Tensor | None, shape: torch.Size
+        self, scores_TE: Tensor, expert_TK: Tensor | None, valid_T: Tensor | None, shape: torch.Size
     ) -> Tensor:
+        assert expert_TK is not None
+
         def by_sequence(x: Tensor) -> Tensor:
             x = x.unflatten(0, shape) if len(shape) == 2 else x.unsqueeze(0)
             return x.transpose(0, 1) if len(shape) == 2 and self.settings.batch_dim == 1 else x
@@ -240,8 +232,8 @@ class MoELayer(nn.Module):
 
 
 def _scores_and_logits(decision: RoutingDecision) -> tuple[Tensor, Tensor]:
-    """What the losses take: of all tokens and experts with zero scores for padding, or their sums where the
-    decision has those.
+    """Input of the losses: scores and logits, both [T, E], with zero scores for padding; after a routing
+    kernel the sums of the scores [E] and the log-sum-exp of the logits [T].
     """
     if decision.sums is not None:
         return decision.sums.score_sums_E, decision.sums.lse_T

@@ -86,7 +86,7 @@ class LossGuard:
         self._num_bad = 0
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
-    def look(
+    def check(
         self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]
     ) -> None:
         """Judges the iteration `done`; `progress` is after it, and `finish_save` waits for a pending save.
@@ -114,7 +114,7 @@ class LossGuard:
         elif found is not None:
             self._spike(found, progress, end, finish_save)
 
-    def remember(self, progress: Progress) -> None:
+    def store_history(self, progress: Progress) -> None:
         """Stores the loss history in `progress`, which is about to be saved."""
         if self._detector is not None:
             progress.spike_windows = self._detector.state()
@@ -160,7 +160,7 @@ class LossGuard:
         saver = Saver(
             self._config.model_copy(update={"keep_last": 0, "async_save": False}), self._runtime, place.parent
         )
-        self.remember(progress)
+        self.store_history(progress)
         saver.begin(self._trained, progress)
         saved = saver.finish()
         assert saved is not None

@@ -160,9 +160,9 @@ def test_stop_rules(tmp_path, monkeypatch):
     assert rules.reason(11) == ""  # looked for once a second
     clock.now += 0.2
     assert (rules.reason(12), other.reason(12)) == ("EXIT", "")
-    rules.obeyed("SIGTERM")
+    rules.acknowledge("SIGTERM")
     assert file.exists()
-    rules.obeyed("EXIT")
+    rules.acknowledge("EXIT")
     assert not file.exists()
     gone = faults.StopRules(stop, Unreachable(), exit_minutes=0, exit_interval=0)
     assert gone.reason(13) == ""

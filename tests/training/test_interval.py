@@ -16,7 +16,7 @@ import torch
 
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.config import load_config
-from moe_exp.layers.experts import OrderedTokens
+from moe_exp.layers.experts import RoutedTokens
 from moe_exp.planner.costs.flops import flops_per_iteration
 
 ITERATIONS = 2
@@ -78,7 +78,7 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    train.connect(model, trained)
+    train.set_megatron_hooks(model, trained)
     stream = RandomTokens(config.seq_len, config.vocab_size)
     job: Any = SimpleNamespace(
         config=config, runtime=rank, trained=trained, train_stream=stream, batches=BatchSchedule(config)
@@ -108,9 +108,12 @@ def _count_rows(interval: Any) -> list[int]:
     rows: list[int] = []
 
     def count(_: Any, inputs: tuple[Any, ...]) -> None:
-        rows.append(
-            sum(inputs[0].splits) if isinstance(inputs[0], OrderedTokens) else inputs[0].rows_RD.size(0)
-        )
+        (given,) = inputs
+        if isinstance(given, RoutedTokens):
+            kept_TK = given.decision.kept_TK
+            rows.append(given.decision.expert_TK.numel() if kept_TK is None else int(kept_TK.sum()))
+        else:
+            rows.append(given.rows_RD.size(0))
 
     for layer in interval.layers.values():
         layer.experts.register_forward_pre_hook(count)

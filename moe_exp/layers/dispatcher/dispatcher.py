@@ -1,7 +1,12 @@
 """Token dispatchers: from tokens to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
 `start` sends the tokens and `finish` receives the rows, so that other work can run in between; `dispatch`
-does both. They return a frozen record that `combine` takes, so a dispatcher keeps no state between calls.
+does both. They return a frozen record that `combine` takes, so that a dispatcher keeps no state between
+calls but a cache of fixed sizes.
+
+    start:   tokens [T, D] -> rows in the order of the experts they go to (RowOrder) -> exchange departs
+    finish:  exchange arrives -> rows by local expert [R, D] (a second RowOrder)
+    combine: the same steps in reverse, from `DispatchRecord`; K results per token are summed
 """
 
 from __future__ import annotations
@@ -92,6 +97,7 @@ class Dispatcher(ABC):
     """
 
     name: str
+    is_local = False  # all experts are on this rank, so tokens need no exchange
 
     @property
     def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
@@ -139,9 +145,13 @@ class Dispatcher(ABC):
 
 
 class LocalDispatcher(Dispatcher):
-    """All experts are on this rank. Synchronizes only with drops and no padding, to count the kept slots."""
+    """All experts are on this rank.
+
+    Waits for the GPU only if slots were dropped and rows are not padded: the host then needs their number.
+    """
 
     name = "local"
+    is_local = True
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
@@ -149,12 +159,12 @@ class LocalDispatcher(Dispatcher):
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
-        order, counts_E, splits = self.row_order(decision, rows_per_expert=rows_per_expert)
+        order, counts_E, splits = self._row_order(decision, rows_per_expert=rows_per_expert)
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
         return Pending(lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits))
 
-    def row_order(
-        self, decision: RoutingDecision, *, rows_per_expert: int | None = None
+    def _row_order(
+        self, decision: RoutingDecision, *, rows_per_expert: int | None
     ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
         """Order of this rank's slots by expert, and rows per expert: on the device, on the host if known."""
         if rows_per_expert is not None:
@@ -162,7 +172,7 @@ class LocalDispatcher(Dispatcher):
             counts_E = torch.full((self.num_experts,), rows_per_expert, device=order.slot_R.device)
             return order, counts_E, (rows_per_expert,) * self.num_experts
         slots = sort_slots(decision, num_experts=self.num_experts)
-        # If their sum has to be fetched, fetch them all: the experts may need them on the host, too.
+        # With drops the host needs their sum; it fetches all of them, as the experts may need them there.
         splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
         return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 

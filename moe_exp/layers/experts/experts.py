@@ -14,45 +14,31 @@ from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
 from moe_exp.layers.activations import WeightedActivation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
-from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.dispatcher.dispatcher import sort_slots
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.gemm_packages import PACKAGES
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
 from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
+from moe_exp.layers.router import RoutingDecision
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Input of `Experts` that `takes_slots`, all on this rank: tokens [T, D] and routing, [T, K] each."""
+class RoutedTokens:
+    """Tokens [T, D] and their routing, for experts that are all on this rank: no rows are written."""
 
     x_TD: Tensor
-    weights_TK: Tensor
-    expert_TK: Tensor
-    kept_TK: Tensor | None
-
-
-@dataclass(frozen=True)
-class OrderedTokens:
-    """Input of `Experts` that `runs_one_by_one`, all on this rank: the rows are never written.
-
-    Args:
-        x_TD: tokens of this rank.
-        weights_R: router weight of each row.
-        order: how tokens become rows.
-        splits: rows of each expert.
-    """
-
-    x_TD: Tensor
-    weights_R: Tensor
-    order: RowOrder
-    splits: tuple[int, ...]
+    decision: RoutingDecision
 
 
 class Experts(nn.Module):
-    """y = (act(x W1 + b1) * w) W2 + w b2 per row, w the router weight, whose gradient then needs no outputs.
+    """y_r = (act(x_r W1^T + b1) * w_r) W2^T + w_r b2 per row r of an expert, with its router weight w_r.
 
-    With the `triton` backend (fused.py), and on a CPU with `loop` (loop.py), one function computes it all.
-    Otherwise it is two grouped GEMMs with the weighted activation between them.
+    The weight multiplies before W2, so that its gradient needs no outputs. Three ways to compute it:
+
+        backend              input                        function
+        triton               Dispatched or RoutedTokens   fused.py: Triton kernels, rows gathered on the fly
+        loop, on a CPU       Dispatched or RoutedTokens   loop.py: expert by expert, in the cache
+        others, loop on GPU  Dispatched                   two grouped GEMMs, weighted activation in between
 
     Weights are in torch's (out, in) order: `weight1` [L, 2F or F, D], gate half first; `weight2` [L, D, F];
     with `bias`, `bias1` [L, 2F or F] and `bias2` [L, D / etp_size].
@@ -121,7 +107,7 @@ class Experts(nn.Module):
             recompute_activation,
             adds_to_main_grad,
         )
-        self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]
+        self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]  # unused by loop.py
         width, part = ffn_size * (2 if self.gated else 1), hidden_size // etp_size
         self.bias2_start = etp_rank * part
         self.weight1 = nn.Parameter(
@@ -146,66 +132,56 @@ class Experts(nn.Module):
             else:
                 nn.init.normal_(parameter, std=std)
 
-    def forward(self, given: Dispatched | Slots | OrderedTokens) -> Tensor:
+    def forward(self, inputs: Dispatched | RoutedTokens) -> Tensor:
         """Rows of all experts to their weighted outputs, [R, D]; tokens to the sum of theirs over K, [T, D].
 
         The only entry point, so that hooks of wrappers (Megatron's overlapped parameter gather, FSDP2) run.
         """
-        if isinstance(given, Slots):
-            return experts_of_tokens(
-                given.x_TD,
-                given.weights_TK,
-                given.expert_TK,
-                given.kept_TK,
-                self.weight1,
-                self.weight2,
-                **self._fused_options(),
-            )
-        if isinstance(given, OrderedTokens):
-            weights, splits = self._weights(), given.splits
-            return expert_loop(
-                given.x_TD,
-                given.weights_R,
-                weights,
-                splits=splits,
-                activation=self.activation,
-                order=given.order,
-            )
-        return self._forward_rows(given)
+        return self._of_tokens(inputs) if isinstance(inputs, RoutedTokens) else self._of_rows(inputs)
 
-    def _forward_rows(self, dispatched: Dispatched) -> Tensor:
-        rows_RD, weights_R, counts_L = (
-            dispatched.rows_RD,
-            dispatched.weights_R,
-            dispatched.tokens_per_expert_L,
+    def takes_tokens(self, x: Tensor) -> bool:
+        """Whether `forward` accepts RoutedTokens on the device of `x`."""
+        return self.backend in FUSED or self._is_loop_on_cpu(x)
+
+    def _of_tokens(self, inputs: RoutedTokens) -> Tensor:
+        x_TD, decision = inputs.x_TD, inputs.decision
+        weights_TK, expert_TK, kept_TK = decision.weights_TK, decision.expert_TK, decision.kept_TK
+        if self.backend in FUSED:
+            return experts_of_tokens(
+                x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options()
+            )
+        slots = sort_slots(decision, num_experts=self.weight1.size(0))
+        splits = tuple(slots.rows_per_expert_E.tolist())
+        order = slots.order(sum(splits))
+        weights_R = order.weights(weights_TK)
+        return expert_loop(
+            x_TD, weights_R, self._weights(), splits=splits, activation=self.activation, order=order
         )
+
+    def _of_rows(self, dispatched: Dispatched) -> Tensor:
+        rows_RD, weights_R = dispatched.rows_RD, dispatched.weights_R
+        counts_L, splits = dispatched.tokens_per_expert_L, dispatched.splits
         if self.grouped_gemm is None:
             return experts_of_rows(
                 rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options()
             )
-        splits = dispatched.splits
         if splits is None and (rows_RD.device.type == "cpu" or self.backend in BY_SPLITS):
             splits = tuple(counts_L.tolist())  # once for both GEMMs
-        if self.runs_one_by_one(rows_RD):
+        if self._is_loop_on_cpu(rows_RD):
             assert splits is not None
             return expert_loop(rows_RD, weights_R, self._weights(), splits=splits, activation=self.activation)
-        hidden_RF = self.grouped_gemm(rows_RD, self.weight1.transpose(1, 2), counts_L, splits)
+        hidden_RW = self.grouped_gemm(rows_RD, self.weight1.transpose(1, 2), counts_L, splits)
         if self.bias1 is not None:
-            hidden_RF = hidden_RF + _BiasOfRows.apply(self.bias1, counts_L, rows_RD.size(0))
-        active_RF = WeightedActivation.apply(hidden_RF, weights_R, self.activation)
-        with self._keeping_only(hidden_RF, weights_R, active_RF):
+            hidden_RW = hidden_RW + _BiasOfRows.apply(self.bias1, counts_L, rows_RD.size(0))
+        active_RF = WeightedActivation.apply(hidden_RW, weights_R, self.activation)
+        with self._recomputing(active_RF, hidden_RW, weights_R):
             output_RD = self.grouped_gemm(active_RF, self.weight2.transpose(1, 2), counts_L, splits)
         return output_RD if self.bias2 is None else output_RD + self._output_bias(weights_R, counts_L)
 
     def _fused_options(self) -> dict[str, Any]:
         return {"activation": self.activation, "adds_to_main_grad": self.adds_to_main_grad}
 
-    def takes_slots(self) -> bool:
-        """Whether `Slots` are accepted."""
-        return self.backend in FUSED
-
-    def runs_one_by_one(self, x: Tensor) -> bool:
-        """Whether loop.py runs and `OrderedTokens` are accepted."""
+    def _is_loop_on_cpu(self, x: Tensor) -> bool:
         return self.backend == "loop" and x.device.type == "cpu"
 
     def _weights(self) -> ExpertWeights:
@@ -217,21 +193,21 @@ class Experts(nn.Module):
         after = self.weight2.size(1) - self.bias2_start - mine.size(1)
         return nn.functional.pad(mine, (self.bias2_start, after))
 
-    def _keeping_only(self, hidden_RF: Tensor, weights_R: Tensor, active_RF: Tensor) -> Any:
-        """With `recompute_activation`, a context that makes autograd recompute `active_RF`."""
+    def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
+        """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it.
+
+        It recognizes the tensor by its address and shape, so the grouped GEMM has to save it as it is; the
+        tests measure that every backend does.
+        """
         if not self.recompute_activation:
             return nullcontext()
-        hidden_RF, weights_R1, name = (
-            hidden_RF.detach(),
-            weights_R.detach().to(hidden_RF.dtype).unsqueeze(1),
-            self.activation,
-        )
-        address, shape = active_RF.data_ptr(), active_RF.shape
+        source_RW, factor_R1 = hidden_RW.detach(), weights_R.detach().to(hidden_RW.dtype).unsqueeze(1)
+        address, shape, name = active_RF.data_ptr(), active_RF.shape, self.activation
 
         def pack(saved: Tensor) -> Tensor | Callable[[], Tensor]:
             if saved.numel() == 0 or saved.data_ptr() != address or saved.shape != shape:
                 return saved
-            return lambda: weighted_activation(hidden_RF, weights_R1, name)
+            return lambda: weighted_activation(source_RW, factor_R1, name)
 
         return torch.autograd.graph.saved_tensors_hooks(
             pack, lambda saved: saved() if callable(saved) else saved

@@ -1,4 +1,8 @@
-"""Grouped GEMM for the down-projection and the gradient of rows. Shape suffixes in `moe_exp.layers`."""
+"""Grouped GEMM: each row times the matrix of its expert. Shape suffixes in `moe_exp.layers`.
+
+Forward only. fused.py calls it inside its autograd function, for the down-projection and for the gradient of
+rows; the up-projection has a kernel of its own, which also gathers the rows and applies the activation.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +29,9 @@ from moe_exp.layers.kernels.launch import (
 )
 from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 
-LARGEST_N, LARGEST_K = 256, 64
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is
-# of two bytes each.
+LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
+# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K
+# counts elements of two bytes; DEPTH is the same number of bytes in the dtype of x.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
     (128, 128, 64, 8, 1, 0, 8, 4),
@@ -61,6 +65,12 @@ def _kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
+    """y[r] = x[r] @ w[expert of r]: x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O.
+
+    Each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns. Rows past the expert's last one
+    are computed, from whatever lies there, and not stored. `rows_class` and HAS_TMA are for the autotuner's
+    key alone, PROGRAMS for the grid.
+    """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
     num_m, num_n = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK_N)
@@ -130,7 +140,8 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
     y_RO = x_RI.new_empty(num_rows, width)
     if num_rows == 0:
         return y_RO
-    (offsets_L1,), x_RI = contiguous(offsets_L1), last_contiguous(x_RI)
+    (offsets_L1,) = contiguous(offsets_L1)
+    x_RI = last_contiguous(x_RI)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])

@@ -38,12 +38,14 @@ class RouterConfig:
         scaling_factor: factor on the weights, after normalization.
         num_groups: groups of experts for group-limited top-k; 0 for none.
         group_topk: groups that a token may use.
-        expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights.
-        bias_update_rate: step of the expert bias in `end_of_batch`.
+        expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights
+            (on if ROUTER_BIAS_UPDATE_RATE is above 0).
+        bias_update_rate: step of the expert bias in `end_of_batch` (ROUTER_BIAS_UPDATE_RATE).
         global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
         dtype: `fp32` or `fp64`, of logits, scores and weights whatever the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
-        assignment: `topk`, `sinkhorn`, or for benchmarks `balanced` and `zipf`, which ignore the scores.
+        assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or for benchmarks `balanced` and `zipf`
+            (FORCE_ROUTING), which ignore the scores.
         zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
 
     Raises:
@@ -148,7 +150,8 @@ class RoutingDecision:
         scores_TE: scores of all experts, rows sum to 1, with gradient (for the losses); None with `sums`.
         logits_TE: router logits, with gradient (for the z-loss); None with `sums`.
         tokens_per_expert_E: slots per expert before any drop, int64, without padding.
-        kept_TK: bool, slots that are neither dropped nor padding; None for all.
+        kept_TK: bool, slots that count; None for all. Without padding from the router, and also without
+            dropped slots once MoELayer.route has applied the capacity.
         valid_T: bool, tokens that are not padding; None for all.
         sums: what losses and statistics need of scores and logits, if a kernel routed; else None.
     """
@@ -211,19 +214,13 @@ class Router(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device)
         )
-        # Megatron's finalize_model_grads looks for the names of the first pair when it updates the bias.
-        pairs = [("expert_bias", "local_tokens_per_expert", config.expert_bias)]
-        pairs += [("global_tokens_per_expert", "batch_tokens_per_expert", config.global_fractions)]
-        for kept, count, is_used in pairs:
-            if is_used:
-                self.register_buffer(
-                    kept, torch.zeros(config.num_experts, dtype=torch.float32, device=device)
-                )
-                self.register_buffer(
-                    count,
-                    torch.zeros(config.num_experts, dtype=torch.float32, device=device),
-                    persistent=False,
-                )
+        zeros_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
+            self.register_buffer("expert_bias", zeros_E.clone())
+            self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
+        if config.global_fractions:
+            self.register_buffer("global_tokens_per_expert", zeros_E.clone())
+            self.register_buffer("batch_tokens_per_expert", zeros_E.clone(), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -245,9 +242,9 @@ class Router(nn.Module):
         with torch.autocast(x_TD.device.type, enabled=False):  # autocast would compute the logits in bf16
             logits_TE = self._logits(x_TD)
             decision = (
-                self._in_one_pass(logits_TE, valid_T)
+                self._route_with_kernel(logits_TE, valid_T)
                 if self._takes_kernel(logits_TE)
-                else self._step_by_step(logits_TE, valid_T)
+                else self._route_with_torch(logits_TE, valid_T)
             )
         if self.training and is_counted_forward():
             self._count(decision.tokens_per_expert_E)
@@ -255,10 +252,10 @@ class Router(nn.Module):
 
     def _takes_kernel(self, logits_TE: Tensor) -> bool:
         """Whether kernels/topk.py routes: on CUDA, if it supports the rule and sums of the scores suffice."""
-        has_problem = self.replay is not None or kernel_problem(self.config, needs_scores=self.needs_scores)
-        return not has_problem and takes_kernels(logits_TE)
+        problem = kernel_problem(self.config, needs_scores=self.needs_scores)
+        return problem == "" and self.replay is None and takes_kernels(logits_TE)
 
-    def _in_one_pass(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
+    def _route_with_kernel(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
         sums = router_topk(
             logits_TE,
@@ -275,7 +272,7 @@ class Router(nn.Module):
             sums.expert_TK, sums.weights_TK, None, None, sums.tokens_per_expert_E, kept_TK, valid_T, sums
         )
 
-    def _step_by_step(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
+    def _route_with_torch(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
         kept_TK = _kept_of_valid(valid_T, expert_TK)
         tokens_per_expert_E = count_kept(expert_TK, kept_TK, self.config.num_experts)
@@ -288,8 +285,8 @@ class Router(nn.Module):
         """Updates the expert bias and the global fractions, after the last forward pass of a global batch.
 
         The bias of an expert rises by `bias_update_rate` if it has fewer slots than the mean and falls if it
-        has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1. In
-        Megatron, finalize_model_grads does this.
+        has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1. Only
+        for use outside Megatron: in moe_exp's training, Megatron's finalize_model_grads updates the bias.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
@@ -321,6 +318,13 @@ class Router(nn.Module):
         return nn.functional.linear(x_TD, self.weight.to(dtype))
 
     def _choose(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """Scores for the losses [T, E], chosen experts and weights [T, K], by these tensors [T, E]:
+
+        raw:    the score function of each expert, such as the sigmoid of its logit
+        log:    log of raw, up to a constant per token
+        scores: raw divided by its sum over experts
+        choice: what top-k ranks (in `_choose_experts`): raw plus expert bias, or scores or logits
+        """
         config = self.config
         if config.score == "softmax":
             raw_TE = scores_TE = logits_TE.softmax(dim=-1)
@@ -328,7 +332,7 @@ class Router(nn.Module):
         else:
             raw_TE, log_TE = scores_torch(logits_TE, config.score)
             scores_TE = log_TE.softmax(dim=-1)
-        expert_TK = self._experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
+        expert_TK = self._choose_experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
         if self.replay is not None:
             expert_TK = self.replay.apply(expert_TK, training=self.training)
         return scores_TE, expert_TK, self._weights(raw_TE, log_TE, logits_TE, expert_TK)
@@ -341,6 +345,7 @@ class Router(nn.Module):
         elif config.score == "softmax" and not config.pre_softmax:
             weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
         elif config.score != "softmax" and config.normalizes:
+            # raw / sum of the chosen raw, exact also if all of them vanish
             return log_TE.gather(1, expert_TK).softmax(dim=-1) * config.scaling_factor
         else:
             weights_TK = raw_TE.gather(1, expert_TK)
@@ -348,7 +353,7 @@ class Router(nn.Module):
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
         return weights_TK * config.scaling_factor
 
-    def _experts(
+    def _choose_experts(
         self, raw_TE: Tensor, scores_TE: Tensor, logits_TE: Tensor, valid_T: Tensor | None
     ) -> Tensor:
         config = self.config
@@ -393,7 +398,7 @@ def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
     if config.score not in KERNEL_SCORES:
         return f"it has no score {config.score}"
     by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
-    return f"{' or '.join(by_all)} looks at the scores of all experts" if needs_scores else ""
+    return f"{' or '.join(by_all)} needs the scores of all experts" if needs_scores else ""
 
 
 def _kept_of_valid(valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:

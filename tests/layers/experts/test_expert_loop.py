@@ -116,7 +116,8 @@ def test_tokens_equal_dispatch_experts_combine(topk, dtype, tolerance, case):
     decision = RoutingDecision(expert_TK, weights_TK, weights_TK, weights_TK, counts_E, kept_TK)
     dispatcher = LocalDispatcher(5)
     rows_per_expert = 4 if case == "padded" else None
-    splits = tuple(dispatcher.row_order(decision, rows_per_expert=rows_per_expert)[1].tolist())
+    rows = dispatcher.dispatch(torch.zeros(12, HIDDEN), decision, rows_per_expert=rows_per_expert)
+    splits = tuple(rows.tokens_per_expert_L.tolist())
     parameters = ExpertWeights(*leaves(splits, gated=True, bias=True, dtype=dtype)[2:])
     x_TD = random(12, HIDDEN, seed=5).to(dtype).requires_grad_()
     dy_TD = random(12, HIDDEN, seed=6).to(dtype)

@@ -64,7 +64,7 @@ def test_the_same_routing_and_order_on_both_paths(switch):
     [
         ({}, False, ""),
         ({"score": "sigmoid", "expert_bias": True}, False, ""),
-        ({}, True, "seq_aux_loss looks at the scores of all experts"),
+        ({}, True, "seq_aux_loss needs the scores of all experts"),
         ({"assignment": "sinkhorn"}, False, "it has top-k alone, not sinkhorn"),
         ({"num_groups": 2, "group_topk": 1}, False, "it has no groups of experts"),
         ({"dtype": "fp64"}, False, "it computes in fp32, not in fp64"),
