@@ -89,7 +89,7 @@ class Terminated(Fault):
 
     def cause(self, run: Run) -> str:
         run.stop()
-        return "SIGTERM to the launcher; the chain goes on"
+        return "SIGTERM to the launcher; the chain continues"
 
     def is_named(self, event: Event) -> bool:
         return event["event"] == "stop" and event["reason"] == "SIGTERM"

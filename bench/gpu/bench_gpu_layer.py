@@ -66,7 +66,7 @@ from torch import Tensor
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROUND_SECONDS = 6.0  # of turns for one shape and routing, after MIN_ROUNDS
 MIN_ROUNDS, WARMUP = 5, 2
-LAST_SECONDS = 60  # that the last shape may go on after the budget
+LAST_SECONDS = 60  # that the last shape may continue after the budget
 Row = dict[str, Any]
 
 

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks try one after another: what fails is left out by name, and the rest goes on."""
+"""What the GPU benchmarks try one after another: what fails is left out by name, and the rest continues."""
 
 from __future__ import annotations
 

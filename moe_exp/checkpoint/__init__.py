@@ -7,7 +7,7 @@ plan.py            which rank writes which piece
 rank_files.py      writes the pieces of a rank
 save.py            saves
 retention.py       which checkpoints of a run are kept
-integrity.py       which of them are whole, and which one training goes on from
+integrity.py       which of them are whole, and which one training continues from
 load.py            loads under whatever layout
 restored.py        whether what was loaded is what was saved
 upcycle.py         a dense run's weights as the start of an MoE run

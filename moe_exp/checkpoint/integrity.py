@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """The checkpoint that training goes on from."""
+    """The checkpoint that training continues from."""
 
     folder: Path  # of its iteration
     damages: tuple[str, ...] = ()  # a line for each newer one that cannot be used

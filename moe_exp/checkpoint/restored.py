@@ -45,7 +45,7 @@ class RestoreError(ConfigError):
         rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints"
         rule += f": {first}{more}"
         again = f"start again, on other nodes if it comes again{_way_back(folder)}"
-        fix = f"{again}; FINGERPRINTS=false goes on anyway"
+        fix = f"{again}; FINGERPRINTS=false continues anyway"
         super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
 
     def __reduce__(self) -> tuple[Any, ...]:

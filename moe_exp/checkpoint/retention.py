@@ -16,9 +16,9 @@ def which_to_remove(
         iterations: of the checkpoints that are there.
         losses: iteration to validation loss, nats per token; without one, or not finite, it is never the
             best.
-        last: keep the newest so many; 0: all.
+        last: number of newest checkpoints to keep; 0: all.
         every: keep those whose iteration is a multiple of it; 0: none for that reason.
-        best: keep the so many with the lowest loss, of equal ones the newer; 0: none for that reason.
+        best: number of checkpoints with the lowest loss to keep, of equal ones the newer; 0: none.
     """
     for name, value in (("last", last), ("every", every), ("best", best)):
         if value < 0:

@@ -2,10 +2,10 @@
 Called by every rank.
 
 1. `Saver.begin`: a folder of another name, and the plan of who writes what.
-2. A thread writes this rank's files. With ASYNC_SAVE training goes on meanwhile, from a copy of the state in
-   host memory.
-3. `Saver.finish`: all ranks tell rank 0 what they have written. It writes what makes the folder a checkpoint,
-   syncs and renames.
+2. A thread writes this rank's files. With ASYNC_SAVE training continues meanwhile, from a copy of the state
+   in host memory.
+3. `Saver.finish`: all ranks report to rank 0 what they have written. It writes what makes the folder a
+   checkpoint, syncs and renames.
 
 Between 1 and 3 no rank waits for another: where one has no space left, the others get to 3 and hear of it
 there.

@@ -125,7 +125,7 @@ def rng_state(runtime: Runtime) -> ShardedObject:
 
 
 def set_rng_state(state: dict[str, Any]) -> None:
-    """Goes on with streams of `rng_state`."""
+    """Continues with streams of `rng_state`."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

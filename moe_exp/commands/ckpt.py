@@ -21,7 +21,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds `moe-exp ckpt` and its commands."""
     parser = subparsers.add_parser(
         "ckpt",
-        help="look at, check, rewrite, compare and remove checkpoints; `moe-exp ckpt --help` lists how",
+        help="inspect, verify, rewrite, compare and remove checkpoints; `moe-exp ckpt --help` lists how",
     )
     commands = add_subcommands(parser, "ckpt")
     for add in (_add_info, _add_verify, _add_reshape, _add_diff, _add_prune, _add_shrink):

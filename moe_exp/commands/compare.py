@@ -17,7 +17,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         help="train dense and MoE models one after another under the same budget, and write the report",
         description=(
             "Trains models one after another under the same budget, and writes what each has come to. The"
-            " dense model gets the MLP width that matches the MoE. The same command again goes on with what"
+            " dense model gets the MLP width that matches the MoE. The same command again continues with what"
             " is left; RUN_NAME names the comparison."
         ),
         allow_abbrev=False,

@@ -28,7 +28,7 @@ def _add_from_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="a Hugging Face folder -> a checkpoint to train from",
         description=(
             "Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env"
-            " for the run that goes on from it. One tensor is in memory at a time. Every tensor has to be"
+            " for the run that continues from it. One tensor is in memory at a time. Every tensor has to be"
             " used; nothing is written otherwise."
         ),
     )

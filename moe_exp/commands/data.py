@@ -30,7 +30,7 @@ def add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def run_data_command(arguments: argparse.Namespace) -> int:
-    """Runs what `add_steps` has parsed; what a user can mend is one line and exit code 1."""
+    """Runs what `add_steps` has parsed; what a user can fix is one line and exit code 1."""
     return _data_guard(lambda: arguments.run(arguments))
 
 
@@ -47,7 +47,7 @@ def _data_guard(work: Callable[[], int | None]) -> int:
         explained,
         "moe-exp data",
         extras="data,fast",
-        full_disk="free some, and call it again: it goes on where it stopped",
+        full_disk="free some, and call it again: it resumes where it stopped",
     )
 
 
@@ -55,7 +55,7 @@ def _fix_of(reason: str) -> str:
     if "file is damaged" in reason:
         return "Fix: fetch or make the file again; --skip-bad skips lines, not files."
     return (
-        "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips"
+        "Fix: correct the line; or give --skip-bad (and --start-over where it was begun without), which skips"
         " and counts such lines."
     )
 

@@ -51,7 +51,7 @@ def guarded(
     extras: str = "",
     full_disk: str = "free some, and call it again",
 ) -> int:
-    """Runs a command; returns its exit code, or 1 after a line about what a user can mend.
+    """Runs a command; returns its exit code, or 1 after a line about what a user can fix.
 
     Args:
         work: the command.

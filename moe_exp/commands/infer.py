@@ -49,7 +49,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_evaluation(evaluate)
     evaluate.set_defaults(run=_eval)
     generate = subparsers.add_parser(
-        "generate", help="text that goes on from a prompt, with the model of a checkpoint", allow_abbrev=False
+        "generate", help="text that continues a prompt, with the model of a checkpoint", allow_abbrev=False
     )
     _add_model(generate)
     _add_generation(generate)
@@ -102,7 +102,7 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
 
 def _add_generation(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--prompt", action="append", default=[], help="text to go on from; may be given several times")
+    add("--prompt", action="append", default=[], help="text to continue; may be given several times")
     about = "a file with a prompt, or - for standard input"
     add("--prompt-file", action="append", default=[], metavar="FILE", help=about)
     about = "tokenizer.json, its folder, a .model file, or bytes (default: the training's)"

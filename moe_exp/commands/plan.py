@@ -73,7 +73,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
 def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "search",
-        help="rank the layouts of a model on so many GPUs",
+        help="rank the layouts of a model on a number of GPUs",
         description=(
             "TP, PP, VPP, EP, ETP, CP, MBSZ and RECOMPUTE are searched unless a flag fixes them: --tp 4,"
             " --mbsz 1,2."

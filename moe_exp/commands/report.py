@@ -17,7 +17,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "report",
         help="runs side by side, dense against MoE: one HTML page, or Markdown for a pull request",
         description=(
-            "Reads run folders, also of runs that are still going on, and writes one HTML file that opens"
+            "Reads run folders, also of runs that are still running, and writes one HTML file that opens"
             " from disk. `moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site"
             " instead."
         ),

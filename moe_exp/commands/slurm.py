@@ -17,7 +17,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "slurm",
         help="submit a training run as a chain of SLURM jobs",
         description=(
-            "Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that go on from each"
+            "Submits a run, NNODES with GPUS_PER_NODE each, as one or more SLURM jobs that continue from each"
             " other's checkpoints. Every flag is also an environment variable: --time-limit is TIME_LIMIT."
         ),
         allow_abbrev=False,

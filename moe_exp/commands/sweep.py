@@ -17,7 +17,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         description=(
             "Runs the layouts of the lists (TPS, PPS, EPS, MBSZS, GPUS, ...), and writes what was measured"
             " beside what was predicted. Every flag is also an environment variable: --tps is TPS. The same"
-            " command again goes on with what is left."
+            " command again continues with what is left."
         ),
         allow_abbrev=False,
     )

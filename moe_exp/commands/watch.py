@@ -1,4 +1,4 @@
-"""`moe-exp watch ...`: what keeps a run alive that nobody looks at, and finds out what went wrong."""
+"""`moe-exp watch ...`: keeps an unattended run alive, and finds out what went wrong."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _add_exclude(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--slurm", action="store_true", help="print --exclude=a,b for sbatch, or nothing")
     parser.add_argument("--add", nargs="+", default=[], metavar="HOST", help="put hosts on it")
-    parser.add_argument("--reason", default="by hand", help="of --add")
+    parser.add_argument("--reason", default="added by a user", help="reason that --add records")
     parser.add_argument("--remove", nargs="+", default=[], metavar="HOST", help="take hosts off it")
     parser.set_defaults(run=_exclude)
 
@@ -177,7 +177,7 @@ def _blame(arguments: argparse.Namespace) -> None:
 def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "run",
-        help="look after runs, from cron or as a daemon, and send messages about what is wrong",
+        help="monitor runs, from cron or as a daemon, and send alerts",
         description=(
             "Looks whether a job of each run is running or waiting, whether it moves, when it will end, when"
             " its disk is full, and what has happened. Exit code 0: all is well, 1: problems, 2: the command"
@@ -191,16 +191,16 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--slurm-user", default="", metavar="NAME", help="whose jobs (default: yours)")
     when = parser.add_mutually_exclusive_group()
     when.add_argument("--once", action="store_true", help="look once, as from cron (default)")
-    when.add_argument("--every", type=float, metavar="SECONDS", help="go on looking, as a daemon")
+    when.add_argument("--every", type=float, metavar="SECONDS", help="repeat as a daemon, with this interval")
     when.add_argument(
-        "--test-alert", action="store_true", help="send a test by every channel, and look at nothing"
+        "--test-alert", action="store_true", help="send a test alert by every channel, and check nothing"
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing about runs that are well")
-    about = "before a problem that goes on is told again (default: 6h)"
+    about = "before a lasting problem is reported again (default: 6h)"
     parser.add_argument("--again", default="6h", metavar="TIME", help=about)
     about = "silence that counts as stuck (default: by the run's own pace)"
     parser.add_argument("--stuck", default="", metavar="TIME", help=about)
-    about = "tell so long before that a chain of jobs is too short (default: 24h)"
+    about = "report this long before its end that a chain of jobs is too short (default: 24h)"
     parser.add_argument("--ahead", default="24h", metavar="TIME", help=about)
     about = "without a running job, though some wait, that counts (default: 24h)"
     parser.add_argument("--wait", default="24h", metavar="TIME", help=about)
@@ -258,7 +258,7 @@ def _add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         help="where every rank of a run is, and which are not where the others are",
         description=(
             "Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder;"
-            " the run goes on. Of a folder in RUN/hang, prints the summary of the stacks that are there."
+            " the run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there."
         ),
         allow_abbrev=False,
     )

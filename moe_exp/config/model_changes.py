@@ -21,7 +21,7 @@ from moe_exp.config.settings import Config, ConfigError, problem
 logger = logging.getLogger(__name__)
 
 Facts = dict[str, object]
-OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero"
+OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments of zero"
 _HINTS = {
     "router_bias_update_rate": "set it over 0; with a rate such as 1e-12 the bias stays as it is",
     "rope_seq_len": "set ROPE_ORIGINAL_SEQ_LEN as it was",
@@ -45,14 +45,14 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
     always, by_flag = model_changes(config, saved, checkpoint)
     if config.allow_other_model:
         for change in by_flag:
-            logger.warning("%s; ALLOW_OTHER_MODEL=true: going on", change.text(checkpoint))
+            logger.warning("%s; ALLOW_OTHER_MODEL=true: continuing", change.text(checkpoint))
         by_flag = []
-    flag = ", or ALLOW_OTHER_MODEL=true to go on with another function"
+    flag = ", or ALLOW_OTHER_MODEL=true to continue with another function"
     lines = [c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag]
     if other := optimizer_change(config, saved, checkpoint):
         if config.allow_other_optimizer:
             logger.warning(
-                "%s; ALLOW_OTHER_OPTIMIZER=true: going on with moments of zero", other.text(checkpoint)
+                "%s; ALLOW_OTHER_OPTIMIZER=true: continuing with moments of zero", other.text(checkpoint)
             )
         else:
             lines.append(other.problem(checkpoint, OTHER_OPTIMIZER_FLAG))
@@ -199,5 +199,5 @@ def _as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
         first = error.errors()[0]
         rule = f"{checkpoint} has a value that this version does not know"
         raise ConfigError(
-            [problem(str(first["loc"][0]), first["input"], rule, "go on with the version that wrote it")]
+            [problem(str(first["loc"][0]), first["input"], rule, "continue with the version that wrote it")]
         ) from None

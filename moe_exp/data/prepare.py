@@ -205,7 +205,9 @@ def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
 
 def _about(num_bytes: float) -> str:
     return (
-        f"about {filesize.decimal(round(num_bytes))}" if num_bytes else "a size that the download will tell"
+        f"about {filesize.decimal(round(num_bytes))}"
+        if num_bytes
+        else "a size that is known during the download"
     )
 
 
@@ -221,7 +223,7 @@ def _duration(folder: Path, seconds: float) -> str:
     if (folder / "manifest.json").exists():
         return "done already, if its settings are these"
     if not seconds:
-        return "a time that the download will tell"
+        return "a time that is known during the download"
     if seconds < 120:
         return f"about {seconds:.0f} s"
     return f"about {seconds / 60:.0f} min" if seconds < 7200 else f"about {seconds / 3600:.1f} h"

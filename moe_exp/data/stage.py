@@ -2,9 +2,10 @@
 
 While a stage runs everything it writes is in `OUTPUT.partial/`. When it is done, that becomes OUTPUT (a
 folder with manifest.json in it), or its files get their places beside `OUTPUT.manifest.json`. So what has its
-name is complete. A stage that was killed goes on from what its folder holds; one that is called again with
+name is complete. A stage that was killed continues from what its folder holds; one that is called again with
 the same settings and inputs does nothing; with others it refuses. `start_over` begins anew; what was there
-stays until the new is complete, and a start-over that was killed goes on when the step is called without it.
+stays until the new is complete, and a start-over that was killed continues when the step is called without
+it.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def run_stage(
     mends_outputs: bool = False,
     suffixes: Sequence[str] = (),
 ) -> Iterator[Stage]:
-    """Opens the step: `stage.was_done` tells whether there is anything to do, `stage.folder` where to work.
+    """Opens the step: `stage.was_done` says whether there is anything to do, `stage.folder` where to work.
 
     What the block writes into `stage.folder` is there again when the step is called after a crash. An
     exception leaves it.

@@ -212,7 +212,7 @@ def still_there(job_ids: list[str]) -> list[str]:
         return []
     if not shutil.which("squeue"):
         raise ValueError(
-            f"squeue: is not here to tell of the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node"
+            f"squeue: is not here to report the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node"
             " of the cluster."
         )
     found = subprocess.run(

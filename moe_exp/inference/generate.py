@@ -93,7 +93,9 @@ def _prompt_tokens(tokenizer: TextTokenizer, text: str, max_positions: int, seq_
     shown = repr(text if len(text) <= 40 else f"{text[:40]}...")
     tokens = encode(tokenizer, text)
     if not tokens:
-        raise ValueError(problem("prompt", shown, "has no token to go on from", "give at least a character"))
+        raise ValueError(
+            problem("prompt", shown, "has no token to continue from", "give at least a character")
+        )
     if len(tokens) >= max_positions:
         limit = f"the {max_positions} positions there are"
         rule = f"has {len(tokens)} tokens, and with one more that is over {limit}"

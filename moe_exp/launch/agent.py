@@ -118,7 +118,9 @@ class Agent(LocalElasticAgent):
         except DistError as error:
             is_back = self._rounds.reconnect()
             if not is_back and not self._is_parted:
-                complain(f"warning: node 0 does not answer ({str(error).splitlines()[0]}); the ranks go on")
+                complain(
+                    f"warning: node 0 does not answer ({str(error).splitlines()[0]}); the ranks continue"
+                )
             elif is_back:
                 complain("node 0 answers again")
             self._is_parted = not is_back

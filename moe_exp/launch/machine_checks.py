@@ -104,7 +104,7 @@ def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
 
 
 _LARGER_DISK = "choose a RUN_DIR on a larger disk, or make room"
-_BY_HAND = "; DISK_CHECK=one if you remove checkpoints by hand"
+_BY_HAND = "; DISK_CHECK=one if you remove checkpoints yourself"
 
 
 def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[int]) -> str:

@@ -93,7 +93,7 @@ def _read(path: Path) -> Hardware:
         entry = content[field.name]
         values[field.name] = value = entry["value"] if isinstance(entry, dict) and "value" in entry else entry
         if problem := _value_problem(field.name, value):
-            raise ValueError(f"{path}: {field.name}={value}: {problem}. Fix: mend it.")
+            raise ValueError(f"{path}: {field.name}={value}: {problem}. Fix: correct it.")
     return Hardware(**values)
 
 

@@ -89,7 +89,7 @@ class PlanPrinter:
     def _layouts(self, found: Search, hardware: Hardware, top: int) -> Table:
         is_narrow = self._console.width < _WIDE
         title = "layouts by time per iteration; = is within 2% of the best"
-        title += "" if is_narrow else ", closer than predictions can tell apart"
+        title += "" if is_narrow else ", closer than predictions can distinguish"
         table = Table(title=title, title_justify="left", box=SIMPLE if is_narrow else HEAVY_HEAD)
         shown = [not is_narrow or name not in _LEFT_OUT for name in _COLUMNS]
         for name in compress(_COLUMNS, shown):
@@ -139,7 +139,7 @@ class PlanPrinter:
         self._worst(calibration)
 
     def _worst(self, calibration: Calibration) -> None:
-        """The rows that are furthest off: where a measurement is to be looked at first."""
+        """The rows with the largest error, whose measurements should be checked first."""
         for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
             worst = sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]
             if worst:

@@ -331,7 +331,7 @@ def _median(values: Floats) -> float:
 
 
 def warnings_of(runs: Sequence[Run]) -> list[str]:
-    """What to know before comparing: mixed tokenizers, gaps, unreadable data."""
+    """Caveats of a comparison: mixed tokenizers, gaps, unreadable data."""
     found = []
     if is_mixed(runs):
         which = "; ".join(f"{run.name}: {tokenizer_of(run) or 'unknown'}" for run in runs if has_loss(run))

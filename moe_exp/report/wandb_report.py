@@ -185,7 +185,7 @@ def _read(folder: RunFolder) -> MirroredRun:
     follower.look()
     if follower.trouble:
         rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
-        raise ConfigError([problem("run", folder.path, rule, "change its permissions, or look at the disk")])
+        raise ConfigError([problem("run", folder.path, rule, "change its permissions, or check the disk")])
     settings = follower.settings()
     # Without settings, the records show whether there are experts.
     is_moe = settings.get("use_moe", bool(follower.watched.train.get("experts")))

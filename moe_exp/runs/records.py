@@ -7,7 +7,7 @@ Every record is a dict with `kind` and `iteration`:
     event  event, time (ISO 8601) and its details, see EVENTS; from rank 0, and from the launcher if ranks
            have died
 
-Values that were not measured are null, and so are NaN and infinity, which JSON lacks; nan_iterations tells
+Values that were not measured are null, and so are NaN and infinity, which JSON lacks; nan_iterations counts
 them apart.
 """
 
@@ -96,7 +96,7 @@ VALID_KEYS = {
 }
 EVENTS = {
     "start": "training begins at iteration 0",
-    "resume": "training goes on from a checkpoint",
+    "resume": "training continues from a checkpoint",
     "checkpoint": "one was saved: seconds, bytes",
     "checkpoint_failed": "one was not saved: reason",
     "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
@@ -124,8 +124,8 @@ EVENTS = {
     "rollback": "the run goes back before a spike and skips its batches: back_to, samples, set_aside",
     "no_rollback": "it does not: reason",
     "hang": (
-        "no rank went on and all were ended: reason, ranks and hosts that are not where the others are, why,"
-        " folder with the stacks"
+        "no rank continued and all were ended: reason, ranks and hosts that are not where the others are,"
+        " why, folder with the stacks"
     ),
     "stop": "the run was asked to end before TRAIN_ITERS: reason (faults.STOP_REASONS)",
     "end": "the ranks have ended by themselves: status, wall_seconds",

@@ -341,7 +341,7 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
             change.name,
             change.value,
             f"{folder.path} holds a model with {change.name.upper()}={change.before}",
-            f"give another RUN_NAME to start a new run, or {change.way_back} to go on with this one",
+            f"give another RUN_NAME to start a new run, or {change.way_back} to continue with this one",
         )
         for change in changes
     ]

@@ -216,7 +216,9 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}
     again = (
-        f"goes on from {checkpoints[-1]}" if checkpoints else "begins at iteration 0: there is no checkpoint"
+        f"continues from {checkpoints[-1]}"
+        if checkpoints
+        else "begins at iteration 0: there is no checkpoint"
     )
     if ended_by.get("event") == "too_many_bad_steps":
         return [

@@ -11,7 +11,7 @@
     # needs no network; seconds
     python moe_exp/scripts/download_prepare_hf_data.py python_stdlib
 
-Makes data/NAME_raw, data/NAME and data/NAME_shuffled; called again it goes on where it stopped. Next:
+Makes data/NAME_raw, data/NAME and data/NAME_shuffled; called again, it resumes where it stopped. Next:
 merge_jsonl_files.py.
 """
 

@@ -93,7 +93,7 @@ _stamp_file() { (IFS=+ && printf '%s/moe-exp-stamp%s' "$_venv" "${*:++$*}"); }
 
 _stamp() { { cat "$_root/setup.py" "$_root/constraints.txt" && printf '%s' "$_root"; } | cksum; }
 
-# The stamp says that .venv was completed from these files; the look at the packages, that nothing has gone
+# The stamp says that .venv was completed from these files; the check of the packages, that nothing has gone
 # since.
 _ready() {
     [ "$(cat "$(_stamp_file "$@")" 2>/dev/null)" = "$(_stamp)" ] &&

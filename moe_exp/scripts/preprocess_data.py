@@ -7,7 +7,7 @@ tokenize` is the same).
 
 makes data/processed/llama3_fineweb_train_text_document.bin and .idx, and prints the TRAIN_DATA=... line to
 train on them. A second of one core takes about 50 MB of text with gigatoken (pip install gigatoken), 2 MB
-without; --dry-run estimates tokens, disk and time from a sample. A run that was killed goes on when it is
+without; --dry-run estimates tokens, disk and time from a sample. A run that was killed resumes when it is
 called again.
 """
 

@@ -6,12 +6,12 @@
 #   bash moe_exp/scripts/sweep_parallelism.sh                       # ten layouts of the small model on a CPU
 #   GPUS="4 8" TPS="1 2" EPS="1 2 4" MBSZS="1 2 4" PRESET=reference bash moe_exp/scripts/sweep_parallelism.sh
 #   bash moe_exp/scripts/sweep_parallelism.sh --dry-run             # cases and predictions; runs nothing
-#   bash moe_exp/scripts/sweep_parallelism.sh --retry-failed        # goes on, and runs again what has failed
+#   bash moe_exp/scripts/sweep_parallelism.sh --retry-failed        # continues, and repeats what has failed
 #   EXECUTOR=slurm SBATCH="--partition=gpu" NODES="1 2 4" GPUS=8 bash moe_exp/scripts/sweep_parallelism.sh
 #   bash moe_exp/scripts/sweep_parallelism.sh --help                # this text
 #
 # Expected time: without any variables about three minutes on two cores; on GPUs a minute or two per case. The
-# same command again goes on with what is left. Layouts that break a rule, or that are predicted to run out of
+# same command again continues with what is left. Layouts that break a rule, or that are predicted to run out of
 # memory, are in the table and do not run.
 #
 # Lists   GPUS (per node; processes on a CPU) NODES TPS PPS VPPS (numbers or none) EPS ETPS CPS MBSZS; without

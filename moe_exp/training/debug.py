@@ -73,7 +73,7 @@ class Debugger(pdb.Pdb):
 
     def do_EOF(self, arg: str) -> bool | None:
         """Without input, the run continues."""
-        self.message("\nend of the standard input: going on")
+        self.message("\nend of the standard input: continuing")
         return self.do_continue(arg)
 
     def do_quit(self, arg: str) -> bool | None:

@@ -147,8 +147,8 @@ class LossGuard:
             " finite"
         )
         fix = (
-            "look at the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to"
-            " go on"
+            "check the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to"
+            " continue"
         )
         raise GuardEnd([f"MAX_BAD_STEPS={self._config.max_bad_steps}: {rule}; {where}. Fix: {fix}."], FAILED)
 
@@ -196,7 +196,7 @@ class LossGuard:
             self._config, self._folder, progress, iteration=first, samples=ranges, with_skip=not is_over
         )
         if isinstance(done, str):
-            self._warn("no rollback: %s; training goes on", done)
+            self._warn("no rollback: %s; training continues", done)
             self._event("no_rollback", iteration=progress.iteration, reason=done)
             return
         facts = {"back_to": done.back_to, "set_aside": list(done.set_aside)}
@@ -205,10 +205,10 @@ class LossGuard:
             self._event("no_rollback", iteration=progress.iteration, reason=reason, **facts)
             rule = f"there is another spike at iteration {spike.iteration} after {num_before} rollbacks"
             fix = (
-                "lower LR, look at the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train"
+                "lower LR, check the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train"
                 " through it"
             )
-            newest = f"the same command goes on from iteration {done.back_to}"
+            newest = f"the same command continues from iteration {done.back_to}"
             raise GuardEnd(
                 [f"MAX_ROLLBACKS={self._config.max_rollbacks}: {rule}; {newest}. Fix: {fix}."], FAILED
             )
@@ -225,7 +225,7 @@ class LossGuard:
         text = f"samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration} are skipped"
         raise GuardEnd(
             [
-                f"back to iteration {done.back_to}, before the spike: {text}; the same command goes on from"
+                f"back to iteration {done.back_to}, before the spike: {text}; the same command continues from"
                 " there"
             ],
             code,

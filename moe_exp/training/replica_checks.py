@@ -79,7 +79,7 @@ def check_replicas(
         if metrics is not None:
             metrics.event("replicas_differ", progress.iteration, problems=problems)
         fix = (
-            "leave out the hosts that are named, if any, and start again: the run goes on from its newest"
+            "leave out the hosts that are named, if any, and start again: the run continues from its newest"
             " checkpoint"
         )
         raise ReplicaError(
@@ -287,7 +287,7 @@ def _difference_lines(of_class: Class, ranks: list[int], details: list[_Details]
         others = [rank for rank, value in found.items() if value != most]
         if others:
             equal = [rank for rank in ranks if rank not in others]
-            doubt = "" if count > len(others) else "; which of them is right cannot be told"
+            doubt = "" if count > len(others) else "; which of them is right is unknown"
             yield (
                 f"{name} on {_ranks(others, details)} is not that on {_ranks(equal, details)}: {KINDS[kind]}"
                 f" have to be equal{doubt}"

@@ -138,7 +138,9 @@ def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[di
     changes = order_changes(config, order, saved.sample_order, name)
     if config.allow_other_data:
         for change in changes:
-            logger.warning("%s; ALLOW_OTHER_DATA=true: going on at sample %d", change, saved.consumed_samples)
+            logger.warning(
+                "%s; ALLOW_OTHER_DATA=true: continuing at sample %d", change, saved.consumed_samples
+            )
     return order.facts(), changes
 
 

@@ -71,7 +71,7 @@ class Saves:
         if saved is not None and saved.error and is_last:
             what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
             raise SaveError(
-                f"{what}. Fix: make room; the same command then goes on from the checkpoint before."
+                f"{what}. Fix: make room; the same command then continues from the checkpoint before."
             )
         return time.monotonic() - start
 

@@ -1,4 +1,4 @@
-"""The benchmark of one layer goes on where somebody fails: who is left out, what is saved, and the exit
+"""The benchmark of one layer continues where somebody fails: who is left out, what is saved, and the exit
 code.
 """
 

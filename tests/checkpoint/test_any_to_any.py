@@ -1,4 +1,4 @@
-"""A run goes on under any other layout as if it had been there from the start: losses, gradient norms,
+"""A run continues under any other layout as if it had been there from the start: losses, gradient norms,
 routing, optimizer state.
 
 `pytest -m "" tests/checkpoint/test_any_to_any.py` runs the whole matrix; the largest deviations are

@@ -1,5 +1,5 @@
-"""kill -9 while checkpoints are written: there is always one to go on from, and every one is what it has to
-be.
+"""kill -9 while checkpoints are written: there is always one to continue from, and every one is what it has
+to be.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from moe_exp.checkpoint.integrity import contents
 
 
 def check_all(checkpoints: Path, reference: Path) -> int:
-    """Every checkpoint is whole and that of the undisturbed run; the iteration that a run would go on from,
-    or 0.
+    """Every checkpoint is whole and that of the undisturbed run; the iteration that a run would continue
+    from, or 0.
     """
     for iteration in iterations(checkpoints):
         folder = checkpoints / f"iter_{iteration:07d}"

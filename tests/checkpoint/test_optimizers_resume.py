@@ -1,4 +1,4 @@
-"""Every optimizer goes on from a checkpoint under another layout with the loss of the run that was not
+"""Every optimizer continues from a checkpoint under another layout with the loss of the run that was not
 interrupted.
 """
 
@@ -62,7 +62,7 @@ MOMENTS["adam8bit"] = MOMENTS["bf16 moments"]
 def interrupted(
     name: str, saved_at: str, loaded_at: list[str], folder: Path
 ) -> tuple[list[Any], list[list[Any]]]:
-    """The steps of a run after it has saved, and those of runs that go on from there, in any order."""
+    """The steps of a run after it has saved, and those of runs that continue from there, in any order."""
     settings = OPTIMIZERS[name] | {"train_data": str(write_data(folder))}
     first = Leg(settings | LAYOUTS[saved_at], steps=STEPS, saves={SAVED: folder / "checkpoints"})
     later = [Leg(settings | LAYOUTS[layout], folder / "checkpoints", STEPS - SAVED) for layout in loaded_at]
@@ -185,7 +185,7 @@ def refusals(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return []
 
 
-FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero."
+FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments of zero."
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_other_moments_are_refused_unless_they_are_given_up(before, after, line,
     with caplog.at_level(logging.WARNING):
         assert refusals(before, after | {"allow_other_optimizer": True}) == []
     (warning,) = caplog.messages
-    assert warning.endswith("; ALLOW_OTHER_OPTIMIZER=true: going on with moments of zero")
+    assert warning.endswith("; ALLOW_OTHER_OPTIMIZER=true: continuing with moments of zero")
 
 
 def test_the_same_moments_go_on_whatever_they_are_kept_in():

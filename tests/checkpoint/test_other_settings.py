@@ -1,7 +1,8 @@
-"""What else may change where a run goes on: all that says how a step is computed, and nothing of what it
+"""What else may change where a run continues: all that says how a step is computed, and nothing of what it
 computes.
 
-Each case trains 8 steps in one go with some settings, and goes on with others from the checkpoint of the 4th.
+Each case trains 8 steps in one go with some settings, and continues with others from the checkpoint of the
+4th.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def whole(folder: Path, *settings: tuple[str, Any]) -> tuple[Path, list[Step]]:
 def resumed(
     folder: Path, before: dict[str, Any], after: dict[str, Any], *, same_routing: bool = True
 ) -> dict[str, float]:
-    """Goes on with the settings `after` on top of `before`; deviations from the run that was not
+    """Continues with the settings `after` on top of `before`; deviations from the run that was not
     interrupted.
     """
     checkpoints, uninterrupted = whole(folder, *({"gpus_per_node": 1} | before).items())
@@ -136,8 +137,8 @@ RAISED_ON_FOUR = [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 2, 
     [pytest.param(RAISED_ON_FOUR, id="four ranks"), pytest.param(RAISED, id="eight", marks=pytest.mark.slow)],
 )
 def test_first_step_after_raising_pp_tp_and_micro_batch(layouts, folder):
-    """Of a 176B run that went on at PP=72 with a loss of 2.04 where 1.94 was expected. Each layout goes on
-    from what the one before has written again, without a step in between.
+    """Of a 176B run that continued at PP=72 with a loss of 2.04 where 1.94 was expected. Each layout
+    continues from what the one before has written again, without a step in between.
     """
     settings = {"train_data": str(folder / "tokens")} | PER_SEQUENCE
     checkpoints, expected = whole(folder, ("gpus_per_node", 1), *PER_SEQUENCE.items())

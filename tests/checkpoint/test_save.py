@@ -69,7 +69,7 @@ def no_memory(data: Any) -> Any:
 
 
 def background(settings: dict[str, Any], port: int) -> list[float]:
-    """On each of two ranks: the same state saved at once, and in the background while training goes on."""
+    """On each of two ranks: the same state saved at once, and in the background while training continues."""
     from moe_exp import train
     from moe_exp.checkpoint import plan
     from moe_exp.checkpoint.save import Saver, save
@@ -265,8 +265,8 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
     saver.begin(job.trained, progress)
     assert saver.finish().error == ""
     names[70] = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
-    # A start that goes on from 60 and not from 70, which is damaged, or was given up, does not count it, and
-    # removes it once it is passed.
+    # A start that continues from 60 and not from 70, which is damaged, or was given up, does not count it,
+    # and removes it once it is passed.
     saver = Saver(job.config, job.runtime, checkpoints, loaded=60)
     for progress.iteration in (65, 75):
         saver.begin(job.trained, progress)

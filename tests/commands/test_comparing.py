@@ -140,7 +140,7 @@ def test_a_killed_and_an_interrupted_comparison_go_on(comparisons):
     assert finished == list(range(1, 121)) and comparisons.events("dmoe").count("resume") == 1
     comparison.send_signal(signal.SIGINT)
     assert comparison.wait(60) == 130
-    assert "stopped: the same command goes on with what is left" in comparisons.printed()
+    assert "stopped: the same command continues with what is left" in comparisons.printed()
     assert processes_in(comparisons.folder) == []
     stopped_at = comparisons.iterations("dense")[-1]
     assert (

@@ -92,7 +92,7 @@ def test_ends(checkpoint, capsys):
     ("flags", "line"),
     [
         ([], "PROMPT=: there is none. Fix: give --prompt TEXT, or --prompt-file FILE."),
-        (["--prompt", ""], "PROMPT='': has no token to go on from. Fix: "),
+        (["--prompt", ""], "PROMPT='': has no token to continue from. Fix: "),
         (
             ["--prompt", "x" * SEQ_LEN],
             f"has {SEQ_LEN} tokens, and with one more that is over the {SEQ_LEN} positions there are. Fix: ",

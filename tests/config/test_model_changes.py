@@ -1,5 +1,5 @@
-"""Settings that a checkpoint does not go on with are named, with both values, before anything is loaded; all
-others may change.
+"""Settings that a checkpoint does not continue with are named, with both values, before anything is loaded;
+all others may change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from moe_exp.config.model_changes import refuse_other_model
 
 OLD: dict[str, Any] = MODEL | {"gpus_per_node": 1}
 NAME = "the checkpoint at iteration 6 of runs/x/checkpoints"
-FLAG = ", or ALLOW_OTHER_MODEL=true to go on with another function"
+FLAG = ", or ALLOW_OTHER_MODEL=true to continue with another function"
 
 
 def lines(before: dict[str, Any], **settings: Any) -> list[str]:
@@ -99,7 +99,7 @@ def test_another_function_needs_the_flag(before, name, value, old, caplog):
     with caplog.at_level(logging.WARNING):
         assert lines(before, **{name: value}, allow_other_model=True) == []
     assert caplog.messages == [
-        f"{name.upper()}={value}: {NAME} has {name.upper()}={old}; ALLOW_OTHER_MODEL=true: going on"
+        f"{name.upper()}={value}: {NAME} has {name.upper()}={old}; ALLOW_OTHER_MODEL=true: continuing"
     ]
 
 

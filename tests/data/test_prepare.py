@@ -166,7 +166,7 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
     assert main("prepare", command) == 1
     fix = (
-        "Fix: mend the line; or give --skip-bad (and --start-over where it was begun without), which skips"
+        "Fix: correct the line; or give --skip-bad (and --start-over where it was begun without), which skips"
         " and counts such lines."
     )
     assert capsys.readouterr().err == f"moe-exp data: {path}:2: no field 'text'. {fix}\n"

@@ -402,7 +402,7 @@ def test_stale(tmp_path, source):
     assert stage_module.is_stale(output, [source])
     with pytest.raises(KeyboardInterrupt):
         make(output, source, start_over=True, stop=True)
-    assert not stage_module.is_stale(output, [source])  # it has only to go on
+    assert not stage_module.is_stale(output, [source])  # it has only to continue
 
 
 def test_another_step_is_never_replaced(tmp_path, source):

@@ -1,4 +1,4 @@
-"""A NaN or an infinity on one rank: no rank makes the step, nothing has changed, and training goes on as
+"""A NaN or an infinity on one rank: no rank makes the step, nothing has changed, and training continues as
 without that batch.
 """
 

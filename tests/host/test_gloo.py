@@ -97,7 +97,7 @@ def sum_before_wait() -> list[float]:
     x = torch.arange(4.0) * (dist.get_rank() + 1)
     out = torch.empty(2)
     work = gloo.reduce_scatter(out, x, async_op=True)
-    # As Megatron does it: the caller may go on, and wait only when it needs the sum.
+    # As Megatron does it: the caller may continue, and wait only when it needs the sum.
     dist.barrier()
     work.wait()
     return out.tolist()

@@ -512,7 +512,7 @@ def test_an_agent_that_does_not_move_after_a_signal_is_killed(tmp_path):
     wait_for(tmp_path / "up")
     launcher.send_signal(signal.SIGTERM)
     time.sleep(4)
-    assert launcher.poll() is None  # its ranks save: it goes on looking after them
+    assert launcher.poll() is None  # its ranks save: it continues looking after them
     (tmp_path / "stuck").touch()
     errors = launcher.communicate(timeout=15)[1]
     assert launcher.returncode == 128 + signal.SIGTERM

@@ -136,7 +136,7 @@ def test_another_optimizer_only_where_it_is_allowed(tmp_path: Path) -> None:
     (line,) = run_folder_problems(config_in(tmp_path, **other))
     assert (
         line == f"OPTIMIZER=sgd: {folder.path} has OPTIMIZER=adam. "
-        "Fix: set OPTIMIZER=adam, or ALLOW_OTHER_OPTIMIZER=true to go on with moments of zero."
+        "Fix: set OPTIMIZER=adam, or ALLOW_OTHER_OPTIMIZER=true to continue with moments of zero."
     )
     assert run_folder_problems(config_in(tmp_path, **other, allow_other_optimizer=True)) == []
     assert config_in(tmp_path, optimizer="sgd", run_name="").name.endswith("_OPTIMIZER_sgd")
@@ -157,19 +157,19 @@ def test_every_differing_model_setting_is_named_with_both_values(tmp_path: Path)
     assert problems == [
         (
             f"HIDDEN_SIZE=256: {folder.path} holds a model with HIDDEN_SIZE=512. "
-            "Fix: give another RUN_NAME to start a new run, or set HIDDEN_SIZE=512 to go on with this one."
+            "Fix: give another RUN_NAME to start a new run, or set HIDDEN_SIZE=512 to continue with this one."
         ),
         (
             f"HEAD_DIM=64: {folder.path} holds a model with HEAD_DIM=128. "
-            "Fix: give another RUN_NAME to start a new run, or set HEAD_DIM=128 to go on with this one."
+            "Fix: give another RUN_NAME to start a new run, or set HEAD_DIM=128 to continue with this one."
         ),
         (
             f"QK_NORM=True: {folder.path} holds a model with QK_NORM=False. "
-            "Fix: give another RUN_NAME to start a new run, or set QK_NORM=False to go on with this one."
+            "Fix: give another RUN_NAME to start a new run, or set QK_NORM=False to continue with this one."
         ),
         (
             f"NUM_EXPERTS=16: {folder.path} holds a model with NUM_EXPERTS=8. "
-            "Fix: give another RUN_NAME to start a new run, or set NUM_EXPERTS=8 to go on with this one."
+            "Fix: give another RUN_NAME to start a new run, or set NUM_EXPERTS=8 to continue with this one."
         ),
     ]
 

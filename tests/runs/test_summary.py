@@ -193,7 +193,7 @@ def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
     )
     assert (
         "Run stopped: 4 of 9 iterations" in text
-        and "the same command again goes on from iter_0000004\n" in text
+        and "the same command again continues from iter_0000004\n" in text
     )
 
 

@@ -147,5 +147,5 @@ def test_without_anything_to_read_the_run_goes_on(tmp_path):
         command, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert "end of the standard input: going on" in done.stdout
+    assert "end of the standard input: continuing" in done.stdout
     assert sorted(re.findall(r"rank \d has [\d.]+", done.stdout)) == ["rank 0 has 3.0", "rank 1 has 3.0"]

@@ -348,7 +348,7 @@ def test_run_folder_of_another_model(runs: Runs):
     run = runs.run("taken")
     assert run.code == 2
     assert run.stdout == ""
-    fix = "give another RUN_NAME to start a new run, or set NUM_LAYERS=8 to go on with this one"
+    fix = "give another RUN_NAME to start a new run, or set NUM_LAYERS=8 to continue with this one"
     assert (
         run.stderr == f"moe-exp: NUM_LAYERS=4: {folder.path} holds a model with NUM_LAYERS=8. Fix: {fix}.\n"
     )

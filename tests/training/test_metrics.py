@@ -307,7 +307,7 @@ def test_training_time_of_records_that_have_none_and_of_another_runs_checkpoint(
         writer.train(train_record(iteration=30, elapsed_time_per_iteration_ms=100.0))
     assert read_metrics(folder.metrics)[-1]["training_seconds"] == 11.0
     folder.metrics.unlink()
-    # The launcher's, which does not know that training goes on from elsewhere.
+    # The launcher's, which does not know that training continues from elsewhere.
     records.append_event(folder.metrics, "preflight", 0, grade="ok")
     for start_iteration in (1000, 1010):
         with Metrics(config, folder, start_iteration) as writer:

@@ -51,7 +51,7 @@ def expected_curves(folder: RunFolder) -> dict[str, dict[int, float]]:
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
-    """A run that dies at iteration 60 and goes on from 40 with other values, mirrored to TensorBoard and to
+    """A run that dies at iteration 60 and continues from 40 with other values, mirrored to TensorBoard and to
     wandb offline.
     """
     wandb = pytest.importorskip("wandb")

@@ -87,7 +87,7 @@ def test_a_bit_on_one_of_four_ranks(tmp_path):
     }
     router, norm, projection, experts, bias = on_ranks(tmp_path, changes, **settings)
     data, tensor = "data parallel replicas have to be equal", "tensor parallel ranks have to be equal"
-    doubt = "; which of them is right cannot be told"
+    doubt = "; which of them is right is unknown"
     assert router == [
         f"replicas: {ROUTER} on rank 3 (HOST) is not that on rank 1 (HOST): {data}{doubt}",
         f"replicas: {ROUTER} on rank 3 (HOST) is not that on ranks 0, 1, 2 (HOST): {tensor}",
@@ -111,7 +111,7 @@ def test_a_tied_embedding_on_the_last_stage_and_steps_with_overlap(tmp_path):
     (line,) = on_ranks(tmp_path, [(1, tied)], steps=2, **settings)[0]
     what = "first and last pipeline stage, which tie the embedding and the output layer, have to be equal"
     where = "embedding.word_embeddings.weight on rank 1 (HOST) is not that on rank 0 (HOST)"
-    assert line == f"replicas: {where}: {what}; which of them is right cannot be told"
+    assert line == f"replicas: {where}: {what}; which of them is right is unknown"
     assert on_ranks(tmp_path, [], steps=2, gpus_per_node=2, overlap="true", dtype="bf16") == []
 
 

@@ -1,4 +1,4 @@
-"""The same command again goes on where the run stands: bit for bit, under other layouts, after a crash."""
+"""The same command again continues where the run stands: bit for bit, under other layouts, after a crash."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_other_tokens_in_the_same_file_are_refused(runs, tmp_path):
 
 
 def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
-    """LOAD_DIR goes on with the samples as the run's own checkpoints do; more iterations are no other
+    """LOAD_DIR continues with the samples as the run's own checkpoints do; more iterations are no other
     data.
     """
     saved_at_6(interrupted(1, 1, 0.0), runs, "one")
@@ -254,13 +254,13 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
         r" \(fingerprint \w+ instead of \w+\)"
     )
     assert re.search(
-        rf"{files}, so samples would be repeated or left out\. Fix: .* or ALLOW_OTHER_DATA=true to go on ",
+        rf"{files}, so samples would be repeated or left out\. Fix: .* or ALLOW_OTHER_DATA=true to continue ",
         line,
     )
 
     allowed = runs.succeed("two", LOAD_DIR=source, ALLOW_OTHER_DATA=True, **other)
     assert allowed.curve("consumed_samples") == [56]
-    assert re.search(rf"{files}; ALLOW_OTHER_DATA=true: going on at sample 48", allowed.text)
+    assert re.search(rf"{files}; ALLOW_OTHER_DATA=true: continuing at sample 48", allowed.text)
     (event,) = [event for event in allowed.records("event") if event["event"] == "other_data"]
     assert event["iteration"] == 6
     assert [re.fullmatch(files, change) is not None for change in event["changes"]] == [True]

@@ -148,7 +148,7 @@ def config(**values: object) -> Config:
         ({"keep_last": 1, "keep_every": 250}, 0, [], 4, 4),
         ({"keep_last": 1, "keep_best": 2}, 0, [], 4, 4),
         ({}, 400, [100, 200, 300, 400], 10, 6),
-        ({"keep_last": 2}, 400, [300, 400], 4, 2),  # the one that it went on from stays
+        ({"keep_last": 2}, 400, [300, 400], 4, 2),  # the one that it continued from stays
         ({"keep_last": 2}, 400, [50, 100, 200, 300, 400], 5, 1),
         ({}, 1000, [1000], 1, 0),
     ],
@@ -189,7 +189,7 @@ def test_a_disk_that_cannot_hold_the_run(tmp_path, disk):
     assert line.startswith(f"RUN_DIR={tmp_path}: {tmp_path} has ")
     assert "until iteration 1000: 10 checkpoints of " in line
     fix = "set KEEP_LAST=3, which fits, or choose a RUN_DIR on a larger disk, or make room"
-    assert line.endswith(f"Fix: {fix}; DISK_CHECK=one if you remove checkpoints by hand.")
+    assert line.endswith(f"Fix: {fix}; DISK_CHECK=one if you remove checkpoints yourself.")
     assert (
         problems(keep_last=3)
         == problems(disk_check="one")
@@ -224,7 +224,7 @@ def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, di
     refused, (warning,) = room()
     assert refused == []
     assert "until iteration 1000: 9 checkpoints of " in warning
-    assert warning.endswith("make room; DISK_CHECK=one if you remove checkpoints by hand.")
+    assert warning.endswith("make room; DISK_CHECK=one if you remove checkpoints yourself.")
     assert room(disk_check="one") == room(disk_check="none") == ([], [])
     disk(2.5 * one)
     assert room(keep_last=1) == ([], [])

@@ -3,7 +3,7 @@
 
 These are the steps of `dist_checkpointing.load` with another reading of what is not sharded. It has no place
 for that in all versions of Megatron, and from 0.19 on the ranks read by themselves: where the files of one
-are damaged, the others would go on without it.
+are damaged, the others would continue without it.
 """
 
 import contextlib

@@ -9,7 +9,7 @@ name of the format).
 
 Nothing here runs code from a file: the pickle may name the classes of the format and no others, all else is
 `weights_only`. What is read is compared with the checksum that `torch.save` puts beside it (CRC-32):
-`torch.load` itself does not look at it.
+`torch.load` itself ignores it.
 """
 
 from __future__ import annotations

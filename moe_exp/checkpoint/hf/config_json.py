@@ -77,7 +77,7 @@ def settings_of(
                 raise
             names = ", ".join(rule.names)
             raise UnsupportedModel(
-                f"config.json: {names}: cannot be read ({error}). Fix: mend the config.json."
+                f"config.json: {names}: cannot be read ({error}). Fix: correct the config.json."
             ) from None
     if not settings["use_moe"]:
         settings |= {"moe_layer_freq": "1"}

@@ -126,7 +126,7 @@ def dense_layers_by_list() -> FieldRule:
         num_layers = given(fields, "num_hidden_layers")
         if step < 1 or any(layer < 0 or layer >= num_layers for layer in dense):
             rule = f"must name layers of {num_layers}"
-            raise refuse("mlp_only_layers", sorted(dense), rule, "mend the config.json")
+            raise refuse("mlp_only_layers", sorted(dense), rule, "correct the config.json")
         return layer_settings([layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)])
 
     def write(config: Config) -> dict[str, Any]:
@@ -226,7 +226,7 @@ def latent_attention() -> FieldRule:
         heads = given(fields, "num_attention_heads")
         if (found := given(fields, "num_key_value_heads", heads)) != heads:
             rule = "latent attention has as many as heads"
-            raise refuse("num_key_value_heads", found, rule, "mend the config.json")
+            raise refuse("num_key_value_heads", found, rule, "correct the config.json")
         if (found := given(fields, "rms_norm_eps")) != LATENT_EPSILON:
             rule = f"transformers has {LATENT_EPSILON} inside latent attention, Megatron one for all norms"
             raise refuse("rms_norm_eps", found, rule)

@@ -132,7 +132,7 @@ def _config(settings: Settings) -> Config:
         first = error.errors()[0]
         name = str(first["loc"][0])
         raise ValueError(
-            f"config.json: {name.upper()}={first['input']}: {first['msg']}. Fix: mend the config.json."
+            f"config.json: {name.upper()}={first['input']}: {first['msg']}. Fix: correct the config.json."
         ) from None
 
 

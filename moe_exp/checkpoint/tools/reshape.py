@@ -229,7 +229,7 @@ class _Work:
             raise ValueError(f"layers=stacked: {rule}. Fix: give --layers single.")
         has_optimizer = "optimizer" in self.common and not changes.weights_only
         if changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
-            rule = "the fp32 weights that the optimizer goes on from would be lost"
+            rule = "the fp32 weights that the optimizer continues from would be lost"
             raise ValueError(problem("dtype", "bf16", rule, "give --weights-only, too"))
 
     def _check_optimizer(self) -> None:

@@ -219,7 +219,7 @@ class _Compact:
         self._tensors: dict[int, Tensor] = {}
 
     def replaced(self, value: Any) -> Any:
-        """`value` with the new tensors; containers other than tuples are changed in place."""
+        """`value` with the new tensors; containers are changed in place, but for tuples."""
         for island in self._islands:
             self._tensors |= _copied(island)
         return self._replaced(value, {})

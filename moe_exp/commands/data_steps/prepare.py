@@ -36,7 +36,7 @@ def _add_download(subparsers: argparse._SubParsersAction[argparse.ArgumentParser
         "download",
         help="the files of a dataset, from the hub (HF_ENDPOINT, HF_TOKEN)",
         description=(
-            "Fetches and checks a dataset's files. Called again it goes on where it stopped; when all is"
+            "Fetches and checks a dataset's files. Called again, it resumes where it stopped; when all is"
             " there it asks nobody."
         ),
     )
@@ -80,8 +80,8 @@ def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         help="from a dataset's name to shuffled shards: download, convert, shuffle",
         description=(
             "Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into"
-            f" DATA_DIR/NAME_shuffled. Called again it goes on where it stopped. Exit code {UNDER_WAY}: SLURM"
-            " jobs are under way; the last goes on to the shuffle."
+            f" DATA_DIR/NAME_shuffled. Called again, it resumes where it stopped. Exit code {UNDER_WAY}:"
+            " SLURM jobs are under way; the last continues to the shuffle."
         ),
     )
     add_source_arguments(parser)
@@ -110,7 +110,7 @@ def _add_selection(group: Any) -> None:
     _add(group, "--min-score", type=float, metavar="X", help="of the field score")
     _add(group, "--min-chars", type=int, metavar="N", help="shortest text, characters")
     _add(group, "--max-chars", type=int, metavar="N", help="longest text, characters")
-    _add(group, "--limit", type=int, metavar="N", help="read so many documents at most")
+    _add(group, "--limit", type=int, metavar="N", help="maximum number of documents to read")
     _add(group, "--dedup", action="store_true", help="keep one of each text")
     about = "JSONL of benchmark texts; drops what shares 12 words in a row with one"
     _add(group, "--decontaminate", type=Path, metavar="FILE", help=about)
@@ -182,7 +182,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         return 0
     manifest = prepare(wanted)
     if manifest is None:
-        again = "The same command tells how far they are."
+        again = "The same command shows how far they are."
         print(f"{arguments.source}: SLURM jobs are under way; `squeue --me` shows them. {again}")
         return UNDER_WAY
     print_summary(
@@ -192,7 +192,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
 
 def _finish_command() -> tuple[str, ...]:
-    """This command once more, for the last SLURM job: then it goes on from the chunks."""
+    """This command once more, for the last SLURM job: then it continues from the chunks."""
     again = {"--start-over", "--start_over", "--download-again", "--download_again"}
     program = os.path.abspath(sys.argv[0])  # noqa: PTH100
     return (sys.executable, program, *(word for word in sys.argv[1:] if word not in again))

@@ -24,7 +24,7 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Shuffles documents globally into shards NAME.chunk.00.jsonl ... and NAME.val.jsonl. The result"
         " depends on the inputs in their order, on --seed, --shards and --valid-fraction, not on --memory or"
-        " the machine. An interrupted call goes on when it is repeated."
+        " the machine. An interrupted call continues when it is repeated."
     )
     add = parser.add_argument
     about = ".jsonl, .jsonl.gz, .jsonl.zst files, or folders of them"

@@ -40,7 +40,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "JSONL files to PREFIX_text_document.bin/.idx. The same bytes for any --workers; a run that was"
-        f" killed goes on. Exit code {UNDER_WAY}: SLURM jobs are under way."
+        f" killed continues. Exit code {UNDER_WAY}: SLURM jobs are under way."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     add = what.add_argument
@@ -133,7 +133,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         else:
             manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
         if manifest is None:
-            again = "The same command tells how far they are, and merges at last."
+            again = "The same command shows how far they are, and merges at last."
             print(f"{output}: SLURM jobs are under way; `squeue --me` shows them. {again}")
             code = UNDER_WAY
         else:

@@ -38,7 +38,7 @@ def check_rampup(c: Config, replicas: int) -> Iterator[str]:
         fix = (
             f"give START INCREMENT SAMPLES, for instance '{size} {size} 1000'"
             if c.gbsz % size == 0
-            else "first mend GBSZ"
+            else "first correct GBSZ"
         )
         yield problem("rampup_batch_size", c.rampup_batch_size, rule, fix)
 

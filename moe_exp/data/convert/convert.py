@@ -1,7 +1,7 @@
 """Parquet or JSONL files to JSONL chunks: filtered, deduplicated if wished, every document accounted for.
 
 `OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file;
-`OUTPUT/datatrove/` has what datatrove tells: completions, logs, stats, executor.json, and counts/ of each
+`OUTPUT/datatrove/` has what datatrove reports: completions, logs, stats, executor.json, and counts/ of each
 task. Number of tasks and list of files belong to the output: it cannot be gone on with under others.
 """
 
@@ -102,7 +102,7 @@ def convert(
     *,
     start_over: bool = False,
 ) -> dict[str, Any] | None:
-    """Converts files, or goes on where a call with the same settings was stopped.
+    """Converts files, or continues where a call with the same settings was stopped.
 
     Args:
         inputs: .parquet, .jsonl, .jsonl.gz, .jsonl.zst; their order does not matter.

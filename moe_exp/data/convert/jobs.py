@@ -1,6 +1,6 @@
 """Runs the tasks of a datatrove pipeline by its executors: here, as SLURM jobs, or on a Ray cluster.
 
-On this machine each worker process is told its tasks one by one, so that the task of one that is killed is
+On this machine each worker process gets its tasks one by one, so that the task of one that is killed is
 known at once: the pool of LocalPipelineExecutor.run waits for it forever. What has a file in `completions/`
 is done, wherever it ran.
 """
@@ -25,7 +25,7 @@ from moe_exp.data.convert.slurm_jobs import submit
 from moe_exp.data.stage import MAKE_AGAIN
 from moe_exp.host.files import read_json
 
-_AGAIN = "call the same command again, it goes on with the tasks that are left"
+_AGAIN = "call the same command again, it continues with the tasks that are left"
 
 
 def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bool:
@@ -123,7 +123,7 @@ class _Worker:
 
     def take(self, task: int | None) -> None:
         self.task = task
-        with contextlib.suppress(BrokenPipeError):  # it has died since it answered: the next look at it tells
+        with contextlib.suppress(BrokenPipeError):  # it has died since it answered: the next check finds out
             self.orders.send(task)
 
 

@@ -123,7 +123,7 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Through:
-    """Input bytes that a task is through with, in a file of 8 bytes that others look at."""
+    """Input bytes that a task has read, in a file of 8 bytes that others read."""
 
     def __init__(self, folder: str, rank: int):
         self._file = None
@@ -164,7 +164,7 @@ def read_parquet(
 
     Args:
         path, tally, text_field, skip_bad: as for `read_objects`.
-        advance: told the share of the file's bytes after every batch.
+        advance: called with the share of the file's bytes after every batch.
 
     Raises:
         BadDocument: at the first row that is no document, and where the file is damaged.
@@ -329,7 +329,7 @@ class FieldFilter(RuleFilter):
 
 @dataclass
 class LengthFilter(RuleFilter):
-    """Keeps texts of so many characters."""
+    """Keeps texts with a number of characters in a range."""
 
     name: str
     min_chars: int = 0

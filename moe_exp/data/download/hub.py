@@ -99,7 +99,7 @@ def download(
 ) -> list[Path]:
     """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path.
 
-    A call that was stopped goes on with the files that are not complete, at the same commit. One that is
+    A call that was stopped continues with the files that are not complete, at the same commit. One that is
     finished makes no request. The token is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server
     HF_ENDPOINT.
 

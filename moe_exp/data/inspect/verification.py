@@ -97,7 +97,7 @@ def _read_manifest(path: Path, only: str = "") -> Manifest:
         if not isinstance(content["outputs"], list):
             raise TypeError("outputs is no list")
     except (ValueError, KeyError, TypeError) as error:
-        fix = "make the files again, or look at them with moe-exp data inspect"
+        fix = "make the files again, or read them with moe-exp data inspect"
         rule = f"is no manifest with a list of outputs ({type(error).__name__}: {error})"
         raise ValueError(f"{path}: {rule}. Fix: {fix}.") from error
     return Manifest(path, path.parent, content, only)

@@ -135,7 +135,7 @@ class SampleStream:
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
-    """16 hex digits that tell token files apart by sizes, document lengths and ends, not by their paths.
+    """16 hex digits that identify token files by sizes, document lengths and ends, not by their paths.
 
     Order matters, as it keys the shuffle. Weights, sequence length and seed are settings and not part of it.
     """
@@ -284,7 +284,7 @@ class _Corpus:
         self._epochs: dict[int, _Epoch] = {}
 
     def add_to(self, digest: hashlib.blake2b) -> None:
-        """Adds what tells the files apart. About half a second for 50 million documents."""
+        """Adds what identifies the files. About half a second for 50 million documents."""
         _add_files(digest, self.prefix, self._dtype, self._bounds)
 
     def window(self, index: int) -> Int64Array:

@@ -1,7 +1,7 @@
 """Samples in the order of Megatron-LM, by megatron-core's own GPTDataset and BlendedDataset.
 
-For those who compare with a run of Megatron-LM, or go on from one: same files, SEED, SEQ_LEN, TRAIN_ITERS and
-GBSZ, same samples.
+For those who compare with a run of Megatron-LM, or continue from one: same files, SEED, SEQ_LEN, TRAIN_ITERS
+and GBSZ, same samples.
 
 Megatron keeps the order in index files, and finds them again by the path of the tokens and the settings: when
 other text has been tokenized to the same path, it reads the new tokens by the old documents' lengths. Here

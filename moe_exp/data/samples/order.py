@@ -2,7 +2,7 @@
 
 A checkpoint knows how many samples were consumed. That number means something only in the order in which they
 were counted: in another one, training would see some samples twice and others not at all, and nothing in its
-loss would tell.
+loss would show it.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class Change:
 
     @property
     def problem(self) -> str:
-        """Why training does not go on with it, in one line."""
+        """Why training does not continue with it, in one line."""
         rule = f"{self.rule}, so {self.consequence}"
-        fix = f"{self.fix}, or ALLOW_OTHER_DATA=true to go on with other data"
+        fix = f"{self.fix}, or ALLOW_OTHER_DATA=true to continue with other data"
         return problem(self.name, self.value, rule, fix)
 
 
@@ -129,7 +129,7 @@ def order_changes(
             f"its files hold other tokens than those of {checkpoint} by their manifests ({order.manifest}"
             f" instead of {saved['manifest']}), though a sample of them is the same"
         )
-        fix = "give back the old files; moe-exp data verify tells whether files are what their manifest says"
+        fix = "give back the old files; moe-exp data verify checks whether files are what their manifest says"
         changes.append(
             Change("TRAIN_DATA", config.train_data, rule, fix, "the order of samples means others")
         )

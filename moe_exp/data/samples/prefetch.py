@@ -49,8 +49,8 @@ def microbatch_starts(
 
     Args:
         consumed_samples: where an iteration begins.
-        schedule: (micro-batches per rank, global batch size) of the iteration that begins after so many
-            samples.
+        schedule: (micro-batches per rank, global batch size) of the iteration that begins after this number
+            of samples.
         mbsz: micro-batch size, samples.
         dp_rank: of `dp_size` data parallel ranks.
         dp_size: number of data parallel ranks.

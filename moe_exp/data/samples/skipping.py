@@ -1,4 +1,4 @@
-"""Samples without some that are left out: what a run goes on with after it has gone back to before a spike.
+"""Samples without some that are left out: what a run continues with after it has gone back to before a spike.
 
 Training counts the samples that it consumes; schedule, batch ramp-up and checkpoints know that number alone.
 The stream counts its own. Without skips the two are the same. With them, consumed sample n is the n-th of the

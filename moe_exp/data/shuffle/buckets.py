@@ -104,7 +104,7 @@ def _tally_where(chosen: NDArray[np.bool_], documents: Documents) -> Tally:
 
 @dataclass
 class State:
-    """How far a shuffle is, in JSON values: what is on disk beyond it is cut off when it goes on.
+    """How far a shuffle is, in JSON values: what is on disk beyond it is cut off when it continues.
 
     Args:
         num_buckets: ranges of keys, of the same width.
@@ -183,7 +183,7 @@ def spread(
     """First pass: every document goes to the bucket of its key. Yields the decompressed bytes just read.
 
     Args:
-        state: where to go on; it is kept up to date.
+        state: where to continue; it is kept up to date.
         inputs: files to read.
         folder: of the buckets.
         reader: reads the documents; it counts what it skips into `state.read`.
@@ -297,7 +297,7 @@ class Dealer:
     """Second pass: reads the buckets piece by piece and writes their documents in the order of the keys.
 
     Args:
-        state: where to go on; it is kept up to date.
+        state: where to continue; it is kept up to date.
         folder: of the buckets.
         outputs: the validation file and the shards.
         memory_bytes: for the lines of a piece and what belongs to them.

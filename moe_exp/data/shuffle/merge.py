@@ -34,7 +34,7 @@ def merge(
 ) -> dict[str, Any]:
     """Writes `OUTPUT.jsonl` and `OUTPUT.manifest.json`, and returns the manifest.
 
-    An interrupted call goes on with the shard it was at when it is made again.
+    An interrupted call continues with the shard it was at when it is made again.
 
     Args:
         input_dir: folder of .jsonl, .jsonl.gz and .jsonl.zst files; they are merged in the order of their

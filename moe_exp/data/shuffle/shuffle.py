@@ -80,7 +80,7 @@ def shuffle(
 ) -> dict[str, Any]:
     """Shuffles the documents of files into shards and a validation file, and returns the manifest.
 
-    An interrupted call goes on where it was when it is made again, with another budget too.
+    An interrupted call continues where it was when it is made again, with another budget too.
 
     Args:
         inputs: .jsonl, .jsonl.gz and .jsonl.zst files, and folders of them. Their order counts.

@@ -1,7 +1,8 @@
 """Parts (parts.py), joined in order into one .bin and .idx.
 
-Joining goes on while later parts are made, and a part's tokens are removed when they are in the joined file,
-so that the disk holds them once. What a crash leaves is verified by the parts' hashes before it is used.
+Joining continues while later parts are made, and a part's tokens are removed when they are in the joined
+file, so that the disk holds them once. What a crash leaves is verified by the parts' hashes before it is
+used.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ class PartEncoder:
         Args:
             part: the part.
             folder: for its files.
-            advance: is told the bytes read, as they are.
+            advance: called with the bytes as they are read.
 
         Raises:
             BadDocument: a line is no document.
@@ -274,7 +274,7 @@ class PartEncoder:
             self._encoder.num_rerouted = 0
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < tokenizer.vocab_size:
             rule = f"gives ids outside its vocabulary, 0..{tokenizer.vocab_size - 1}"
-            raise ValueError(f"{tokenizer.name}: {rule}. Fix: mend its files.")
+            raise ValueError(f"{tokenizer.name}: {rule}. Fix: correct its files.")
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))

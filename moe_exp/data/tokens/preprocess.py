@@ -233,7 +233,7 @@ def _told_of_death() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
-        fix = "give fewer --workers if the memory was not enough, and call it again: it goes on"
+        fix = "give fewer --workers if the memory was not enough, and call it again: it continues"
         raise ValueError(f"tokenize: a worker process died. Fix: {fix}.") from error
 
 
@@ -241,7 +241,7 @@ _worker: dict[str, Any] = {}
 
 
 def _start_worker(settings: PartSettings, num_bytes: Any, stop: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent tells
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent reports it
     os.environ.update(ONE_THREAD)
     _worker.update(settings=settings, encoders=Encoders(settings.tokenizer), bytes=num_bytes, stop=stop)
     parent = multiprocessing.parent_process()

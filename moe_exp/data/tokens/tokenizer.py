@@ -162,7 +162,7 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """16 hex digits that tell tokenizers apart by what makes ids of a text, not by paths or padding.
+    """16 hex digits that identify a tokenizer by what makes ids of a text, not by paths or padding.
 
     Raises:
         ValueError: as `tokenizer_vocab_size`.

@@ -184,7 +184,7 @@ def _header_problem(path: Path) -> str | None:
     if num_sequences == 0 or num_indices < 2:
         return f"{path} has no documents"
     expected_bytes = _HEADER.size + 12 * num_sequences + 8 * num_indices
-    # A multimodal index goes on with one byte per sequence, so more is fine.
+    # A multimodal index continues with one byte per sequence, so more is fine.
     if actual_bytes >= expected_bytes:
         return None
     return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"

@@ -42,7 +42,7 @@ MODULE = "moe_exp.launch.preflight.rank"
 _RANKS_SECONDS = 150.0
 _REACH_SECONDS = 30.0
 _END_SECONDS = 10.0
-# one in so many nodes may be dead; if more are missing, the file system or an image is slow
+# one in this number of nodes may be dead; if more are missing, the file system or an image is slow
 _MOST_MISSING = 8
 
 

@@ -42,7 +42,7 @@ exclude_for_rest() {
         scontrol update "JobId=$job" "ExcNodeList=$hosts" ||
             { known="$(known_hosts "$hosts")" && [ -n "$known" ] &&
                 scontrol update "JobId=$job" "ExcNodeList=$known"; } ||
-            say "not all of job $job could be told to leave out $hosts: see above"
+            say "not all of job $job could be made to leave out $hosts: see above"
     done
 }
 
@@ -144,11 +144,11 @@ after_failure() {
     say "waits $((retry_seconds * failures)) s before what comes next"
     pause "$((retry_seconds * failures))"
     if on_excluded_node && [ -n "$(pending_jobs)" ]; then
-        say "one of its nodes is excluded now, which a job that is queued again cannot be told:" \
-            "the next job goes on"
+        say "one of its nodes is excluded now, which a job that is queued again does not follow:" \
+            "the next job continues"
     elif [ "$requeue" = true ]; then
         say "goes back into the queue"
-        scontrol requeue "$SLURM_JOB_ID" || say "which SLURM refuses: the next job goes on, if there is one"
+        scontrol requeue "$SLURM_JOB_ID" || say "which SLURM refuses: the next job continues, if there is one"
     fi
 }
 

@@ -51,7 +51,9 @@ class SlurmSettings(BaseModel):
         "24:00:00",
         "of each job, as SLURM has it: MINUTES, HOURS:MINUTES:SECONDS or DAYS-HOURS:MINUTES:SECONDS",
     )
-    signal_seconds: Positive = _field(600, "so long before its end a job saves and makes room for the next")
+    signal_seconds: Positive = _field(
+        600, "seconds before its end at which a job saves and makes room for the next"
+    )
     job_name: str = _field("", "name in the queue; empty: RUN_NAME")
     partition: str = _field("", "partition, or several with commas")
     account: str = _field("", "account to charge")
@@ -69,7 +71,9 @@ class SlurmSettings(BaseModel):
         "", "nodes that no job gets, one a line, # for comments; empty: RUN_DIR/exclude_nodes.txt"
     )
     requeue: bool = _field(True, "a job that fails, or whose node fails, goes back into the queue")
-    max_failures: Positive = _field(3, "so many failures in a row without a new checkpoint end the chain")
+    max_failures: Positive = _field(
+        3, "number of failures in a row without a new checkpoint that end the chain"
+    )
     retry_seconds: NonNegative = _field(
         60, "wait after a failure, times the failures in a row: a file server may be away"
     )

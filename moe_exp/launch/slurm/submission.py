@@ -155,7 +155,7 @@ def _sbatch(path: Path, before: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, env=sbatch_environment(os.environ))
     except FileNotFoundError:
-        fix = "call it on a login node of the cluster, or look at it with --dry-run"
+        fix = "call it on a login node of the cluster, or inspect it with --dry-run"
         raise ValueError(f"sbatch: there is none here. Fix: {fix}.") from None
     # --parsable prints the id, and the cluster if there are several: 123;name.
     found = re.search(r"^(\d+)(;.*)?$", done.stdout, re.MULTILINE)

@@ -74,6 +74,6 @@ class Device:
         )
 
     def moved(self, elements: float, num_bytes: tuple[float, float]) -> Pass:
-        """Reading and writing so many bytes per element; figures are of 2-byte types."""
+        """Reading and writing this number of bytes per element; figures are of 2-byte types."""
         scale = elements * self.num_bytes / 2 / self.bandwidth
         return Pass(num_bytes[0] * scale, num_bytes[1] * scale)

@@ -153,7 +153,7 @@ def doubts(calibration: Calibration) -> Iterator[str]:
     for name, part in (("memory", calibration.memory), ("time", calibration.time)):
         errors = [abs(error) for error in part.errors.values()]
         if errors and (mean := sum(errors) / len(errors)) > _POOR:
-            fix = "look at the columns of the rows that are furthest off"
+            fix = "check the columns of the rows with the largest error"
             yield f"{name}: predictions are {mean:.0%} off on average; {fix}"
         for field in fields(part.constants):
             value, prior = getattr(part.constants, field.name), field.metadata["prior"]

@@ -114,21 +114,21 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
         if row.get(name) and not _is_number(row[name], zero, whole=name not in _MEASURED):
             kind = "number" if name in _MEASURED else "whole number"
             rule = f"{'0 or more' if zero else 'more than 0'}, at most {_LARGEST:.0e}"
-            fix = "mend the cell, or leave it empty if it may be"
+            fix = "correct the cell, or leave it empty if it may be"
             yield f"{where}, column {name}={row[name]}: must be a {kind}, {rule}. Fix: {fix}."
     hidden, heads = (row.get(name) or "" for name in ("hidden", "heads"))
     are_sizes = all(_is_number(text, False, whole=True) for text in (hidden, heads))
     if are_sizes and int(heads) > int(hidden):
-        yield f"{where}, column heads={heads}: is more than hidden={hidden}. Fix: mend the cell."
+        yield f"{where}, column heads={heads}: is more than hidden={hidden}. Fix: correct the cell."
     for name in _FLAGS:
         if row.get(name) not in (None, "", "0", "1"):
-            yield f"{where}, column {name}={row[name]}: must be 0 or 1. Fix: mend the cell."
+            yield f"{where}, column {name}={row[name]}: must be 0 or 1. Fix: correct the cell."
     for name, words in _WORDS.items():
         if row.get(name) and row[name] not in words:
             yield f"{where}, column {name}={row[name]}: is not known. Fix: use one of {', '.join(words)}."
     for name in _AS_SETTINGS:
         if row.get(name) and (error := _setting(name, row[name])[1]):
-            yield f"{where}, column {name}={row[name]}: {error}. Fix: mend the cell, or leave it empty."
+            yield f"{where}, column {name}={row[name]}: {error}. Fix: correct the cell, or leave it empty."
     if row.get("gpu"):
         try:
             load_hardware(row["gpu"])

@@ -66,7 +66,7 @@ def run_comparison(comparison: Comparison) -> int:
         try:
             return _run_held(comparison)
         except KeyboardInterrupt:
-            print("stopped: the same command goes on with what is left", flush=True)
+            print("stopped: the same command continues with what is left", flush=True)
             raise
 
 

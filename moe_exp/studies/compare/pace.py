@@ -62,7 +62,7 @@ def _measured_seconds(comparison: Comparison, variant: Variant) -> float:
     if code:
         _, reason = why_it_failed(log.read_text(encoding="utf-8", errors="replace"), code)
         raise ValueError(
-            f"variant={variant.name}: does not run: {reason}. Fix: see {log}, and mend or leave out the"
+            f"variant={variant.name}: does not run: {reason}. Fix: see {log}, and fix or leave out the"
             " variant."
         )
     records = [

@@ -260,8 +260,8 @@ def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
                 )
                 advance(1)
     except KeyboardInterrupt:
-        jobs = "; its SLURM jobs go on" if sweep.settings.executor == "slurm" else ""
-        print(f"stopped{jobs}: the same command goes on with what is left", flush=True)
+        jobs = "; its SLURM jobs continue" if sweep.settings.executor == "slurm" else ""
+        print(f"stopped{jobs}: the same command continues with what is left", flush=True)
         raise
 
 

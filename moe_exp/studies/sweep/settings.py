@@ -45,7 +45,7 @@ class SweepSettings(BaseModel):
     cps: Sizes = Field((), description="list of context parallel sizes")
     mbszs: Sizes = Field((), description="list of micro-batch sizes")
     sweep_iters: Positive = Field(10, description="iterations of each case")
-    sweep_warmup: Positive = Field(3, description="of these, the first so many are not measured")
+    sweep_warmup: Positive = Field(3, description="number of first iterations that are not measured")
     sweep_dir: str = Field("sweeps", description="folder of all sweeps")
     sweep_name: str = Field(
         "", description="folder of this sweep inside SWEEP_DIR; empty: built from the settings of the model"

@@ -119,7 +119,7 @@ def wait_for_answers(folder: Path, *, first_seconds: float, all_seconds: float) 
 
 
 def give_verdict(folder: Path, *, is_hang: bool, reason: str) -> None:
-    """Tells the other launchers whether the ranks are ended."""
+    """Reports to the other launchers whether the ranks are ended."""
     write_json(folder / "verdict.json", {"is_hang": is_hang, "reason": reason})
 
 

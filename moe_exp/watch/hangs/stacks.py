@@ -189,7 +189,7 @@ def summarize(folder: Path) -> Summary:
         whose = "launcher of node" if len(silent) == 1 else "launchers of nodes"
         head += [f"no answer from the {whose} {_numbers(silent)}"]
     if is_asked:
-        head += ["asked for by hand: the run goes on, in which ranks need not be in the same place"]
+        head += ["requested by a user: the run continues, and ranks need not be in the same place"]
     if named or not is_asked:
         head += ["not where the others are:" if named else "no rank stands out"]
     for rank, reason in named.items():

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 # In display order: what may cause the others comes first.
 CAUSES = ("hardware", "driver", "network", "memory", "disk", "program", "consequence")
 
-DRAIN = "take the node out, and have it looked at"
+DRAIN = "take the node out, and have it inspected"
 RESET = "reset the GPU or restart the node; take it out if it comes again"
-NETWORK = "look at the link, cable and switch of that node; take it out if it comes again"
+NETWORK = "check the link, cable and switch of that node; take it out if it comes again"
 PROGRAM = (
-    "look at the program; CUDA_LAUNCH_BLOCKING=1 names the line. If one GPU alone has it again and again, it"
+    "check the program; CUDA_LAUNCH_BLOCKING=1 names the line. If one GPU alone has it again and again, it"
     " is the GPU"
 )
 
@@ -124,7 +124,7 @@ _MESSAGES = (
     ("bus error, mostly /dev/shm being full", "memory", _SHM, False,
      r"\bBus error\b|SIGBUS|Signal 7\b|exitcode\s*:\s*-7\b"),
     ("disk is full", "disk", "free some space", False, r"No space left on device"),
-    ("disk or file server fails", "disk", "look at the file system", False,
+    ("disk or file server fails", "disk", "check the file system", False,
      r"Input/output error|Stale file handle|blk_update_request: I/O error|EXT4-fs error|XFS .*I/O error"),
     ("network card lost its link", "network", NETWORK, True,
      r"Got async event : (port error|local catastrophic error|device fatal)|port_inactive"

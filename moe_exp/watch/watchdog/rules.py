@@ -75,7 +75,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     elif sight.queue is not None:
         found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
     elif view.status == "stopped":
-        found["stopped"] = f"it has ended at {_progress(view)}, and nothing goes on with it"
+        found["stopped"] = f"it has ended at {_progress(view)}, and nothing continues it"
     elif view.status == "failed":
         found |= dict(_failed(view, begun=0.0))
     else:

@@ -106,7 +106,7 @@ class Watchdog:
             what = str(error) if is_plain else f"{type(error).__name__}: {error}"
             # these are unlikely to be over
             look.found = {key: known.text for key, known in memory.problems.items() if known.is_open}
-            look.found["unreadable"] = f"cannot be looked at: {what}"
+            look.found["unreadable"] = f"cannot be read: {what}"
             look.state = "unknown"
         return look
 

@@ -201,9 +201,9 @@ FIELDS: dict[str, tuple[str, dict[str, Any], str]] = {
     "a word for a number": (
         "llama",
         {"hidden_size": "large"},
-        r"config\.json: head_dim: cannot be read \(.*str.*\)\. Fix: mend",
+        r"config\.json: head_dim: cannot be read \(.*str.*\)\. Fix: correct",
     ),
-    "negative": ("mixtral", {"num_local_experts": -4}, r"NUM_EXPERTS=-4: .* Fix: mend the config\.json"),
+    "negative": ("mixtral", {"num_local_experts": -4}, r"NUM_EXPERTS=-4: .* Fix: correct the config\.json"),
     "more experts than tensors": (
         "mixtral",
         {"num_local_experts": 6},

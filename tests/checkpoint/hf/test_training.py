@@ -1,4 +1,4 @@
-"""A run that goes on from a Hugging Face folder starts at its loss, and what it becomes goes back to
+"""A run that continues from a Hugging Face folder starts at its loss, and what it becomes goes back to
 transformers.
 """
 

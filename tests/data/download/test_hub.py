@@ -131,7 +131,7 @@ def test_offline_without_all_files(server, tmp_path, monkeypatch):
     ids=["429", "5xx", "cut", "reset"],
 )
 def test_what_passes_is_waited_out(server, dataset, tmp_path, quick, monkeypatch, faults):
-    # so that the library goes on inside of these small files
+    # so that the library continues inside of these small files
     monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 1000)
     server.faults = faults
     assert download(source(), tmp_path / "raw") == [tmp_path / "raw" / name for name in NAMES]

@@ -17,7 +17,7 @@ from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
 CHECKPOINT = "the checkpoint at iteration 6 of runs/x/checkpoints"
-FIX = "or ALLOW_OTHER_DATA=true to go on with other data."
+FIX = "or ALLOW_OTHER_DATA=true to continue with other data."
 LOST = "so samples would be repeated or left out"
 
 

@@ -630,7 +630,7 @@ def test_a_block_of_short_lines_is_parsed_in_parts(tmp_path):
             assert documents.num_lines <= most_lines
             read += documents.tally()
             start, num_lines = start + documents.num_bytes, num_lines + documents.num_lines
-            if num_lines == 21:  # what was read up to here is left out by a call that goes on
+            if num_lines == 21:  # what was read up to here is left out by a call that continues
                 rest = DocumentBlocks(LineBlocks(500, 500), Tally()).read(
                     path, start=start, num_lines=num_lines
                 )
@@ -686,7 +686,7 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert "--start-over" in capsys.readouterr().err
     Path("books/b.jsonl").write_text("{")
     assert main("shuffle", ["books", "--output", "other"]) == 1
-    assert "books/b.jsonl:1: not valid JSON. Fix: mend the line" in capsys.readouterr().err
+    assert "books/b.jsonl:1: not valid JSON. Fix: correct the line" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main("shuffle", ["books", "--memory", "lots"])
     assert "memory=lots: must be a number" in capsys.readouterr().err

@@ -47,7 +47,7 @@ class Step(NamedTuple):
 class Leg:
     """Args:
     settings: on top of MODEL and the data; `gpus_per_node` is the number of ranks.
-    start: checkpoints folder to go on from; None: iteration 0.
+    start: checkpoints folder to continue from; None: iteration 0.
     steps: iterations to make.
     saves: iteration to the checkpoints folder that is written after it, that of the start included.
     """

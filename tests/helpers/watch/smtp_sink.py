@@ -103,7 +103,7 @@ def _session(sink: SmtpSink) -> type[socketserver.BaseRequestHandler]:
                     "250 8BITMIME",
                 )
             elif word == "STARTTLS":
-                self.say("220 go on")
+                self.say("220 continue")
                 self.request = sink.context.wrap_socket(self.request, server_side=True)
                 self.file, self.is_encrypted = self.request.makefile("rb"), True
             elif word == "AUTH":
@@ -119,7 +119,7 @@ def _session(sink: SmtpSink) -> type[socketserver.BaseRequestHandler]:
                 sink.recipients.append(line)
                 self.say("550 nobody" if any(address in line for address in sink.unknown) else "250 ok")
             elif word == "DATA":
-                self.say("354 go on")
+                self.say("354 continue")
                 lines = []
                 while (part := self.file.readline()) not in (b".\r\n", b""):
                     lines.append(part)

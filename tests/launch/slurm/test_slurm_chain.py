@@ -157,7 +157,7 @@ def test_nodes_that_are_excluded_meanwhile_are_left_out_by_the_rest_of_the_chain
     with excluded.open("a") as file:
         file.write("\nlocalhost # slow\n")
     assert chain.cluster.run() == (101, 1)
-    # It cannot be told to leave out its own node, so it is not queued again: the next one goes on.
+    # It cannot be told to leave out its own node, so it is not queued again: the next one continues.
     assert chain.cluster.states() == ["FAILED", "PENDING"]
     assert chain.cluster.job(102)["excluded"] == "localhost,node-x"
 

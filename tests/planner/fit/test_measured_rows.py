@@ -172,7 +172,7 @@ def test_bad_cells_of_settings_are_named_together(tmp_path):
     }  # fmt: skip
     assert len(lines) == 4
     assert all(
-        line.startswith(f"{tmp_path}/runs.csv, row mine, column ") and "Fix: mend the cell" in line
+        line.startswith(f"{tmp_path}/runs.csv, row mine, column ") and "Fix: correct the cell" in line
         for line in lines
     )
 

@@ -24,7 +24,7 @@ Root Cause (first observed failure):
   exitcode  : -9 (pid: 7)
   traceback : Signal 9 (SIGKILL) received by PID 7
 Run failed: 0 of 10 iterations in 0:00:05
-  the same command again goes on
+  the same command again continues
 """
 TORCHRUN_ERROR = """
 moe-exp: warning: MBSZS is not a setting; did you mean MBSZ?

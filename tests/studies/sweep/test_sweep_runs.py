@@ -195,7 +195,7 @@ def test_time_out_and_interrupt_leave_no_process(sweeps):
     os.killpg(sweep.pid, signal.SIGINT)
     assert sweep.wait(60) == 130
     assert processes_in(sweeps.folder) == []
-    assert "stopped: the same command goes on with what is left" in sweeps.printed()
+    assert "stopped: the same command continues with what is left" in sweeps.printed()
     first, second = sweeps.rows().values()
     assert (first["status"], first["sec_per_it"], second["status"]) == ("timeout", "", "left")
     assert first["reason"].startswith("had not ended after CASE_TIMEOUT=3 s; its last line: ")
@@ -290,7 +290,7 @@ def test_slurm_jobs_run_each_case_and_are_collected(tmp_path, monkeypatch, capsy
     # Stopped after its jobs were submitted: those stay, and the same command waits for them.
     monkeypatch.setattr(slurm_cases, "ended_jobs", lambda waiting: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["sweep"]) == 130
-    assert "its SLURM jobs go on" in capsys.readouterr().out
+    assert "its SLURM jobs continue" in capsys.readouterr().out
     monkeypatch.undo()
     monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
     monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)

@@ -155,7 +155,7 @@ def test_ranks_that_hang_when_the_job_is_asked_to_stop_are_not_waited_for(tmp_pa
                 time.sleep(0.05)
             return has_ended
 
-        assert not stop_for(5)  # they go on, and may take their time to save
+        assert not stop_for(5)  # they continue, and may take their time to save
         ranks.still.touch()
         ranks.poll_for(5)
         assert all(process.poll() is None for process in ranks.processes)
@@ -277,7 +277,7 @@ def test_stacks_on_demand(tmp_path):
         ranks.poll_until(lambda: not asking.is_alive())
         asking.join()
         ((summary, folder),) = found
-        assert "asked for by hand: the run goes on" in summary.short
+        assert "requested by a user: the run continues" in summary.short
         # The ranks poll for a file: they sleep nearly always, and may run or read just then.
         states = [dump.facts["state"] for dump in read_dumps(folder)]
         assert len(states) == 2 and set(states) <= {"sleeping", "running", "disk-sleep"}

@@ -137,7 +137,7 @@ def test_stacks_on_demand_leave_the_run_as_it_is(runs: Runs):
         command = [sys.executable, "-m", "moe_exp", "watch", "stacks", str(runs.folder("asked").path)]
         done = subprocess.run(command, capture_output=True, text=True, env=clean_environ(), timeout=LONG)
         assert done.returncode == 0, done.stderr
-        assert "asked for by hand: the run goes on" in done.stdout
+        assert "requested by a user: the run continues" in done.stdout
         assert "where they are:" in done.stdout
     asked = runs.end("asked", process, timeout=LONG)
     assert asked.code == 0, asked.text

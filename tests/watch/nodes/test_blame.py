@@ -396,7 +396,7 @@ def test_command(job, tmp_path, capsys, monkeypatch):
             [
                 line
                 for line in out.splitlines()
-                if "take the node out, and have it looked at" in line and "gpu-b07" in line
+                if "take the node out, and have it inspected" in line and "gpu-b07" in line
             ]
         )
         == 1

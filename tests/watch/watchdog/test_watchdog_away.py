@@ -24,12 +24,12 @@ def test_a_file_system_that_does_not_answer_is_told(dog, run, queue, monkeypatch
     found(dog, run, 4400.0)
     monkeypatch.setattr("moe_exp.watch.watchdog.run.regular", lambda path: time.sleep(5) or path)
     (look,) = dog.look(now=run.begin + 4500)
-    assert look.news["unreadable"] == "cannot be looked at: its file system has not answered in 0 s"
+    assert look.news["unreadable"] == "cannot be read: its file system has not answered in 0 s"
 
 
 def test_records_that_nobody_has_thought_of_are_told(dog, run, queue):
     (run.path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | {"save_interval": [1]}))
-    assert "cannot be looked at: TypeError: " in dog.look(now=run.begin + 4400)[0].found["unreadable"]
+    assert "cannot be read: TypeError: " in dog.look(now=run.begin + 4400)[0].found["unreadable"]
 
 
 def test_from_cron_a_run_that_is_away_is_told_and_is_no_bad_command(run, queue, tmp_path, capsys):
@@ -45,7 +45,7 @@ def test_from_cron_a_run_that_is_away_is_told_and_is_no_bad_command(run, queue, 
     main(command)
     run.path.rename(tmp_path / "unmounted")
     assert main(command) == 1
-    assert "PROBLEM: cannot be looked at: RUN_DIR=" in (tmp_path / "alerts.log").read_text()
+    assert "PROBLEM: cannot be read: RUN_DIR=" in (tmp_path / "alerts.log").read_text()
     assert main(["watch", "run", str(tmp_path / "typo"), "--state", str(tmp_path / "state")]) == 2
 
 
