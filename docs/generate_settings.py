@@ -4,14 +4,11 @@ docs/generate_settings.py
 
 from __future__ import annotations
 
-import inspect
-import re
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from moe_exp.config import Config
+from moe_exp.config import Config, sections
 from moe_exp.config.choices import choices_of
-from moe_exp.config.model_settings import ModelSettings
 from moe_exp.config.presets import PRESETS
 
 SETTINGS_MD = Path(__file__).with_name("settings.md")
@@ -186,17 +183,6 @@ PRESET_TEXTS = {
 }
 
 
-def groups() -> dict[str, list[str]]:
-    """Setting names by group, from the one-line comments between the fields of ModelSettings and Config."""
-    found: dict[str, list[str]] = {}
-    for line in (inspect.getsource(ModelSettings) + inspect.getsource(Config)).splitlines():
-        if heading := re.fullmatch(r"    # (.+)", line):
-            found[heading[1]] = []
-        elif (field := re.match(r"    (\w+): ", line)) and field[1] in Config.model_fields:
-            found[next(reversed(found))].append(field[1])
-    return {heading: names for heading, names in found.items() if names}
-
-
 def _values(field: Any) -> str:
     annotation = field.annotation
     if choices := choices_of(field):
@@ -229,7 +215,7 @@ def render() -> str:
         f"| `{name}` | {PRESET_TEXTS[name]} |" for name in sorted(PRESETS, key=list(PRESET_TEXTS).index)
     )
     lines = [HEADER.replace("{presets}", f"| `PRESET` | model |\n|---|---|\n{presets}")]
-    for heading, names in groups().items():
+    for heading, names in sections().items():
         lines += [
             f"## {heading}\n",
             "| setting | default | values | meaning | Megatron |",

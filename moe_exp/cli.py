@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from moe_exp.commands.data import add_steps, run_data_command
 from moe_exp.commands.guard import ended_quietly, guarded
+from moe_exp.commands.help_text import add_help
 
 # Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of
 # the arguments.
@@ -69,6 +70,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
         importlib.import_module(f"moe_exp.commands.{name}").add_commands(commands)
     if command == "data":
         add_steps(commands.choices["data"])
+    add_help(parser)
     return parser
 
 

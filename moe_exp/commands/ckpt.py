@@ -21,7 +21,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds `moe-exp ckpt` and its commands."""
     parser = subparsers.add_parser(
         "ckpt",
-        help="inspect, verify, rewrite, compare and remove checkpoints; `moe-exp ckpt --help` lists how",
+        help="inspect, verify, rewrite, compare and remove checkpoints",
     )
     commands = add_subcommands(parser, "ckpt")
     for add in (_add_info, _add_verify, _add_reshape, _add_diff, _add_prune, _add_shrink):
@@ -41,7 +41,7 @@ def _add_common(parser: argparse.ArgumentParser, *, iteration: bool = True) -> N
 
 
 def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("info", help="what a checkpoint holds; reads no tensor")
+    parser = subparsers.add_parser("info", help="show what a checkpoint holds, without reading tensors")
     _add_path(parser)
     about = "list tensors, all or those like '*router*'"
     parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help=about)
@@ -82,7 +82,7 @@ def _info(arguments: argparse.Namespace) -> None:
 
 def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "verify", help="read all of a checkpoint again: checksums, structure, optimizer against weights"
+        "verify", help="verify checksums, structure and optimizer state of a checkpoint"
     )
     _add_path(parser)
     parser.add_argument("--finite", action="store_true", help="also look for values that are not finite")
@@ -114,7 +114,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "reshape", help="rewrite a checkpoint for the ranks of another layout, on one process"
+        "reshape", help="rewrite a checkpoint for another parallel layout, in one process"
     )
     _add_path(parser, "source", _PATH_HELP)
     _add_path(parser, "target", "the checkpoints folder that is made")
@@ -162,7 +162,7 @@ def _layout(arguments: argparse.Namespace, source: Path) -> Layout:
 
 def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "diff", help="compare two checkpoints name by name, whatever their layouts and styles"
+        "diff", help="compare two checkpoints name by name, in any layout and format"
     )
     _add_path(parser, "a", _PATH_HELP)
     _add_path(parser, "b", "the other one, which differences are relative to")
@@ -195,7 +195,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = subparsers.add_parser("prune", help="remove checkpoints of a run that no rule keeps")
+    parser = subparsers.add_parser("prune", help="remove old checkpoints of a run")
     _add_path(parser, help="a checkpoints folder or a run folder")
     add = parser.add_argument
     add("--keep-last", type=int, required=True, metavar="N", help="keep the newest N")
@@ -228,7 +228,7 @@ def _prune(arguments: argparse.Namespace) -> None:
 
 def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "shrink", help="rewrite torch.save files whose tensors are views of larger storages"
+        "shrink", help="rewrite torch.save files that store more than their tensors"
     )
     _add_path(parser, help="a file, or a folder that is searched for files")
     add = parser.add_argument

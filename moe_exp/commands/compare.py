@@ -14,7 +14,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds the command."""
     parser = subparsers.add_parser(
         "compare",
-        help="train dense and MoE models one after another under the same budget, and write the report",
+        help="train dense and MoE models under the same budget, and write a report",
         description=(
             "Trains models one after another under the same budget, and writes what each has come to. The"
             " dense model gets the MLP width that matches the MoE. The same command again continues with what"
@@ -42,7 +42,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--timeout", default="0", help=about)
     about = "print the models, their sizes and the expected time, start and write nothing"
     add("--dry-run", action="store_true", help=about)
-    add_arguments(parser.add_argument_group("settings of the runs, as in moe-exp train"))
+    add_arguments(parser)
     parser.set_defaults(run=_compare)
 
 

@@ -14,9 +14,7 @@ _DTYPES = ("fp32", "bf16", "fp16")
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    parser = subparsers.add_parser(
-        "convert", help="checkpoints from and to Hugging Face folders; docs/huggingface.md"
-    )
+    parser = subparsers.add_parser("convert", help="convert checkpoints from and to Hugging Face format")
     commands = add_subcommands(parser, "convert")
     _add_from_hf(commands)
     _add_to_hf(commands)
@@ -25,7 +23,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _add_from_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "from-hf",
-        help="a Hugging Face folder -> a checkpoint to train from",
+        help="convert a Hugging Face folder to a checkpoint for training",
         description=(
             "Writes a checkpoint with the weights of a Hugging Face folder, its tokenizer, and settings.env"
             " for the run that continues from it. One tensor is in memory at a time. Every tensor has to be"
@@ -45,7 +43,7 @@ def _add_from_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def _add_to_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "to-hf",
-        help="a checkpoint -> a Hugging Face folder for transformers, vLLM, TensorRT-LLM",
+        help="convert a checkpoint to a Hugging Face folder",
         description=(
             "Writes safetensors files, their index, config, generation config, tokenizer and a model card."
             " The architecture is the one of transformers that computes what the model computes; where there"

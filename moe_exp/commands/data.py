@@ -18,7 +18,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds `moe-exp data`, without its steps: they load numpy."""
     subparsers.add_parser(
         "data",
-        help="from a dataset's name to token files, step by step; `moe-exp data --help` lists the steps",
+        help="download, shuffle, tokenize and inspect training data",
     )
 
 

@@ -210,7 +210,7 @@ def check_kernels() -> int:
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp doctor`."""
-    parser = subparsers.add_parser("doctor", help="versions, devices, what is missing and what that costs")
+    parser = subparsers.add_parser("doctor", help="show versions and devices, and what is missing")
     kernels = "compare every Triton kernel with plain torch instead; exit code 1 where one fails"
     parser.add_argument("--kernels", action="store_true", help=kernels)
     parser.set_defaults(run=lambda arguments: check_kernels() if arguments.kernels else main())

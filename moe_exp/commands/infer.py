@@ -29,9 +29,7 @@ T = TypeVar("T")
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    score = subparsers.add_parser(
-        "score", help="token ids to logits, with the model of a checkpoint", allow_abbrev=False
-    )
+    score = subparsers.add_parser("score", help="compute the logits of token ids", allow_abbrev=False)
     _add_model(score)
     add = score.add_argument
     add("--tokens", required=True, metavar="IDS.npy", help="integers [B, S]")
@@ -43,13 +41,13 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
     score.set_defaults(run=_score)
     evaluate = subparsers.add_parser(
-        "eval", help="loss, perplexity and bits per byte on held-out tokens", allow_abbrev=False
+        "eval", help="measure loss, perplexity and bits per byte on held-out tokens", allow_abbrev=False
     )
     _add_model(evaluate)
     _add_evaluation(evaluate)
     evaluate.set_defaults(run=_eval)
     generate = subparsers.add_parser(
-        "generate", help="text that continues a prompt, with the model of a checkpoint", allow_abbrev=False
+        "generate", help="continue a prompt with the model of a checkpoint", allow_abbrev=False
     )
     _add_model(generate)
     _add_generation(generate)

@@ -26,7 +26,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds `moe-exp plan` and its commands."""
     parser = subparsers.add_parser(
         "plan",
-        help="what a run costs before it is paid for, and the best layout; `moe-exp plan --help` lists how",
+        help="estimate memory, time and cost of a run, and search for the best layout",
         description=(
             "Without a command: what the run costs that moe-exp train would start with the same variables and"
             " flags."
@@ -41,7 +41,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_settings(parser)
     # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
     run = commands.add_parser(
-        "run", help="what a run costs (the same as without a command)", argument_default=argparse.SUPPRESS
+        "run",
+        help="estimate memory, time and cost of a run (the default command)",
+        argument_default=argparse.SUPPRESS,
     )
     _add_settings(run)
     run.set_defaults(run=_run)
@@ -50,7 +52,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_predict(commands)  # type: ignore[arg-type]
     hardware = commands.add_parser(
         "hardware",
-        help="the known devices, their numbers and where those come from",
+        help="list known devices, their figures and the sources of these",
         argument_default=argparse.SUPPRESS,
     )
     hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
@@ -105,7 +107,7 @@ def _add_calibrate(subparsers: argparse._SubParsersAction[argparse.ArgumentParse
 
 def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "predict", help="memory and time of runs in a CSV", argument_default=argparse.SUPPRESS
+        "predict", help="predict memory and time of the runs in a CSV", argument_default=argparse.SUPPRESS
     )
     add = parser.add_argument
     about = "runs; columns of results may be absent or empty"

@@ -15,7 +15,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds `moe-exp report`."""
     parser = subparsers.add_parser(
         "report",
-        help="runs side by side, dense against MoE: one HTML page, or Markdown for a pull request",
+        help="compare runs in one HTML page, or in Markdown for a pull request",
         description=(
             "Reads run folders, also of runs that are still running, and writes one HTML file that opens"
             " from disk. `moe-exp report wandb RUN ... --project P` makes a report of them on wandb's site"

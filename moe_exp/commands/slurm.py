@@ -25,7 +25,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     about = "print the sbatch file, and on stderr the calls of sbatch; write and submit nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
     add_arguments(parser, SlurmSettings)
-    add_arguments(parser.add_argument_group("settings of the run, as in moe-exp train"))
+    add_arguments(parser)
     parser.set_defaults(run=_submit)
 
 

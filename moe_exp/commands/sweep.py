@@ -13,7 +13,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds the command."""
     parser = subparsers.add_parser(
         "sweep",
-        help="run a few iterations of each of many layouts, and make the table of memory and time",
+        help="run a few iterations of many layouts, and write a table of memory and time",
         description=(
             "Runs the layouts of the lists (TPS, PPS, EPS, MBSZS, GPUS, ...), and writes what was measured"
             " beside what was predicted. Every flag is also an environment variable: --tps is TPS. The same"
@@ -27,8 +27,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     about = "run those, too, that have failed, run out of memory or of time before"
     add("--retry-failed", action="store_true", help=about)
     add_arguments(parser, SweepSettings)
-    title = "settings of the runs, as in moe-exp train; a list stands above its setting"
-    add_arguments(parser.add_argument_group(title))
+    add_arguments(parser)
     parser.set_defaults(run=_sweep)
 
 

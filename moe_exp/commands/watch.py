@@ -17,7 +17,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds `moe-exp watch` and its commands."""
     parser = subparsers.add_parser(
         "watch",
-        help="long runs: who hangs, which node is slow, whether a job is there at all",
+        help="monitor long runs: hangs, slow or faulty nodes, jobs that stopped",
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="watch_command", metavar="command", required=True)
@@ -90,9 +90,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
 
 
 def _add_exclude(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "exclude", help="the list of nodes that no job should get: show it, add to it, take out of it"
-    )
+    parser = commands.add_parser("exclude", help="show or change the list of nodes that jobs must avoid")
     parser.add_argument(
         "file", type=Path, metavar="FILE", help="the list, RUN_DIR/exclude_nodes.txt of your runs"
     )
@@ -133,7 +131,7 @@ def _exclude(arguments: argparse.Namespace) -> None:
 
 def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "blame", help="which node, rank and device the errors in logs come from, and what to do"
+        "blame", help="name the node, rank and device that caused the errors in logs, and what to do"
     )
     add = parser.add_argument
     about = "logs of ranks, srun or the kernel, or the folder of a run"
@@ -255,7 +253,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _add_stacks(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     stacks = commands.add_parser(
         "stacks",
-        help="where every rank of a run is, and which are not where the others are",
+        help="show where each rank of a run is, and which ranks differ",
         description=(
             "Asks the launchers of a run for the stacks of all ranks, from any node that sees the run folder;"
             " the run continues. Of a folder in RUN/hang, prints the summary of the stacks that are there."
@@ -335,7 +333,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
-        "storage", help="how often to save, by measured times, and the room that a run needs until its end"
+        "storage", help="recommend a save interval, and estimate the disk that a run needs"
     )
     add = parser.add_argument
     about = "a run folder, or a file of settings like its config.yaml"

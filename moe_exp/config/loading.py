@@ -14,12 +14,12 @@ from pydantic import BaseModel, ValidationError
 from moe_exp.config.choices import choices_of
 from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.config.setting_types import ONE_LINE_FIX
-from moe_exp.config.settings import Config, ConfigError, problem
+from moe_exp.config.settings import Config, ConfigError, problem, sections
 from moe_exp.host.devices import count_gpus
 
 
 def add_arguments(
-    parser: argparse._ActionsContainer,
+    parser: argparse.ArgumentParser,
     settings: type[BaseModel] = Config,
     names: Iterable[str] = (),
 ) -> None:
@@ -28,15 +28,23 @@ def add_arguments(
     Defaults are shown for settings that no preset changes.
 
     Args:
-        parser: a parser or argument group.
+        parser: gets a group for each section, if all of Config's settings are added.
         settings: model of the settings.
         names: a subset of them; all by default.
     """
-    for name in names or settings.model_fields:
+    if settings is Config and not names:
+        for heading, of_section in sections().items():
+            _add_flags(parser.add_argument_group(f"{heading} settings"), settings, of_section)
+    else:
+        _add_flags(parser, settings, names or settings.model_fields)
+
+
+def _add_flags(group: argparse._ActionsContainer, settings: type[BaseModel], names: Iterable[str]) -> None:
+    for name in names:
         field = settings.model_fields[name]
         has_default = settings is not Config and field.default not in ("", ())
         text = f"{field.description}" + (f" (default: {str(field.default).lower()})" if has_default else "")
-        parser.add_argument(
+        group.add_argument(
             f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=text.replace("%", "%%")
         )
 

@@ -423,6 +423,28 @@ class Config(ModelSettings):
 
 
 TRAITS = {name: traits(Config, name) for name in Config.model_fields}
+# First setting of each section of `--help` and docs/settings.md, in the order of the fields.
+SECTIONS = {
+    "Launch": "preset",
+    "Model": "num_layers",
+    "Mixture of experts": "use_moe",
+    "Parallelism": "tp",
+    "Optimization": "lr",
+    "Data": "train_data",
+    "Input and output": "run_dir",
+    "Reliability and debugging": "fingerprints",
+}
+
+
+def sections() -> dict[str, list[str]]:
+    """Names of the settings by section, in order."""
+    heading_of = {first: heading for heading, first in SECTIONS.items()}
+    found: dict[str, list[str]] = {}
+    for name in Config.model_fields:
+        if name in heading_of:
+            names = found[heading_of[name]] = []
+        names.append(name)
+    return found
 
 
 def built_name(config: Config) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
     inspect = subparsers.add_parser(
-        "inspect", help="what is in token files or JSONL files: counts, lengths, duplicates, samples"
+        "inspect", help="describe token files or JSONL files: counts, lengths, duplicates, samples"
     )
     inspect.add_argument("path", type=Path, help="prefix of .bin and .idx, a JSONL file, or a folder of such")
     inspect.add_argument(
@@ -27,9 +27,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     inspect.add_argument("--text-field", default="text", help="field of JSONL with the text (default: text)")
     inspect.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     inspect.set_defaults(run=_inspect)
-    check = subparsers.add_parser(
-        "verify", help="read files again and compare them with their manifest, or with another corpus"
-    )
+    check = subparsers.add_parser("verify", help="compare files with their manifest, or with another corpus")
     add = check.add_argument
     add("path", type=Path, help="a folder, prefix or file that moe-exp data has made")
     about = "compare the documents with those of OTHER instead, in whatever order"

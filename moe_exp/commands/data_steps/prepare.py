@@ -16,7 +16,9 @@ from moe_exp.data.download.sources import print_sources, resolve_source
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    parser = subparsers.add_parser("list", help="the datasets that have a name here: files, size, licence")
+    parser = subparsers.add_parser(
+        "list", help="list the datasets that are known by name: files, size, license"
+    )
     parser.set_defaults(run=lambda _: print_sources())
     _add_download(subparsers)
     _add_prepare(subparsers)
@@ -34,7 +36,7 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_download(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "download",
-        help="the files of a dataset, from the hub (HF_ENDPOINT, HF_TOKEN)",
+        help="download the files of a dataset from the hub (HF_ENDPOINT, HF_TOKEN)",
         description=(
             "Fetches and checks a dataset's files. Called again, it resumes where it stopped; when all is"
             " there it asks nobody."
@@ -77,7 +79,7 @@ def _download(arguments: argparse.Namespace) -> None:
 def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
         "prepare",
-        help="from a dataset's name to shuffled shards: download, convert, shuffle",
+        help="download, convert and shuffle a dataset into shards",
         description=(
             "Downloads a dataset, converts it to JSONL chunks in DATA_DIR/NAME and shuffles them into"
             f" DATA_DIR/NAME_shuffled. Called again, it resumes where it stopped. Exit code {UNDER_WAY}:"

@@ -15,9 +15,11 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
     _add_shuffle(
-        subparsers.add_parser("shuffle", help="JSONL files -> shuffled shards and a validation file")
+        subparsers.add_parser("shuffle", help="shuffle JSONL files into shards and a validation file")
     )
-    _add_merge(subparsers.add_parser("merge", help="shards, without the validation file -> one JSONL file"))
+    _add_merge(
+        subparsers.add_parser("merge", help="merge shards into one JSONL file, without the validation file")
+    )
 
 
 def _add_shuffle(parser: argparse.ArgumentParser) -> None:

@@ -1,0 +1,136 @@
+"""What `--help` adds to the parsers of all commands: a summary, examples, and a readable width."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import textwrap
+from typing import Any
+
+_MOST_COLUMNS = 110
+_EXAMPLES = "examples:"
+
+# The commands that people use most, by subcommand.
+EXAMPLES: dict[str, tuple[str, ...]] = {
+    "train": (
+        "moe-exp train                                        # a small MoE on an embedded corpus",
+        "moe-exp train --train-data data/my_text_document --num-experts 16 --topk 2",
+        "moe-exp train --gpus-per-node 8 --ep 8 --dry-run      # settings and checks, starts nothing",
+    ),
+    "data list": ("moe-exp data list",),
+    "data download": ("moe-exp data download fineweb_edu_10bt --dry-run",),
+    "data prepare": (
+        "moe-exp data prepare fineweb_edu_10bt --dry-run        # size, time and disk",
+        "moe-exp data prepare fineweb_edu_10bt --workers 16",
+    ),
+    "data shuffle": ("moe-exp data shuffle data/mine --output data/mine_shuffled --shards 8",),
+    "data merge": (
+        "moe-exp data merge --input-dir mine_shuffled --valid-file-name mine.val --output-file-name mine",
+    ),
+    "data tokenize": (
+        "moe-exp data tokenize --input mine.jsonl --output-prefix mine --tokenizer-model tok --append-eod",
+        "moe-exp data tokenize --input mine_shuffled --output-prefix mine --tokenizer-model tok --dry-run",
+    ),
+    "data train-tokenizer": (
+        "moe-exp data train-tokenizer data/mine.jsonl --out data/tok --vocab-size 8192",
+    ),
+    "data inspect": ("moe-exp data inspect data/mine_text_document",),
+    "data verify": ("moe-exp data verify data/mine_shuffled",),
+    "ckpt info": ("moe-exp ckpt info runs/NAME",),
+    "ckpt verify": ("moe-exp ckpt verify runs/NAME",),
+    "ckpt reshape": ("moe-exp ckpt reshape runs/NAME new/checkpoints --tp 2 --ep 4",),
+    "ckpt diff": ("moe-exp ckpt diff runs/ONE runs/OTHER",),
+    "ckpt prune": ("moe-exp ckpt prune runs/NAME --keep-last 3 --dry-run",),
+    "ckpt shrink": ("moe-exp ckpt shrink old/checkpoints --dry-run",),
+    "compare": (
+        "moe-exp compare                                      # dense against MoE at equal FLOPs",
+        "moe-exp compare --repeats 3 --train-iters 500",
+        "moe-exp compare --variant e8:num_experts=8 --variant e32:num_experts=32 --dry-run",
+    ),
+    "convert from-hf": ("moe-exp convert from-hf models/Qwen3-30B-A3B checkpoints/qwen3",),
+    "convert to-hf": ("moe-exp convert to-hf runs/NAME exported",),
+    "plan": (
+        "moe-exp plan --preset qwen3-30b-a3b --gpus 64 --gpu H100-80GB --ep 8 --tokens 1T",
+        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024",
+        "moe-exp plan hardware",
+    ),
+    "plan run": ("moe-exp plan run --preset mixtral-8x7b --gpus 128 --pp 8 --ep 8 --mbsz 1",),
+    "plan search": (
+        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024",
+        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --explain TP=4,PP=8,EP=8",
+        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --export env > topology.env",
+    ),
+    "plan calibrate": ("moe-exp plan calibrate --runs runs.csv --out profile.json",),
+    "plan predict": ("moe-exp plan predict --runs runs.csv --out predicted.csv",),
+    "plan hardware": ("moe-exp plan hardware",),
+    "report": (
+        "moe-exp report runs/dense runs/moe                   # report.html",
+        "moe-exp report runs/moe --watch                      # follow a run in the terminal",
+        "moe-exp report runs/dense runs/moe --format md",
+    ),
+    "slurm": (
+        "moe-exp slurm --nnodes 16 --gpus-per-node 8 --time-limit 24:00:00 --num-jobs 5 --dry-run",
+        "moe-exp slurm --nnodes 16 --gpus-per-node 8 --preset qwen3-30b-a3b --ep 8 --partition gpu",
+    ),
+    "sweep": (
+        "moe-exp sweep --dry-run                              # the layouts that would run",
+        "moe-exp sweep --gpus 4 --tps 1,2 --eps 1,2,4",
+        "moe-exp sweep --retry-failed",
+    ),
+    "score": ("moe-exp score --checkpoint runs/NAME --tokens ids.npy --out logits.npy",),
+    "eval": (
+        "moe-exp eval --checkpoint runs/NAME                  # the run's own validation data",
+        "moe-exp eval --checkpoint runs/NAME --data data/other_text_document --experts",
+    ),
+    "generate": (
+        'moe-exp generate --checkpoint runs/NAME --prompt "def main("',
+        "moe-exp generate --checkpoint runs/NAME --prompt-file prompts.txt --temperature 0.8 --json",
+    ),
+    "watch preflight": ("moe-exp watch preflight --nnodes 1 --gpus-per-node 8",),
+    "watch exclude": ("moe-exp watch exclude runs/exclude_nodes.txt --add node17 --reason 'Xid 79'",),
+    "watch blame": ("moe-exp watch blame runs/NAME",),
+    "watch run": (
+        "moe-exp watch run runs/NAME                          # once, as from cron",
+        "moe-exp watch run runs/NAME --every 300 --alert-file alerts.txt",
+    ),
+    "watch stacks": ("moe-exp watch stacks runs/NAME",),
+    "watch diff": ("moe-exp watch diff runs/ONE runs/OTHER",),
+    "watch storage": ("moe-exp watch storage runs",),
+    "doctor": ("moe-exp doctor", "moe-exp doctor --kernels"),
+}
+
+
+class HelpFormatter(argparse.HelpFormatter):
+    """As wide as the terminal up to a limit; the list of examples keeps its lines."""
+
+    def __init__(self, prog: str, **options: Any):
+        columns = min(shutil.get_terminal_size().columns, _MOST_COLUMNS)
+        super().__init__(prog, **{"width": columns - 2, "max_help_position": 28, **options})
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        if text.startswith(_EXAMPLES):
+            return textwrap.indent(text, indent)
+        return super()._fill_text(text, width, indent)
+
+
+def add_help(parser: argparse.ArgumentParser, path: str = "") -> None:
+    """Completes the help of a parser and of the parsers of its subcommands.
+
+    Args:
+        parser: of `moe-exp`, or of a subcommand.
+        path: words of the subcommand.
+    """
+    parser.formatter_class = HelpFormatter
+    has_settings = any((group.title or "").endswith(" settings") for group in parser._action_groups)
+    if has_settings and parser.usage is None:
+        parser.usage = f"{parser.prog} [options] [settings]"
+    if path in EXAMPLES:
+        parser.epilog = "\n  ".join((_EXAMPLES, *EXAMPLES[path]))
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            summaries = {choice.dest: choice.help or "" for choice in action._choices_actions}
+            for name, subparser in action.choices.items():
+                summary = summaries.get(name, "")
+                if not subparser.description and summary:
+                    subparser.description = f"{summary[0].upper()}{summary[1:]}."
+                add_help(subparser, f"{path} {name}".strip())

@@ -1,0 +1,61 @@
+"""`--help` of every command: a summary, the options in groups, and examples that the parser takes."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterator
+
+import pytest
+
+from helpers.docs.commands import problem_of
+from moe_exp import cli
+from moe_exp.commands.help_text import EXAMPLES
+from moe_exp.config import sections
+
+PARSER = cli._parser("data")
+
+
+def leaves(
+    parser: argparse.ArgumentParser = PARSER, path: str = ""
+) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+    """The commands that can be run, with their words."""
+    actions = [action for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    if not actions or path == "plan":
+        yield path, parser
+    for action in actions:
+        for name, subparser in action.choices.items():
+            yield from leaves(subparser, f"{path} {name}".strip())
+
+
+COMMANDS = dict(leaves())
+
+
+def test_every_command_has_examples():
+    assert set(COMMANDS) == set(EXAMPLES)
+    assert all(1 <= len(lines) <= 3 for lines in EXAMPLES.values())
+
+
+@pytest.mark.parametrize("path", COMMANDS)
+def test_help_begins_with_a_summary_and_ends_with_examples(path):
+    text = COMMANDS[path].format_help()
+    usage, summary, *_ = text.split("\n\n")
+    assert usage.startswith(f"usage: moe-exp {path}")
+    assert summary[0].isupper() and summary.rstrip().endswith(".")
+    assert text.split("examples:\n  ")[1].splitlines()[0] == EXAMPLES[path][0]
+
+
+@pytest.mark.parametrize("example", [line for lines in EXAMPLES.values() for line in lines])
+def test_examples_are_accepted(example):
+    program, *arguments = shlex.split(example.partition(" >")[0], comments=True)
+    assert program == "moe-exp"
+    assert problem_of(arguments) == ""
+
+
+@pytest.mark.parametrize("path", ["train", "compare", "sweep", "slurm", "plan"])
+def test_settings_are_grouped_by_section(path):
+    groups = {group.title: group for group in COMMANDS[path]._action_groups}
+    for heading, names in sections().items():
+        found = {action.dest for action in groups[f"{heading} settings"]._group_actions}
+        assert found <= set(names)
+        assert found or path == "sweep"
