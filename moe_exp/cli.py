@@ -60,7 +60,7 @@ def _main(arguments: list[str]) -> int:
 
 
 def _parser(command: str) -> argparse.ArgumentParser:
-    """Of all commands; the steps of `data`, which load numpy, are filled in for that command alone."""
+    """Builds the parser of all commands; the steps of `data`, which load numpy, only for that command."""
     parser = argparse.ArgumentParser(
         prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core"
     )

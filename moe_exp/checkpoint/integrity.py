@@ -60,7 +60,7 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
 
 
 def _damage(folder: Path, *, checksums: bool) -> str:
-    """What is wrong with a checkpoint, in a line; empty: nothing. Called by every rank."""
+    """Damage of a checkpoint in one line, or empty. Called by every rank."""
     damage, files = from_first_rank(lambda: contents(folder))
     if damage:
         return damage
@@ -75,7 +75,7 @@ def _damage(folder: Path, *, checksums: bool) -> str:
 
 
 def contents(folder: Path) -> tuple[str, Mapping[str, Mapping[str, Any]]]:
-    """What is wrong with a checkpoint as far as its small files say, in a line, and its files as the manifest
+    """Damage of a checkpoint by its small files alone, in one line, and its files as the manifest
     has them: without one, as Megatron-LM's, none, and those that `.metadata` names have to be long enough.
     Raises a NewerFormatError if a newer version of this package wrote it.
     """

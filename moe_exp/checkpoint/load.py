@@ -30,7 +30,9 @@ from megatron.core.distributed import DistributedDataParallel
 
 
 def saved_progress(path: Path) -> Progress | None:
-    """Of a checkpoint, without its tensors; None where Megatron-LM wrote it. `path` as of `load`."""
+    """Progress of a checkpoint, read without its tensors; None if Megatron-LM wrote it. `path` as in
+    `load`.
+    """
     common = read_common(one_checkpoint(path))
     return Progress(**common["progress"]) if "progress" in common else None
 

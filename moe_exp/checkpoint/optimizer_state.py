@@ -64,7 +64,7 @@ class Owned:
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """What this rank keeps, of every part of a chain of optimizers (dense parameters, experts)."""
+    """State that this rank keeps of every part of a chain of optimizers (dense parameters, experts)."""
     for part in optimizer.chained_optimizers:
         if not part.is_stub_optimizer:
             yield from _distributed(part) if isinstance(part, DistributedOptimizer) else _whole(part)
@@ -82,7 +82,7 @@ def _distributed(part: DistributedOptimizer) -> Iterator[Owned]:
 
 
 def _whole(part: Any) -> Iterator[Owned]:
-    """Of an optimizer that is the same on every data parallel rank."""
+    """State of an optimizer that is the same on every data parallel rank."""
     pairs = [(parameter, parameter) for group in part.optimizer.param_groups for parameter in group["params"]]
     if isinstance(part, Float16OptimizerWithFloat16Params):
         pairs = [(parameter, parameter) for group in part.fp32_from_fp32_groups for parameter in group]
@@ -165,7 +165,7 @@ def shards_of(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[Sh
 
 
 def optimizer_groups(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """What is not sharded, as Megatron writes it: settings of the parameter groups, steps, loss scale. Called
+    """Unsharded state as Megatron writes it: settings of the parameter groups, steps, loss scale. Called
     by every rank: a pipeline stage without experts has a shorter chain of optimizers.
     """
     chains: list[list[dict[str, Any]]] = [[]] * torch.distributed.get_world_size()

@@ -29,7 +29,7 @@ Item = tuple[MetadataIndex, Tensor | io.BytesIO]
 
 @dataclass(frozen=True)
 class Plan:
-    """What this rank writes.
+    """Tensors and files that this rank writes.
 
     Over all ranks every value of every tensor is in one item.
     """

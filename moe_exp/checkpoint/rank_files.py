@@ -20,7 +20,7 @@ from moe_exp.host.files import HashedFile
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank reports to rank 0 about its files."""
+    """Report of a rank to rank 0 about its files."""
 
     places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # where each of its pieces lies
     entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its files, for the manifest

@@ -34,7 +34,7 @@ _NUM_SHOWN = 5
 
 
 class RestoreError(ConfigError):
-    """What was loaded is not what was saved: perhaps a node's fault. `names`: of the tensors."""
+    """Loaded values differ from the saved ones, perhaps by a fault of a node. `names`: of the tensors."""
 
     exit_code = FAILED  # so that a chain of jobs tries it again
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: sharded model, optimizer, schedule, random streams, and progress."""
+"""State of a checkpoint: sharded model, optimizer, schedule, random streams, and progress."""
 
 import contextlib
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a checkpoint holds beside `Progress`."""
+    """Model, optimizer and schedule: what a checkpoint holds beside `Progress`."""
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
@@ -75,7 +75,7 @@ def parameters_in_sync(model: list[DistributedDataParallel]) -> Iterator[None]:
 
 
 def whole_state(config: Config, runtime: Runtime, trained: Trained, progress: Progress) -> dict[str, Any]:
-    """What is saved. Called by every rank."""
+    """State dict to save. Called by every rank."""
     weights = weights_state(runtime, trained.model, None)
     return {
         **weights,
@@ -90,7 +90,7 @@ def whole_state(config: Config, runtime: Runtime, trained: Trained, progress: Pr
 
 
 def sharding_metadata(runtime: Runtime) -> dict[str, Any]:
-    """What Megatron's `sharded_state_dict` takes as metadata."""
+    """Metadata for Megatron's `sharded_state_dict`."""
     return {**CONTENT, "dp_cp_group": runtime.groups.dp_cp}
 
 
@@ -110,7 +110,7 @@ def unwrapped(chunk: DistributedDataParallel) -> Any:
 
 
 def layout(config: Config, runtime: Runtime) -> dict[str, Any]:
-    """What the random streams belong to."""
+    """Layout that the random streams belong to."""
     return {"tp": config.tp, "pp": config.pp, "device": runtime.device.type}
 
 

@@ -141,7 +141,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
 
 
 def _shared_parts(runtime: Runtime, trained: Trained, keys: CheckpointKeys, moe: set[int]) -> dict[str, Any]:
-    """What the two models share: everything but the MLPs of the MoE layers, under the dense model's keys."""
+    """Tensors that the two models share: all but the MLPs of the MoE layers, under the dense model's keys."""
     state = {}
     for index, chunk in enumerate(trained.model):
         model = unwrapped(chunk)

@@ -276,7 +276,7 @@ def optional_rows() -> list[list[str]]:
 
 
 def backend_rows() -> list[list[str]]:
-    """What attention, norm, experts, optimizer and communication will run on here, and why."""
+    """Backends of attention, norm, experts, optimizer and communication on this machine, with reasons."""
     import torch
 
     with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.

@@ -1,4 +1,4 @@
-"""What all commands share: exact flags, one-line errors for what a user can fix, and unread output."""
+"""Shared by all commands: exact flags, one-line errors for what a user can fix, and unread output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--help` adds to the parsers of all commands: a summary, examples, and a readable width."""
+"""Completes `--help` of all commands: a summary, examples, and a readable width."""
 
 from __future__ import annotations
 

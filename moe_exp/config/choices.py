@@ -113,7 +113,7 @@ DISPATCHERS = {
 
 @dataclass(frozen=True)
 class Optimizer:
-    """What updates the parameters.
+    """An optimizer, and what the planner and the checks need to know of it.
 
     Attributes:
         text: for the help.
@@ -179,7 +179,7 @@ class OneOf:
 
 
 def one_of(table: Collection[str], *others: str) -> BeforeValidator:
-    """For `Annotated[str, one_of(TABLE, "auto")]`."""
+    """Validator for `Annotated[str, one_of(TABLE, "auto")]`."""
     return BeforeValidator(OneOf(table, others))
 
 

@@ -120,7 +120,7 @@ class Change:
 
 
 def shape_facts(config: Config) -> Facts:
-    """What determines the model's tensors: setting to its value, or to what follows from it and others."""
+    """Settings that determine the model's tensors, by name: their values, or what follows from several."""
     facts: Facts = {
         name: getattr(config, name) for name in ("hidden_size", "num_layers", "num_heads", "num_query_groups")
     }
@@ -151,7 +151,7 @@ def shape_facts(config: Config) -> Facts:
 
 
 def function_facts(config: Config) -> Facts:
-    """What the model computes with the same tensors."""
+    """Settings that determine what the model computes with the same tensors."""
     facts: Facts = {
         "norm_epsilon": config.norm_epsilon,
         "rotary_base": config.rotary_base,

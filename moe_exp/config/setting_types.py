@@ -270,7 +270,7 @@ def _pattern_terms(pattern: str) -> list[tuple[str, int]]:
 
 @cache  # a layout search asks thousands of times
 def layers_of_pattern(pattern: str, num_layers: int, num_first_dense: int) -> tuple[bool, ...]:
-    """For every layer, whether MOE_LAYER_FREQ makes it an MoE layer. A list keeps its own length."""
+    """Whether MOE_LAYER_FREQ makes each layer an MoE layer. A list keeps its own length."""
     if pattern.isdigit():
         chosen = [layer % int(pattern) == 0 for layer in range(num_layers)]
     else:

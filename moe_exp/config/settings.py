@@ -379,7 +379,7 @@ class Config(ModelSettings):
 
     @property
     def moe_layers(self) -> list[bool]:
-        """For every layer, whether it is an MoE layer; a pattern keeps its length even if not NUM_LAYERS."""
+        """Whether each layer is an MoE layer; a pattern keeps its length even if it is not NUM_LAYERS."""
         if not self.use_moe:
             return [False] * self.num_layers
         return list(layers_of_pattern(self.moe_layer_freq, self.num_layers, self.first_k_dense))

@@ -51,7 +51,7 @@ class BadDocument(ValueError):
 
 @dataclass
 class Tally:
-    """What was read or written: sums, so that those of parts add up to that of the whole.
+    """Counts of what was read or written; the counts of parts add up to those of the whole.
 
     Args:
         num_documents: documents.
@@ -86,7 +86,7 @@ class Tally:
         return self
 
     def to_json(self) -> dict[str, Any]:
-        """For a manifest."""
+        """JSON values for a manifest."""
         counts: dict[str, Any] = {"num_documents": self.num_documents, "num_text_bytes": self.num_text_bytes}
         return counts | {"text_hash": f"{self.text_hash:032x}", "skipped": dict(sorted(self.skipped.items()))}
 

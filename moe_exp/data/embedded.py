@@ -36,7 +36,7 @@ _DOCUMENTS_PER_CHUNK = 64
 
 @dataclass(frozen=True)
 class EmbeddedCorpus:
-    """Where the corpus is and how large; token counts include one end-of-document token per document."""
+    """Paths and sizes of the corpus; token counts include one end-of-document token per document."""
 
     train_prefix: str
     valid_prefix: str

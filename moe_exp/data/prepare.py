@@ -40,7 +40,7 @@ _NUM_SAMPLED = 8
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to prepare, and where.
+    """Settings of `moe-exp data prepare`.
 
     Args:
         name: registered name, dataset of the hub, file or folder; see
@@ -67,7 +67,7 @@ class Preparation:
     download_again: bool = False
 
     def source(self) -> Source:
-        """What `name` is.
+        """Source called `name`.
 
         Raises:
             ValueError: nothing of that name.
@@ -113,7 +113,7 @@ def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:
 
 
 def _check(source: Source, wanted: Preparation) -> None:
-    """What is known to be wrong before hours of work, and before --start-over removes anything."""
+    """Refuses what is known to be wrong, before hours of work and before --start-over removes anything."""
     check_settings(
         name=source.name, **{name: value for name, value in wanted.shuffle.items() if name != "seed"}
     )
@@ -156,7 +156,7 @@ def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
 
 
 def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
-    """Of a conversion, for a table."""
+    """Rows of a conversion's summary, for a table."""
     read, written = manifest["read"], manifest["written"]
     rows: dict[str, object] = {"input files": len(manifest["inputs"])}
     rows["documents read"] = read["num_documents"]

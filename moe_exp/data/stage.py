@@ -292,7 +292,7 @@ def fingerprint(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, start_over: bool = False) -> dict[str, Any] | None:
-    """What is in a JSON file, None if there is none. With `start_over` a damaged one is no error but {}."""
+    """Reads a JSON file; None if there is none. With `start_over` a damaged one is no error but {}."""
     try:
         return files.read_json(path)
     except FileNotFoundError:

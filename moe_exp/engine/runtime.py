@@ -172,14 +172,14 @@ T = TypeVar("T")
 
 
 def on_first_rank(make: Callable[[], T]) -> T | None:
-    """What `make` returns on rank 0; None elsewhere. Called by every rank; raises like `from_first_rank`."""
+    """Result of `make` on rank 0; None elsewhere. Called by every rank; raises like `from_first_rank`."""
     made: list[T] = []
     from_first_rank(lambda: made.append(make()))
     return made[0] if made else None
 
 
 def from_first_rank(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, the only one to call it, on every rank. Called by every rank.
+    """Result of `make`, called on rank 0 alone, on every rank. Called by every rank.
 
     Raises:
         ValueError: on every rank if `make` raises it, so no rank waits for one that has given up.
@@ -198,7 +198,7 @@ def from_first_rank(make: Callable[[], T]) -> T:
 
 
 def on_every_rank(make: Callable[[], T]) -> T:
-    """What `make` returns, called on every rank, each with its own result.
+    """Result of `make`, called on every rank, each with its own.
 
     Raises:
         ValueError: on every rank, with the same text, if `make` raises it on one.

@@ -49,7 +49,7 @@ def compute_capability() -> tuple[int, int]:
 
 
 def rank_place(rank: int | None = None) -> str:
-    """Where a rank (by default torchrun's) runs, for error lines: `rank 11 on node-b (cuda:3)`."""
+    """Rank (by default torchrun's), host and device for error lines: `rank 11 on node-b (cuda:3)`."""
     return (
         f"rank {os.environ.get('RANK', '0') if rank is None else rank} on {socket.gethostname()}"
         f" ({device_label()})"

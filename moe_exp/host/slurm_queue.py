@@ -207,7 +207,7 @@ def job_environment() -> str:
 
 
 def still_there(job_ids: list[str]) -> list[str]:
-    """Those of the jobs that have not ended, except this one."""
+    """Jobs that have not ended, except this one."""
     if not job_ids:
         return []
     if not shutil.which("squeue"):

@@ -27,7 +27,7 @@ from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept
 
 @dataclass(frozen=True)
 class MoESettings:
-    """What the layer does beside routing.
+    """Settings of the layer beside those of the router: capacity and losses.
 
     Args:
         capacity_factor: None for a dropless layer. Capacity is that of a micro-batch, padding tokens

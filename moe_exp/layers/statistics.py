@@ -1,4 +1,4 @@
-"""What one MoE layer did, summed over micro-batches on the device, for the log. Shape suffixes in
+"""Statistics of one MoE layer, summed over micro-batches on the device, for the log. Shape suffixes in
 `moe_exp.layers`.
 """
 

@@ -1,1 +1,1 @@
-"""What a configuration costs, computed from its settings alone: parameters, bytes, FLOPs. No torch."""
+"""Costs of a configuration, computed from its settings alone: parameters, bytes, FLOPs. No torch."""

@@ -30,7 +30,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a whole run costs; evaluation and checkpoints are not counted."""
+    """Cost of a whole run; evaluation and checkpoints are not counted."""
 
     num_iterations: int  # until TRAIN_ITERS or the token budget
     num_tokens: int  # trained on
@@ -63,7 +63,7 @@ def cost_of(
     price_per_gpu_hour: float | None = None,
     constants: Constants | None = None,
 ) -> Cost:
-    """What training costs: TRAIN_ITERS, or a token budget, at a price in any currency."""
+    """Cost of training for TRAIN_ITERS or a token budget, at a price in any currency."""
     constants, job = constants or load_constants(), Job.of(config)
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = ramp_steps(config, num_samples)

@@ -1,4 +1,4 @@
-"""What a GPU (or a node of processors) can do: the files of `profiles/`, with sources. No torch."""
+"""Figures of GPUs (or nodes of processors): the files of `profiles/`, with sources. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def hardware_names() -> list[str]:
 
 
 def hardware_profiles() -> dict[str, Any]:
-    """Those profiles as they are in their files, each number with its source."""
+    """Profiles as they are in their files, each number with its source."""
     return {name: read_json(PROFILES / f"{name}.json") for name in hardware_names()}
 
 
@@ -98,7 +98,7 @@ def _read(path: Path) -> Hardware:
 
 
 def _value_problem(name: str, value: Any) -> str:
-    """What is wrong with a number of a profile, or nothing."""
+    """Problem with a number of a profile, or empty."""
     holds, rule = _is_positive(value), "a number more than 0"
     if name == "name":
         holds, rule = isinstance(value, str) and bool(value), "a word"

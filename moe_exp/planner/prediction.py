@@ -1,4 +1,4 @@
-"""What a job costs on a device: memory with the verdict, and time. The entry for commands. No torch."""
+"""Predicts memory and time of a job on a device, and whether it fits. Entry point for commands. No torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Constants:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a job costs."""
+    """Memory and time of a job."""
 
     stages: list[StageMemory]  # memory of a rank of every pipeline stage
     time: IterationTime  # seconds of an iteration
@@ -46,17 +46,17 @@ class Prediction:
 
     @property
     def peak_bytes(self) -> float:
-        """What they need."""
+        """Bytes that they need."""
         return self.stages[self.peak_stage].total
 
     @property
     def needed_bytes(self) -> float:
-        """What the fullest rank needs when its allocator has given back what it only caches."""
+        """Bytes that the fullest rank needs without what its allocator only caches."""
         return max(stage.needed for stage in self.stages)
 
     @property
     def margin_bytes(self) -> float:
-        """What is left of the device's memory then; less than 0: out of memory."""
+        """Rest of the device's memory; below 0: out of memory."""
         return self.memory_bytes - self.needed_bytes
 
     @property

@@ -1,4 +1,4 @@
-"""What the planner says of a run and of layouts, as plain values: `--json`, and the tables'. No torch."""
+"""Reports of the planner on runs and layouts as plain values, for `--json` and the tables. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moe_exp.planner.search.topology import RUNNER_UP, Candidate, Search
 
 
 def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cost: Cost) -> dict[str, Any]:
-    """What a run costs: parameters, memory by stage and part, time by part, speed, and the whole of it."""
+    """Report on a run: parameters, memory by stage and part, time by part, speed, and totals."""
     count, stage = count_parameters(config), most_loaded_rank(config)
     candidate = Candidate(config, prediction)
     return {
@@ -68,7 +68,7 @@ def describe_time(config: Config, hardware: Hardware, prediction: Prediction) ->
 
 
 def describe_cost(cost: Cost) -> dict[str, Any]:
-    """Of the whole run."""
+    """Cost of the whole run."""
     return asdict(cost) | {"days": cost.days}
 
 

@@ -1,4 +1,4 @@
-"""What the planner prints for people. No torch."""
+"""Tables that the planner prints. No torch."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PlanPrinter:
         self._console = table_console(stream, highlight=False)
 
     def run(self, report: Mapping[str, Any], prediction: Prediction, cost: Cost) -> None:
-        """What a run costs: the values of `reports.describe_run`."""
+        """Prints the cost of a run: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
         title = "{num_gpus} x {gpu}, {layout}, PRESET={preset}, {dtype}".format_map(report)
         of_rank = f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})"
@@ -99,7 +99,7 @@ class PlanPrinter:
         return table
 
     def best(self, candidate: Candidate, cost: Cost) -> None:
-        """What a run of the best layout costs."""
+        """Prints the cost of a run of the best layout."""
         config, write = candidate.config, self._console.print
         write(f"{layout_words(config)}: {_whole(cost)}")
         write(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
@@ -197,7 +197,7 @@ class PlanPrinter:
 
 
 def model_words(config: Config, hardware: Hardware) -> str:
-    """What is searched for, in one line."""
+    """Description of the searched model in one line."""
     count = count_parameters(config)
     size = f"{_short(count.total / 1e9)}B parameters, {_short(count.active_per_token / 1e9)}B active"
     batch = f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"

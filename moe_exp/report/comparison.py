@@ -1,4 +1,6 @@
-"""What runs share and where they differ: settings, sizes, and the cost of reaching a loss."""
+"""Compares runs: settings that they share, settings and sizes that differ, and the cost of reaching a
+loss.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ NATS, BITS = "nats per token", "bits per byte"
 
 @dataclass(frozen=True)
 class Cost:
-    """What a run had used when its smoothed loss first reached a target; NaN if unknown."""
+    """Resources that a run had used when its smoothed loss first reached a target; NaN if unknown."""
 
     iteration: float
     tokens: float

@@ -97,7 +97,7 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
 
 
 def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> dict[str, Any]:
-    """For each new minimum of the loss, its record and the one before: the page interpolates between them."""
+    """Record of each new minimum of the loss, and the one before it: the page interpolates between them."""
     pairs = [(max(0, index - 1), index) for index in minima]
     return {
         "loss": [[_rounded(loss[place], digits=9) for place in pair] for pair in pairs],

@@ -46,7 +46,7 @@ def begin_of(x: Floats) -> float:
 
 
 def first_at_or_below(values: Floats, target: float) -> tuple[int, float] | None:
-    """Where a curve first reaches `target`.
+    """First point at which a curve reaches `target`.
 
     Returns:
         Index of the first value at or below it, and the share in (0, 1] of the straight line from the value

@@ -1,4 +1,4 @@
-"""What a run was made with: package versions, commit, host."""
+"""Provenance of a run: package versions, commit, host."""
 
 from __future__ import annotations
 

@@ -211,7 +211,7 @@ def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
-    """For an unfinished run: what the same command does, and what to do before."""
+    """Next steps for an unfinished run: what the same command does, and what to do before."""
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}

@@ -1,4 +1,4 @@
-"""What ranks exchange after every iteration, in one small reduction, so that all decide the same."""
+"""Exchange between all ranks after every iteration, in one small reduction, so that all decide the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class IterationEnd:
-    """What every rank knows of an iteration.
+    """Values of an iteration that every rank knows.
 
     Args:
         stop: why some rank was asked to end the run, of `faults.STOP_REASONS`; empty: none was.

@@ -42,7 +42,7 @@ class GuardEnd(RuntimeError):
 
 
 class Iteration(NamedTuple):
-    """What an iteration has consumed.
+    """The batch of an iteration, and whether it changed the weights.
 
     Args:
         first_sample: number of its first sample.
@@ -241,7 +241,7 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:
-        """For an event: the samples, and as many of their documents by file as fit."""
+        """Samples for an event, and as many of their documents by file as fit."""
         # only rank 0 writes it, and it may need an epoch's order to be built
         if self._metrics is None:
             return {}

@@ -234,7 +234,9 @@ def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> 
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
-    """What Megatron's line lacks: time left, tokens per second and the balance of the experts."""
+    """Progress line with what Megatron's lacks: time left, tokens per second and the balance of the
+    experts.
+    """
     parts = []
     if (eta_seconds := record.get("eta_seconds")) is not None and math.isfinite(eta_seconds):
         parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")

@@ -34,7 +34,7 @@ from moe_exp.runs.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Rollback:
-    """What was done, the same on every rank.
+    """Result of a rollback, the same on every rank.
 
     Args:
         back_to: iteration of the checkpoint that the next start resumes from.

@@ -109,7 +109,7 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
 def compare_data(
     config: Config, rank: Runtime, samples: Samples, source: Path | None
 ) -> tuple[dict[str, Any], list[Change]]:
-    """What the sample order depends on, and how it differs from that of the checkpoint `source`.
+    """The sample order, and how it differs from that of the checkpoint `source`.
 
     Called by every rank; rank 0 reads.
 

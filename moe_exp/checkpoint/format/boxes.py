@@ -70,7 +70,7 @@ def box_at(place: int, sizes: Sequence[int], shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes of a tensor share."""
+    """Overlap of two boxes of a tensor."""
     lows = tuple(map(max, one.offsets, other.offsets))
     highs = [
         min(a + n, b + m)

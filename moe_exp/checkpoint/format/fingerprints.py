@@ -46,7 +46,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Of a tensor, or one rank's share of it."""
+    """Fingerprint of a tensor, or of one rank's share of it."""
 
     dtype: str  # of its values, `float32`
     num_values: int  # that are in the sum
@@ -158,8 +158,8 @@ def write(folder: Path, fingerprints: Mapping[str, Fingerprint]) -> None:
 
 
 def read(folder: Path) -> Fingerprints | None:
-    """Those of a checkpoint; None if it has none, or of another version. Raises a ValueError if the file is
-    damaged.
+    """Reads the fingerprints of a checkpoint; None if it has none, or of another version. Raises a
+    ValueError if the file is damaged.
     """
     path = folder / FILE
     try:
@@ -180,7 +180,7 @@ def read(folder: Path) -> Fingerprints | None:
 
 
 def kept(fingerprints: Mapping[str, Fingerprint], *, weights_only: bool, dtype: str | None) -> Fingerprints:
-    """Those that still hold for a checkpoint that was rewritten: with `weights_only` without the optimizer's,
+    """Fingerprints that remain valid for a rewritten checkpoint: with `weights_only` without the optimizer's,
     and with `dtype` (`float32`) those of weights of that type, or of the main weights that took their place.
     """
     found: Fingerprints = {}

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, what says that one is whole, and which of them can be used. No torch.
+"""Folders of checkpoints: names, the mark of a complete one, and which of them can be used. No torch.
 
 checkpoints/
   latest_checkpointed_iteration.txt   iteration of the newest complete checkpoint; the name is Megatron's
@@ -171,12 +171,12 @@ class Manifest:
 
 
 def entry_of(path: Path) -> dict[str, Any]:
-    """What a manifest holds of one file. Reads the whole file."""
+    """Manifest entry of one file. Reads the whole file."""
     return {"bytes": path.stat().st_size, "xxh3_128": file_hash(path)}
 
 
 def entries_of(folder: Path) -> dict[str, dict[str, Any]]:
-    """What a manifest holds of a folder's files, in order of their names."""
+    """Manifest entries of a folder's files, in order of their names."""
     files = sorted(path for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
     return {path.name: entry_of(path) for path in files}
 

@@ -1,4 +1,6 @@
-"""What Megatron-LM saves unsharded: arguments, objects of its classes, as inert copies that run no code."""
+"""Reads what Megatron-LM saves unsharded (arguments, objects of its classes) as inert copies that run no
+code.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ _PLAIN = {
 
 
 class Inert:
-    """What is left of an object: its attributes, or the arguments that it was made from."""
+    """Inert copy of an object: its attributes, or the arguments that it was made from."""
 
     def __init__(self, *arguments: Any):
         self.arguments = arguments
@@ -52,5 +54,7 @@ _INERT_PICKLE = types.SimpleNamespace(
 
 
 def read_inert(file: IO[bytes]) -> Any:
-    """What torch.save wrote, `Inert` for objects of argparse or Megatron; UnpicklingError for others."""
+    """Reads a torch.save file, with `Inert` for objects of argparse or Megatron; UnpicklingError for
+    others.
+    """
     return torch.load(file, map_location="cpu", pickle_module=_INERT_PICKLE, weights_only=False)

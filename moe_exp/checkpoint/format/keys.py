@@ -141,5 +141,7 @@ def sharded_tensors(state: Any) -> Iterator[ShardedTensor]:
 
 
 def _differ_by_padding(shape: tuple[int, ...], in_model: tuple[int, ...]) -> bool:
-    """Of embeddings [V, D]: Megatron-LM pads V to a multiple of 128 * TP, we to one of 128."""
+    """Whether two embeddings [V, D] differ by padding: Megatron-LM pads V to a multiple of 128 * TP, we to
+    128.
+    """
     return shape[1:] == in_model[1:] and shape[0] > in_model[0] - 128

@@ -96,7 +96,7 @@ class LogicalTensor:
 
 
 def optimizer_state(key: str) -> tuple[str, str, str] | None:
-    """What of a parameter a stored tensor of the optimizer is: (what Megatron puts before it, state, key of
+    """Splits the name of a stored optimizer tensor into (Megatron's prefix, state, key of
     the parameter), or None.
 
     The fp32 main weights are always the state `param`.
@@ -167,7 +167,7 @@ def layer_of(name: str) -> tuple[int | None, str]:
 
 
 def group_of(name: str) -> str:
-    """What a logical tensor belongs to, such as attention, norms or experts; see `_GROUPS`."""
+    """Group of a logical tensor, such as attention, norms or experts; see `_GROUPS`."""
     parts = name.split(".")
     if any("norm" in part for part in parts[-2:]):
         return "norms"

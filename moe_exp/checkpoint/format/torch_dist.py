@@ -73,8 +73,8 @@ def read_metadata(folder: Path) -> Metadata:
 
 
 def read_common(folder: Path) -> dict[str, Any]:
-    """What is not sharded: optimizer settings, schedule, progress, config; of Megatron-LM's arguments inert
-    copies (foreign.py). Raises a ValueError if the file is missing or damaged, or names code.
+    """Reads what is not sharded: optimizer settings, schedule, progress, config; of Megatron-LM's arguments
+    inert copies (foreign.py). Raises a ValueError if the file is missing or damaged, or names code.
     """
     path = folder / COMMON
     if not path.exists() and (folder / METADATA).exists():
@@ -138,7 +138,7 @@ class StoredTensor:
 
 
 class CheckpointReader:
-    """What is in an iteration's folder; values are read where they are asked for. Chunks that were read last
+    """Reader of an iteration's folder; values are read on request. Chunks that were read last
     stay in memory up to `keep_bytes`, for a caller that reads a chunk slice by slice, the last one whatever
     its size; 0: none. Raises a ValueError if its metadata is damaged.
     """

@@ -20,7 +20,7 @@ Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 @contextlib.contextmanager
 def no_progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """For callers without a terminal."""
+    """No-op progress, for callers without a terminal."""
     yield lambda num_bytes: None
 
 

@@ -25,7 +25,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """What names a source: for `download` and `prepare`."""
+    """Adds the arguments that name a source, for `download` and `prepare`."""
     add = parser.add_argument
     add("source", help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, or a file")
     add("--pattern", action="append", default=[], metavar="GLOB", help="which files instead; may be repeated")

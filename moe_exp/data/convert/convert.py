@@ -48,7 +48,7 @@ MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What a conversion keeps. A document without the metadata field of a filter is an error.
+    """Filters of a conversion. A document without the metadata field of a filter is an error.
 
     Args:
         tasks: number of chunks, at most that of input files; default: one per file, at most 64.

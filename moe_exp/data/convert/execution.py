@@ -1,4 +1,4 @@
-"""Where a pipeline of datatrove runs, and which tasks are left: those without a file in `completions/`."""
+"""Runs a datatrove pipeline on an executor; tasks without a file in `completions/` are left to do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXECUTORS = ("local", "slurm", "ray")
 
 @dataclass(frozen=True)
 class Execution:
-    """Where and how wide a conversion runs. Nothing of it changes what is made.
+    """Where a conversion runs, and with how many tasks and workers. Has no effect on the result.
 
     Args:
         executor: local, slurm or ray.

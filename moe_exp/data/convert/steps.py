@@ -71,7 +71,7 @@ class ReadFiles:
         return self._documents(rank)
 
     def task_files(self, rank: int) -> list[str]:
-        """What task `rank` reads."""
+        """Input files of task `rank`."""
         return self.files[rank :: self.num_tasks]
 
     def _documents(self, rank: int) -> Iterator[Any]:
@@ -425,6 +425,6 @@ def chunk_writer(path: Path, label: str) -> Any:
 
 
 def _line(_writer: Any, document: Any) -> dict[str, Any]:
-    """What DiskWriter's own adapter makes, without its deep copy of the metadata."""
+    """The same line as DiskWriter's own adapter makes, without its deep copy of the metadata."""
     line = {"text": document.text, "id": document.id}
     return {**line, "metadata": document.metadata} if document.metadata else line

@@ -145,7 +145,7 @@ def download(
 
 
 def _known_listing(stage: Stage) -> Listing | None:
-    """Of the finished or the interrupted download: the revision may stand for another commit by now."""
+    """Listing of the finished or interrupted download, as the revision may be another commit by now."""
     if stage.manifest is not None:
         return _listing_of_manifest(stage.manifest)
     listed = read_json(stage.folder / _LISTING)
@@ -243,7 +243,7 @@ def _hub_file(file: Any) -> HubFile:
 
 
 def _plan(folder: Path, settings: dict[str, Any]) -> tuple[Listing, set[str]] | None:
-    """What a finished or interrupted download lists, and the names of its files that are there."""
+    """Listing of a finished or interrupted download, and the names of its files that are there."""
     manifest = read_json(folder / "manifest.json")
     partial = folder.with_name(folder.name + ".partial")
     begun, listed = read_json(partial / RUNNING), read_json(partial / _LISTING)
@@ -385,7 +385,7 @@ def _has_size(folder: Path, file: HubFile) -> bool:
 
 
 def _hash_file(path: Path, file: HubFile, count: Callable[[int], None]) -> _Entry | None:
-    """What is known of a file now, by one pass; None if its hash is not that of the listing."""
+    """Facts of a file from one pass; None if its hash differs from the listing."""
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
     blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
     mtime_ns = path.stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""What goes wrong with the hub: failures that pass and are waited out, and what the others mean."""
+"""Errors of the hub: those that are retried, and messages for the others."""
 
 from __future__ import annotations
 

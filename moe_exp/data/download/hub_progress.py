@@ -12,7 +12,7 @@ from moe_exp.host.progress import progress_of
 
 
 def silent_bar() -> type:
-    """For `snapshot_download(tqdm_class=...)`."""
+    """Silent progress bar for `snapshot_download(tqdm_class=...)`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Silent(tqdm):  # type: ignore[misc, unused-ignore]
@@ -35,7 +35,7 @@ def watch(folder: Path, sizes: dict[str, int]) -> Iterator[None]:
 
 
 def _bytes_so_far(folder: Path, sizes: dict[str, int]) -> int:
-    """Of finished files, which have a .metadata there, and of those that grow."""
+    """Bytes of finished files, which have a .metadata file, and of files that still grow."""
     root = folder / ".cache" / "huggingface" / "download"
     total = 0
     for place, _, names in os.walk(root):

@@ -1,4 +1,4 @@
-"""Where documents come from: datasets on the hub by name, local files, and the Python standard library.
+"""Sources of documents: datasets on the hub by name, local files, and the Python standard library.
 
 The default corpus needs no network: the standard library is on every host that runs this. Sizes and commits
 of datasets are those of their pages on the hub; a number that is not exact to the byte is shown as "about".

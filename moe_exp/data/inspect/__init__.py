@@ -1,1 +1,1 @@
-"""What is in token and JSONL files, and whether it is what their manifest says."""
+"""Describes token and JSONL files, and compares them with their manifest."""

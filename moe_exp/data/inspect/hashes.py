@@ -39,7 +39,7 @@ class Hashes:
         return int(((first[1:] == first[:-1]) & (second[1:] == second[:-1])).sum())
 
     def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
-        """For each document whether it is among those of `sorted_words` of another instance.
+        """Whether each document is among `sorted_words` of another instance.
 
         Where two of those agree in the first 64 bits but not in the last, only one is compared; that takes
         2**32 documents.

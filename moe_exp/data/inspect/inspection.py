@@ -1,4 +1,4 @@
-"""What is in token files, or in JSONL files: counts, lengths, duplicates, ends of documents, samples.
+"""Contents of token files or JSONL files: counts, lengths, duplicates, ends of documents, samples.
 
 Memory: a block of tokens or the longest document, and about 50 bytes per document for lengths and hashes.
 """
@@ -81,7 +81,7 @@ def jsonl_files(path: Path) -> list[Path]:
 
 @dataclass
 class _Tokens:
-    """What is counted block by block."""
+    """Counts that are collected block by block."""
 
     eod_id: int | None
     vocab_size: int | None

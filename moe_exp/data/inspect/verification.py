@@ -66,7 +66,7 @@ class Manifest:
 
     @property
     def text_field(self) -> str:
-        """Of JSONL outputs."""
+        """Text field of JSONL outputs."""
         return str(self.content.get("settings", {}).get("text_field") or "text")
 
 
@@ -232,7 +232,9 @@ def _total_finding(manifest: Manifest, total: Tally) -> Finding:
 
 
 def _written(content: dict[str, Any]) -> Tally | None:
-    """What a step says that it wrote: `train` and `valid`, `written`, the manifest itself, or `read`."""
+    """Counts of a step's output in its manifest: `train` and `valid`, `written`, the manifest itself, or
+    `read`.
+    """
     sides = [content.get("train"), content.get("valid")]
     for parts in (sides, [content.get("written")], [content], [content.get("read")]):
         if all(isinstance(part, dict) and "text_hash" in part for part in parts):
@@ -306,7 +308,9 @@ def _document_hashes(paths: Sequence[Path], text_field: str) -> Hashes:
 
 
 def token_hashes(files: TokenFiles) -> Hashes:
-    """Of the documents of token files, as int64, so that files of another token type can be compared."""
+    """Hashes of the documents of token files, as int64, so that files of another token type can be
+    compared.
+    """
     hashes = Hashes()
     bounds = files.document_bounds
     for first, end in token_blocks(bounds, BLOCK_TOKENS):

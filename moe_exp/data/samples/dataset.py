@@ -32,7 +32,7 @@ _BLOCK_BYTES, _NUM_BLOCKS = 2**14, 2**12  # of `content_of`
 
 
 class Samples(Protocol):
-    """What a run reads: samples by number, in an order that is fixed once the run is."""
+    """Samples of a run by number, in an order that does not change during the run."""
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
@@ -41,18 +41,18 @@ class Samples(Protocol):
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
 
     def fingerprint(self) -> str:
-        """Of the files, see `fingerprint_of`."""
+        """Fingerprint of the files, see `fingerprint_of`."""
 
     def content(self) -> str:
-        """Of the tokens, see `content_of`."""
+        """Hash of the tokens, see `content_of`."""
 
     def origin(self, index: int) -> Origin:
-        """Where sample number `index` is from."""
+        """Origin of sample number `index`."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a sample is from.
+    """Origin of a sample: files and documents.
 
     Args:
         prefix: of the .bin/.idx files.
@@ -107,7 +107,7 @@ class SampleStream:
         return corpus.window(local)
 
     def origin(self, index: int) -> Origin:
-        """Where sample number `index` is from."""
+        """Origin of sample number `index`."""
         corpus, local = self._place(index)
         return Origin(corpus.prefix, corpus.documents(local))
 
@@ -123,14 +123,14 @@ class SampleStream:
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
 
     def fingerprint(self) -> str:
-        """Of the files, see `fingerprint_of`."""
+        """Fingerprint of the files, see `fingerprint_of`."""
         digest = hashlib.blake2b(digest_size=8)
         for corpus in self._corpora:
             corpus.add_to(digest)
         return digest.hexdigest()
 
     def content(self) -> str:
-        """Of the tokens, see `content_of`."""
+        """Hash of the tokens, see `content_of`."""
         return content_of([corpus.prefix for corpus in self._corpora])
 
 
@@ -364,7 +364,8 @@ def _shuffled(size: int, key: int) -> Int64Array:
 
 
 def _permuted(index: int, size: int, key: int) -> int:
-    """Where a keyed permutation of range(size) takes `index`; needs no memory, unlike a table of all windows.
+    """Image of `index` under a keyed permutation of range(size); needs no memory, unlike a table of all
+    windows.
 
     A Feistel network over the next power of four, walked until it lands below `size` (Black and Rogaway 2002,
     "Ciphers with arbitrary finite domains", cycle-walking): less than four steps on average.

@@ -74,15 +74,15 @@ class MegatronSamples:
         return torch.from_numpy(np.stack([self.sample(index) for index in range(first, first + count)]))
 
     def fingerprint(self) -> str:
-        """Of the files, see `dataset.fingerprint_of`."""
+        """Fingerprint of the files, see `dataset.fingerprint_of`."""
         return fingerprint_of(self._prefixes)
 
     def content(self) -> str:
-        """Of the tokens, see `dataset.content_of`."""
+        """Hash of the tokens, see `dataset.content_of`."""
         return content_of(self._prefixes)
 
     def origin(self, index: int) -> Origin:
-        """Where sample number `index` is from; Megatron's documents are what the file has as sequences."""
+        """Origin of sample number `index`; Megatron's documents are the file's sequences."""
         dataset = self._dataset
         if isinstance(dataset, BlendedDataset):
             dataset[index]  # which opens its index files
@@ -94,7 +94,7 @@ class MegatronSamples:
 
 @dataclass(frozen=True)
 class MegatronOrder:
-    """What Megatron's order depends on.
+    """Settings that Megatron's order depends on.
 
     Args:
         train: TRAIN_DATA.
@@ -116,7 +116,7 @@ class MegatronOrder:
 
     @property
     def prefixes(self) -> list[list[str]]:
-        """Of training, and of validation if there is any."""
+        """Prefixes of the training files, and of the validation files if there are any."""
         return [[prefix for _, prefix in parse_blend(text)] for text in (self.train, self.valid) if text]
 
 
@@ -225,7 +225,7 @@ def _barrier() -> None:
 
 
 def _from_first(make: Any) -> Any:
-    """What `make` returns on rank 0, on every rank."""
+    """Result of `make` on rank 0, on every rank."""
     box = [make() if _is_first() else None]
     if torch.distributed.is_initialized():
         torch.distributed.broadcast_object_list(box)

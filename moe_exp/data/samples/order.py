@@ -1,4 +1,4 @@
-"""What sample number i of a run is a function of: kept with checkpoints, compared where training resumes.
+"""The order of a run's samples: saved with checkpoints, and compared when training resumes.
 
 A checkpoint knows how many samples were consumed. That number means something only in the order in which they
 were counted: in another one, training would see some samples twice and others not at all, and nothing in its
@@ -22,7 +22,7 @@ from moe_exp.data.tokens.tokens import parse_blend
 
 @dataclass(frozen=True)
 class SampleOrder:
-    """What the order of the training samples depends on.
+    """Everything that the order of the training samples depends on.
 
     Args:
         fingerprint: of the token files (`dataset.fingerprint_of`); not their paths, so files may be moved.
@@ -187,7 +187,7 @@ def _manifest(train_data: str) -> str | None:
 
 
 def _weights(train_data: str, *, is_megatrons: bool) -> list[str]:
-    """Of one sum, so that 7 and 3 are the same as 0.7 and 0.3."""
+    """Weights divided by their sum, so that 7 and 3 are the same as 0.7 and 0.3."""
     if not train_data:
         return ["1"]
     blend = parse_blend(train_data)

@@ -90,19 +90,19 @@ class ReadAhead:
         self._next_first: int | None = None
 
     def sample(self, index: int) -> Int64Array:
-        """Of the samples, read here."""
+        """Reads one sample in this process."""
         return self._samples.sample(index)
 
     def fingerprint(self) -> str:
-        """Of the samples."""
+        """Fingerprint of the samples."""
         return self._samples.fingerprint()
 
     def content(self) -> str:
-        """Of the tokens."""
+        """Hash of the tokens."""
         return self._samples.content()
 
     def origin(self, index: int) -> Origin:
-        """Of the samples, found out here."""
+        """Origin of a sample, found in this process."""
         return self._samples.origin(index)
 
     def batch(self, first: int, count: int) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _end_with_rank(rank_pid: int, worker: int) -> None:
 
 
 class _Batches:
-    """What a worker reads, by first sample."""
+    """Dataset of a worker, by first sample."""
 
     def __init__(self, samples: Samples, count: int):
         self._samples = samples

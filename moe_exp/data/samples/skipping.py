@@ -54,7 +54,7 @@ def stream_ranges(first: int, end: int, skipped: Sequence[Range]) -> tuple[Range
 def skipped_from(
     saved: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]], consumed: int
 ) -> tuple[Range, ...]:
-    """What is skipped from a checkpoint on.
+    """Ranges that are skipped after a checkpoint.
 
     What lies before the checkpoint's place in the stream is past: it was skipped, or it was trained on, and
     only the checkpoint knows.
@@ -101,15 +101,15 @@ class SkippingSamples:
         return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
 
     def fingerprint(self) -> str:
-        """Of the files; what is skipped is no part of it."""
+        """Fingerprint of the files; it does not depend on what is skipped."""
         return self._samples.fingerprint()
 
     def content(self) -> str:
-        """Of the tokens."""
+        """Hash of the tokens."""
         return self._samples.content()
 
     def origin(self, index: int) -> Origin:
-        """Where sample number `index` is from."""
+        """Origin of sample number `index`."""
         return self._samples.origin(self._within(stream_number(index, self.skipped)))
 
     def _within(self, number: int) -> int:

@@ -1,4 +1,5 @@
-"""What `documents.read_documents` reads, checks and counts, in large blocks at a fraction of its CPU.
+"""The same reading, checks and counts as `documents.read_documents`, in large blocks at a fraction of its
+CPU.
 
 A file is read into one buffer that is used again, so that its pages stay in cache and no line is copied. What
 is done for each line is finding its end, parsing it and two hashes; everything else is done for a block at a

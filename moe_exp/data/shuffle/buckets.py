@@ -134,7 +134,7 @@ class State:
     output_sizes: list[int] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        """For a file."""
+        """JSON values for a file."""
         tallies = {"below": self.valid.below.to_json(), "at_smallest": self.valid.at_smallest.to_json()}
         return vars(self) | {"read": self.read.to_json(), "valid": vars(self.valid) | tallies}
 

@@ -69,7 +69,7 @@ def merge(
 
 
 def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str) -> dict[str, int]:
-    """What a merge will take: num_shards, disk_bytes and seconds."""
+    """Estimate of a merge: num_shards, disk_bytes and seconds."""
     _check_output(input_dir, output)
     shards, manifest = find_shards(input_dir, valid_file_name)
     num_bytes = estimate_line_bytes(shards)

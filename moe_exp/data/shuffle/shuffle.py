@@ -216,7 +216,7 @@ class Shuffling:
             self.state = State.from_json(read_json(self.state_path, fix=MAKE_AGAIN))
 
     def bytes_on_disk(self) -> int:
-        """What an interrupted call has written."""
+        """Bytes that an interrupted call has written."""
         return sum(path.stat().st_size for path in self.stage.folder.iterdir())
 
     def run(self, line_bytes: int) -> dict[str, Any]:
@@ -340,7 +340,8 @@ _UNKNOWN_BYTES = 2 * 2**30
 
 
 def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """What this process may still use: the least of the machine's and its control groups' (version 2 or 1).
+    """Memory that this process may still use: the least of the machine's and its control groups' (version 2
+    or 1).
 
     Where neither says (macOS), 2 GB.
     """

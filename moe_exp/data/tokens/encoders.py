@@ -50,7 +50,7 @@ _SPLIT_TEMPLATE, _SPLIT_NEIGHBOURS = "aCa1C1!C! C \nC\n", "a1! \n"
 
 @dataclass(frozen=True)
 class Probe:
-    """What was found out before the work starts.
+    """Facts that are found before the work starts.
 
     Args:
         backend: gigatoken or tokenizers; the latter stands for the package that defines the tokenizer,

@@ -42,14 +42,14 @@ class TokenFiles:
 
     @cached_property
     def sequence_bounds(self) -> Int64Array:
-        """Where each sequence begins, in tokens, and at the end where the last one ends: [sequences + 1]."""
+        """First token of each sequence, and the end of the last one: [sequences + 1]."""
         bounds = np.zeros(self.num_sequences + 1, dtype=np.int64)
         np.cumsum(self._lengths, dtype=np.int64, out=bounds[1:])
         return bounds
 
     @cached_property
     def document_bounds(self) -> Int64Array:
-        """Where each document begins, in tokens, and at the end where the last one ends: [documents + 1]."""
+        """First token of each document, and the end of the last one: [documents + 1]."""
         return self.sequence_bounds[self._documents]
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:

@@ -54,7 +54,7 @@ class Part:
 
 @dataclass
 class PartCounts:
-    """What is in a part.
+    """Counts of a part.
 
     Args:
         tally: of its documents.
@@ -166,7 +166,7 @@ class PartSettings:
             raise setting_error("append_eod", True, rule, "name it with --eod-token")
 
     def facts(self) -> dict[str, Any]:
-        """For a manifest: everything that the tokens depend on."""
+        """Facts for a manifest: everything that the tokens depend on."""
         given = {"json_key": self.json_key, "append_eod": self.append_eod, "skip_bad": self.skip_bad}
         return {"tokenizer": self.tokenizer.facts()} | given
 

@@ -129,7 +129,7 @@ def _of_byte_level(
 
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:
-    """What a text grows by when a token follows a word, and the token alone, as decoders differ there."""
+    """Bytes that a token adds after a word, and those of the token alone, as decoders differ there."""
     from tokenizers import Tokenizer
 
     backend, ids = Tokenizer.from_str(tokenizer.content.decode()), range(tokenizer.vocab_size)

@@ -83,7 +83,7 @@ class TextTokenizer:
         return tokens if self.eod_id is None else tokens | {self.eod_id: str(self.eod_token)}
 
     def facts(self) -> dict[str, Any]:
-        """For a manifest: everything that the tokens depend on."""
+        """Facts for a manifest: everything that the tokens depend on."""
         names = ("kind", "vocab_size", "eod_id", "eod_token", "allow_special")
         return {"hash": xxhash.xxh3_128_hexdigest(self.content)} | {
             name: getattr(self, name) for name in names

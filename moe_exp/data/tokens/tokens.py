@@ -111,7 +111,7 @@ class BinIdxWriter:
 
 
 def token_dtype(vocab_size: int) -> TokenDtype:
-    """What tokens are stored as, by Megatron's rule (DType.optimal_dtype)."""
+    """Integer type of stored tokens, by Megatron's rule (DType.optimal_dtype)."""
     return np.dtype(np.uint16) if vocab_size < 65500 else np.dtype(np.int32)
 
 
@@ -163,7 +163,7 @@ def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32]
 
 
 def bin_idx_problem(prefix: str | Path) -> str | None:
-    """What is wrong with `prefix`.bin and `prefix`.idx, in one line, or None. Reads no tokens."""
+    """Problem with `prefix`.bin and `prefix`.idx in one line, or None. Reads no tokens."""
     for suffix in (".bin", ".idx"):
         if not Path(f"{prefix}{suffix}").is_file():
             return f"{prefix}{suffix} is missing"

@@ -102,7 +102,7 @@ def _affordable(device: torch.device, size: int) -> tuple[int, int]:
 
 
 def _numbered(num_bytes: int, size: int, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """What a rank sends and expects: each word encodes sender, receiver and position."""
+    """Buffers that a rank sends and expects: each word encodes sender, receiver and position."""
     count = num_bytes // 8 // size
     place = torch.arange(count, device=device)
     others = torch.arange(size, device=device)[:, None]

@@ -40,7 +40,7 @@ class RunJob:
 
     @property
     def folder(self) -> Path:
-        """For sbatch files, logs and notes."""
+        """Folder for sbatch files, logs and notes."""
         return self.run_folder / "slurm"
 
     @property

@@ -40,7 +40,7 @@ class Arrival:
 
 
 class Exchange(Protocol):
-    """What moves where."""
+    """An exchange of rows between ranks."""
 
     def launch(self, tensors: Sequence[Tensor | None]) -> Arrival:
         """Starts to move `tensors` (None stays None) and keeps them alive until the arrival is waited for."""

@@ -44,7 +44,7 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """What `combine` needs to undo a `dispatch`, applied last to first.
+    """Record of a `dispatch`, which `combine` undoes from last to first.
 
     Args:
         order: how this rank's tokens became the rows it sent; None if they were sent unchanged.

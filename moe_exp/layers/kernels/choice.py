@@ -22,7 +22,7 @@ _distrusted: dict[str, str] = {}  # see `distrust`
 
 
 def choose_routing(name: str, *, device_type: str, router_problem: str = "") -> tuple[str, str]:
-    """What router, drops and row orders run, and the reason in words.
+    """Implementation of router, drops and row orders, and the reason in words.
 
     Args:
         name: one of ROUTING_KERNELS.
@@ -80,7 +80,9 @@ def takes_kernels(x: Tensor) -> bool:
 
 @contextmanager
 def interpreted_kernels() -> Iterator[None]:
-    """For tests: also use kernels on CPU tensors, if TRITON_INTERPRET=1 was set before the first import."""
+    """Context for tests: kernels also on CPU tensors, if TRITON_INTERPRET=1 was set before the first
+    import.
+    """
     global _asked_for
     before, _asked_for = _asked_for, True
     try:

@@ -54,7 +54,7 @@ _INTERPRETED_EXPERTS = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """What kernels are called with.
+    """Sizes and types that kernels are called with.
 
     Args:
         dtype: of rows and weights.

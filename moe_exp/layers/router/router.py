@@ -25,7 +25,7 @@ ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """What a router computes.
+    """Settings of a router.
 
     Args:
         hidden_size: D.
@@ -142,7 +142,7 @@ class RouterConfig:
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """Where every token goes.
+    """Experts and weights of each token.
 
     Args:
         expert_TK: chosen experts, int64.

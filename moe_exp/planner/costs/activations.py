@@ -1,4 +1,4 @@
-"""What a micro-batch leaves in memory for its backward pass, tensor by tensor. No torch.
+"""Memory that a micro-batch holds for its backward pass, tensor by tensor. No torch.
 
 Bytes per token, with h hidden size, q and k channels of all query and of all key heads, v of all value heads,
 f width of an MLP, a heads, s sequence, w bytes of the compute type (2 or 4), t tensor parallel size. Every

@@ -13,7 +13,7 @@ _BACKENDS = ("auto", "triton", "loop", "torch", "grouped_gemm", "te", "megablock
 
 
 def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
-    """What `costs` has for the value of the setting `name`; a ValueError where it has nothing."""
+    """Entry of `costs` for the value of the setting `name`; a ValueError if it has none."""
     value = getattr(config, name)
     if value not in costs:
         raise ValueError(problem(name, value, "the planner has no price for it", f"use {', '.join(costs)}"))
@@ -47,7 +47,7 @@ def _why_not_triton(config: Config, runs_kernels: bool) -> str:
 
 
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
-    """What to know of how a plan counts: the part to words."""
+    """Notes on how a plan counts, by part."""
     words = {}
     if config.use_moe:
         experts = _words_on_experts(config, hardware)

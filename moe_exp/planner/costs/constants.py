@@ -23,7 +23,7 @@ def constant(prior: float, spread: float, meaning: str) -> Any:
 
 @dataclass(frozen=True)
 class TimeConstants:
-    """What no formula gives; fitted to measured runs by `calibration.py`."""
+    """Constants that no formula gives; fitted to measured runs by `calibration.py`."""
 
     matrix_efficiency: float = constant(
         0.85, 0.2, "share of the peak that a long product with full waves reaches"

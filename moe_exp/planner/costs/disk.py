@@ -17,7 +17,7 @@ _RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 3100, 850, 8
 
 @dataclass(frozen=True)
 class DiskUse:
-    """What a run still needs beside what lies there already."""
+    """Disk that a run still needs beside what it has written already."""
 
     one_bytes: int  # of one checkpoint
     num_checkpoints: int  # at once at most, with those that are there and the one that is being written
@@ -33,8 +33,8 @@ class DiskUse:
 def disk_use(
     config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None
 ) -> DiskUse:
-    """What the run needs from an iteration to TRAIN_ITERS; an upper bound where checkpoints are kept for two
-    reasons.
+    """Disk that the run needs from an iteration to TRAIN_ITERS; an upper bound where checkpoints are kept
+    for two reasons.
 
     A checkpoint is removed when the next one is complete (`checkpoint.retention`), so all that are kept are
     there while one is written. The one that this start resumes from stays as well.

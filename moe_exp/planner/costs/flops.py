@@ -100,7 +100,7 @@ def _scores_and_values(config: Config) -> int:
 
 
 def _latent_projections(config: Config) -> int:
-    """Those of multi-latent attention, by Megatron-LM's terms of 2025, but for the norms that it counts."""
+    """FLOPs of multi-latent attention, by Megatron-LM's terms of 2025, but for the norms that it counts."""
     hidden, latent, value = config.hidden_size, config.kv_lora_rank, config.num_heads * config.v_head_dim
     query = config.num_heads * config.kv_channels
     projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query

@@ -1,4 +1,4 @@
-"""What is planned: the settings of a run, and what costs depend on beside them. No torch.
+"""A job to plan: the settings of a run, and what else costs depend on. No torch.
 
 A job is made from settings of this package (`Job.of`), or from a row of measured runs of other programs
 (`measured.py`): with tied weights, biases, and the ZeRO-1 optimizer of Megatron-DeepSpeed.
@@ -58,7 +58,7 @@ class Job:
 
     @cached_property
     def parameters(self) -> list[RankParameters]:
-        """What a rank of every pipeline stage holds."""
+        """Parameters that a rank of every pipeline stage holds."""
         return parameters_of_stages(self.config, self.stage_layers, learned_positions=self.learned_positions)
 
     @cached_property

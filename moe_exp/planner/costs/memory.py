@@ -23,7 +23,7 @@ _BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets: for 16-bit gradients, and with
 
 @dataclass(frozen=True)
 class MemoryConstants:
-    """What no formula gives; fitted to measured runs by `calibration.py`."""
+    """Constants that no formula gives; fitted to measured runs by `calibration.py`."""
 
     context_bytes: float = constant(
         3e9, 0.4, "CUDA context, libraries and NCCL buffers, where nvidia-smi measures"
@@ -58,18 +58,18 @@ class StageMemory:
 
     @property
     def static(self) -> float:
-        """What is there between iterations, as torch's allocator counts it."""
+        """Bytes held between iterations, as torch's allocator counts them."""
         return self.weights + self.gradients + self.optimizer + self.workspace
 
     @property
     def needed(self) -> float:
-        """What has to fit: all but what the allocator can give back."""
+        """Bytes that have to fit: all but what the allocator can give back."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.activations + self.buffers + self.overhead
 
     @property
     def total(self) -> float:
-        """What a measurement shows."""
+        """Bytes that a measurement shows."""
         return self.needed + self.cached
 
 
@@ -144,7 +144,9 @@ def _moe_layers_of_stages(config: Config, parameters: list[RankParameters]) -> l
 
 @dataclass(frozen=True)
 class _BytesPerParameter:
-    """Of a rank; `table_state` is what embedding and output layer have beside `dense_state`."""
+    """Bytes per parameter of a rank; `table_state` is what embedding and output layer have beside
+    `dense_state`.
+    """
 
     weights: float
     gradients: float
@@ -200,7 +202,7 @@ def _overhead(job: Job, on_cpu: bool, constants: MemoryConstants) -> tuple[float
 
 
 def _cached(wanted: float, free: float) -> float:
-    """What the allocator (torch's, or malloc) holds beside: half of what is free if it wants as much, nearly
-    all of `wanted` if much more is free.
+    """Bytes that the allocator (torch's, or malloc) holds beside: half of what is free if it wants as much,
+    nearly all of `wanted` if much more is free.
     """
     return wanted * free / (wanted + free) if wanted > 0 and free > 0 else 0.0

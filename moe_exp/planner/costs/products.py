@@ -38,7 +38,7 @@ class Pass:
 
 
 class Device:
-    """What products and memory traffic take on a device under given constants."""
+    """Seconds of matrix products and memory traffic on a device under given constants."""
 
     def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
         volta = hardware.architecture == "volta"

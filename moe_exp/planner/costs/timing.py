@@ -87,7 +87,7 @@ def time_of(
 
 
 def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:
-    """What an iteration takes longer than its stages, with seconds per micro-batch, are busy on average.
+    """Seconds by which an iteration is longer than its stages are busy on average.
     Filling and emptying are spread over `num_chunks` model chunks per rank (VPP).
     """
     slowest = max(stages)
@@ -250,7 +250,7 @@ def muon_seconds(
 
 
 def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:
-    """Of (rows, columns, number) of matrices."""
+    """Seconds for matrices of (rows, columns, number)."""
     total = 0.0
     for rows, columns, count in shapes:
         short, long = min(rows, columns), max(rows, columns)

@@ -36,14 +36,14 @@ class Group:
 
     @property
     def bytes_per_second(self) -> float:
-        """What a rank sends in a ring, which passes the network of a node once."""
+        """Bytes per second of a ring, which passes the network of a node once."""
         if self.in_node:
             return self.hardware.node_bytes_per_second
         return min(self.hardware.node_bytes_per_second, self._network_bytes_per_second * self._in_one_node)
 
     @property
     def latency_seconds(self) -> float:
-        """Of one collective, whatever its size."""
+        """Latency of one collective of any size."""
         return self.hardware.node_latency_seconds if self.in_node else self.hardware.network_latency_seconds
 
     def reduce_scatter(self, num_bytes: float, share: float) -> float:

@@ -30,7 +30,7 @@ def active_parameters(config: Config) -> float:
 
 
 def measure_of(match: Match) -> Callable[[Config], float]:
-    """What sizes are matched by; with `time`, FLOPs per token, too."""
+    """Quantity by which sizes are matched; with `time`, FLOPs per token, too."""
     return active_parameters if match == "active-params" else flops_per_token
 
 

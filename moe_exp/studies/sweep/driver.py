@@ -176,7 +176,7 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
 
 
 def plan_text(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """What a sweep will do: a line per valid case, and one per rule that the others break."""
+    """Plan of a sweep: a line per valid case, and one per rule that the others break."""
     layouts = [row for row in rows if row.status != "rejected"]
     rejected = [
         f"  rejected: {len(broken)} case{'s' if len(broken) > 1 else ''}, {rule}"

@@ -46,7 +46,7 @@ _DURATIONS = struct.Struct(f"<{_NUM_DURATIONS}d")
 
 @dataclass(frozen=True)
 class Beat:
-    """Where a rank is.
+    """Iteration and phase of a rank.
 
     Args:
         phase: one of PHASES.
@@ -211,7 +211,9 @@ def during(phase: str) -> Iterator[None]:
 
 
 def paused() -> AbstractContextManager[None]:
-    """For pauses of any length, such as a debugger prompt: while one rank is in it, no hang is reported."""
+    """Context for pauses of any length, such as a debugger prompt: while a rank is in it, no hang is
+    reported.
+    """
     return during(PAUSED)
 
 

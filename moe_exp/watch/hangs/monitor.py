@@ -289,7 +289,7 @@ class HangWatch:
         return True
 
     def _what_comes(self) -> str:
-        """What follows the end of the ranks: a restart, or none."""
+        """Text on what follows the end of the ranks: a restart, or none."""
         most = self._config.max_restarts
         try:
             number = int(failures_file(self._local).read_text()) + 1

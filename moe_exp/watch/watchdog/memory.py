@@ -1,4 +1,4 @@
-"""What the watchdog remembers between checks, so that it does not repeat itself all the time. No torch."""
+"""Memory of the watchdog between checks, so that it does not repeat its reports. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's files show: progress, speed, last activity, and events. No torch."""
+"""State of a run by its files: progress, speed, last activity, and events. No torch."""
 
 from __future__ import annotations
 
