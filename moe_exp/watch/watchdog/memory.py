@@ -18,17 +18,17 @@ EVENT = "event "  # before an event's name: key of a problem that has happened, 
 
 
 @dataclass
-class Told:
+class Reported:
     """One problem.
 
     Attributes:
         since: when the current streak was first seen, seconds since 1970; 0 if it is absent now.
-        told: when it was last reported; 0 for never.
+        reported: time of the last report; 0 for never.
         is_open: it was reported, and its end was not.
     """
 
     since: float = 0.0
-    told: float = 0.0
+    reported: float = 0.0
     is_open: bool = False
     text: str = ""
 
@@ -48,7 +48,7 @@ class Memory:
         failed_channels: why the last message failed, by channel.
     """
 
-    problems: dict[str, Told] = field(default_factory=dict)
+    problems: dict[str, Reported] = field(default_factory=dict)
     num_events: int | None = None
     untold_events: dict[str, int] = field(default_factory=dict)
     disk: list[tuple[float, int]] = field(default_factory=list)
@@ -68,9 +68,9 @@ class Memory:
         """
         news = {}
         for key, text in found.items():
-            known = self.problems.setdefault(key, Told())
+            known = self.problems.setdefault(key, Reported())
             known.since = known.since or now
-            if not known.told or now - known.told >= again_seconds:
+            if not known.reported or now - known.reported >= again_seconds:
                 news[key] = text
         over = {key: known.text for key, known in self.problems.items() if key not in found and known.is_open}
         for key, known in self.problems.items():
@@ -82,7 +82,7 @@ class Memory:
         """Records that a message was sent."""
         for key, text in news.items():
             known = self.problems[key]
-            known.told, known.is_open, known.text = now, not key.startswith(EVENT), text
+            known.reported, known.is_open, known.text = now, not key.startswith(EVENT), text
             self.untold_events.pop(key.removeprefix(EVENT), None)
         for key in over:
             self.problems[key].is_open = False
@@ -92,7 +92,7 @@ class Memory:
         self.problems = {
             key: known
             for key, known in self.problems.items()
-            if known.since or known.is_open or now - known.told < again_seconds
+            if known.since or known.is_open or now - known.reported < again_seconds
         }
 
 
@@ -112,7 +112,7 @@ def read_memory(path: Path) -> Memory:
     try:
         values: dict[str, Any] = read_json(path)
         memory = Memory(**values)
-        memory.problems = {key: Told(**told) for key, told in values["problems"].items()}
+        memory.problems = {key: _reported(known) for key, known in values["problems"].items()}
         memory.disk = [(float(at), int(amount)) for at, amount in values["disk"]]
         return memory
     except FileNotFoundError:
@@ -126,3 +126,8 @@ def write_memory(path: Path, memory: Memory) -> None:
     """Raises OSError if it cannot be written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, asdict(memory))
+
+
+def _reported(known: dict[str, Any]) -> Reported:
+    # State files of 0.1.0 have the time under another name.
+    return Reported(**{"reported" if name == "told" else name: value for name, value in known.items()})
