@@ -49,6 +49,7 @@ EXTRAS = {
         "hypothesis>=6.100",
         "ruff>=0.17,<0.18",
         "mypy>=2.4,<2.5",
+        "codespell>=2.4,<3",
         "types-PyYAML>=6",
         "transformers>=5.0",
         "wandb>=0.17",
