@@ -26,7 +26,7 @@ import torch
 from bench_step import Ours
 
 from moe_exp import train
-from moe_exp.checkpoint.save import Saver
+from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.config import Config, load_config
 from moe_exp.engine import faults, runtime
 from moe_exp.host.processes import free_port
@@ -106,7 +106,9 @@ def _seconds_of_fingerprints(sides: Guarded) -> float:
     config, rank = sides.job.config, sides.job.runtime
     for _ in range(3):
         for on in (False, True):
-            saver = Saver(config.model_copy(update={"fingerprints": on}), rank, sides.job.folder.checkpoints)
+            saver = CheckpointWriter(
+                config.model_copy(update={"fingerprints": on}), rank, sides.job.folder.checkpoints
+            )
             saver.begin(sides.job.trained, sides.progress)
             saved = saver.finish()
             assert saved is not None and not saved.error, saved
@@ -117,7 +119,7 @@ def _seconds_of_fingerprints(sides: Guarded) -> float:
 def rank_main(options: argparse.Namespace) -> None:
     """One rank, started by torchrun."""
     folder = Path(os.environ[BEATS])
-    heartbeat._heart = heartbeat.Heart(folder, int(os.environ["RANK"]))
+    heartbeat._heart = heartbeat.HeartbeatWriter(folder, int(os.environ["RANK"]))
     settings = {
         "preset": "cpu",
         "gpus_per_node": NUM_RANKS,

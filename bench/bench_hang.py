@@ -23,7 +23,7 @@ from moe_exp.engine import runtime
 from moe_exp.host.processes import free_port
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import CallTrace
-from moe_exp.watch.hangs.heartbeat import Heart, read_beats
+from moe_exp.watch.hangs.heartbeat import HeartbeatWriter, read_beats
 
 MODULES = ("moe_exp", "megatron", "torch.distributed")
 
@@ -87,13 +87,13 @@ def main() -> None:
             },
             {},
         )
-        heart = Heart(folder, 0)
+        heart = HeartbeatWriter(folder, 0)
         print(f"one beat: {microseconds(lambda: heart.enter('data')):.2f} us, of six per iteration")
         print(f"the launcher reads a beat: {microseconds(lambda: read_beats(folder)):.0f} us, once a second")
         measure(config, heart, folder, options.pairs)
 
 
-def measure(config: Config, heart: Heart, folder: Path, num_pairs: int) -> None:
+def measure(config: Config, heart: HeartbeatWriter, folder: Path, num_pairs: int) -> None:
     sides = Sides(config, runtime.start(config))
     sides.step()
     print("\n| what | with / without | middle half |\n|---|---|---|", flush=True)

@@ -21,7 +21,7 @@ from torch import Tensor
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import recover
 from moe_exp.checkpoint.integrity import Source
-from moe_exp.checkpoint.save import SaveError, Saver
+from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
@@ -35,7 +35,7 @@ from moe_exp.engine.kernel_checks import KernelFailure, check_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
-from moe_exp.host.exit_codes import FAILED, FINISHED, tell_launcher
+from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.training.dumps import dump, is_dumped
@@ -47,7 +47,7 @@ from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
 from moe_exp.training.samples import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
-from moe_exp.training.saving import Saves, choose_source, own_source, resume
+from moe_exp.training.saving import CheckpointManager, choose_source, own_source, resume
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 
@@ -115,7 +115,7 @@ def run(config: Config, stop: faults.StopSignal) -> int:
             metrics.event("end", progress.iteration, status=status, wall_seconds=seconds)
     if isinstance(job.train_stream, ReadAhead):
         job.train_stream.close()
-    has_launcher = tell_launcher(code)  # before the ranks disconnect, which may fail
+    has_launcher = report_exit_code(code)  # before the ranks disconnect, which may fail
     runtime.stop()
     # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0.
     return code if code == FAILED and not has_launcher else 0
@@ -201,8 +201,10 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     """Trains to TRAIN_ITERS or a stop; returns `finished` or `stopped`, exit code. Rank 0 has `metrics`."""
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
-    saver = Saver(config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder))
-    saves = Saves(config, saver, job.trained, metrics)
+    saver = CheckpointWriter(
+        config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder)
+    )
+    saves = CheckpointManager(config, saver, job.trained, metrics)
     check_replicas(config, job.runtime, job.trained, progress, metrics)
     guard = LossGuard(config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics)
     exit_file = job.folder.exit_file if job.runtime.is_first else None

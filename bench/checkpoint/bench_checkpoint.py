@@ -29,7 +29,7 @@ from moe_exp import train
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import load
-from moe_exp.checkpoint.save import Saver
+from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -120,7 +120,7 @@ class Bench:
     def ours(self, *, asynchronous: bool) -> None:
         """A save and, where it is not asynchronous, a load."""
         config = self.job.config.model_copy(update={"async_save": asynchronous})
-        saver = Saver(config, self.job.runtime, self.job.folder.checkpoints)
+        saver = CheckpointWriter(config, self.job.runtime, self.job.folder.checkpoints)
         if not asynchronous:
             saved = self.timed(
                 "save", lambda: (saver.begin(self.job.trained, self.progress), saver.finish())[1]

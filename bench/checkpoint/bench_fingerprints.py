@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from moe_exp.checkpoint.format.fingerprints import multilinear_sum
-from moe_exp.checkpoint.save import Saver
+from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
@@ -72,7 +72,7 @@ def saves(folder: Path, num_pairs: int) -> None:
     num_bytes = 0
     for pair in range(num_pairs + 1):
         for on in (False, True) if pair % 2 else (True, False):
-            saver = Saver(config.model_copy(update={"fingerprints": on}), rank, folder)
+            saver = CheckpointWriter(config.model_copy(update={"fingerprints": on}), rank, folder)
             saver.begin(trained, Progress(1))
             saved = saver.finish()
             assert saved is not None and not saved.error, saved

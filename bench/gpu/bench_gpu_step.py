@@ -138,7 +138,7 @@ def _training_step(contender: Ours) -> Step:
 def megatron(config: Config, rank: Runtime) -> tuple[Step, str]:
     """The model with megatron-core's decoder spec and our initial weights."""
     has_te = torch.cuda.is_available() and moe_utils.HAVE_TE
-    megatron_cpu.mend_router(moe_utils)
+    megatron_cpu.patch_router(moe_utils)
     if rank.device.type == "cpu":
         # mends its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
         start_megatron()

@@ -1,11 +1,11 @@
 """Saving: a checkpoint is written beside the others and becomes one of them by a rename, or leaves no trace.
 Called by every rank.
 
-1. `Saver.begin`: a folder of another name, and the plan of who writes what.
+1. `CheckpointWriter.begin`: a folder of another name, and the plan of who writes what.
 2. A thread writes this rank's files. With ASYNC_SAVE training continues meanwhile, from a copy of the state
    in host memory.
-3. `Saver.finish`: all ranks report to rank 0 what they have written. It writes what makes the folder a
-   checkpoint, syncs and renames.
+3. `CheckpointWriter.finish`: all ranks report to rank 0 what they have written. It writes what makes the
+   folder a checkpoint, syncs and renames.
 
 Between 1 and 3 no rank waits for another: where one has no space left, the others get to 3 and hear of it
 there.
@@ -65,7 +65,7 @@ class _Pending:
     shares: fingerprints.Fingerprints  # of this rank
 
 
-class Saver:
+class CheckpointWriter:
     """The saves of a run, one at a time. `loaded` is the iteration of the folder `checkpoints` that training
     resumed from: retention leaves it alone, and counts none of the later ones that it finds there, which are
     damaged, or of an attempt that was given up.
@@ -178,7 +178,7 @@ class Saver:
 
 def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, progress: Progress) -> float:
     """Writes one checkpoint and waits; returns the seconds, or raises SaveError on every rank."""
-    saver = Saver(config, runtime, checkpoints)
+    saver = CheckpointWriter(config, runtime, checkpoints)
     saver.begin(trained, progress)
     saved = saver.finish()
     assert saved is not None

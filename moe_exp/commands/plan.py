@@ -160,7 +160,7 @@ def _search(arguments: argparse.Namespace) -> int:
     fixed_values = parse_fixed(fixed)
     wanted = parse_wanted(arguments.explain, config) if arguments.explain else {}
     found = search(config, hardware, fixed=fixed_values, constants=constants)
-    told = (
+    explained = (
         explain(found, config, hardware, wanted, fixed=fixed_values, constants=constants) if wanted else None
     )
     best = found.ranked[0] if found.ranked else None
@@ -170,24 +170,26 @@ def _search(arguments: argparse.Namespace) -> int:
         report = describe_search(found, hardware, arguments.top) | {
             "cost": describe_cost(cost) if cost else None
         }
-        print_json(report | ({"explained": describe_explanation(told, found, hardware)} if told else {}))
-    elif told:
-        printer.explanation(told, found)
+        print_json(
+            report | ({"explained": describe_explanation(explained, found, hardware)} if explained else {})
+        )
+    elif explained:
+        printer.explanation(explained, found)
     else:
         printer.search(found, hardware, arguments.top)
         if best and cost:
             printer.best(best, cost)
     if arguments.export:
-        _export(_chosen(found, told, arguments.rank), config, budget["num_tokens"])
+        _export(_chosen(found, explained, arguments.rank), config, budget["num_tokens"])
     return int(best is None)
 
 
-def _chosen(found: Search, told: Explanation | None, rank: int) -> Candidate:
-    if told and not (told.fits and told.candidate):
-        words = ",".join(f"{name.upper()}={value}" for name, value in told.wanted.items())
+def _chosen(found: Search, explained: Explanation | None, rank: int) -> Candidate:
+    if explained and not (explained.fits and explained.candidate):
+        words = ",".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
         raise setting_error("explain", words, "cannot run, so nothing is exported", "choose another layout")
-    if told and told.candidate:
-        return told.candidate
+    if explained and explained.candidate:
+        return explained.candidate
     if rank > len(found.ranked):
         raise setting_error("rank", rank, f"{len(found.ranked)} layouts fit", "choose one of them")
     return found.ranked[rank - 1]

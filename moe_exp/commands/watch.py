@@ -149,7 +149,7 @@ def _blame(arguments: argparse.Namespace) -> None:
         hosts_to_exclude,
         log_files,
         print_blame,
-        told_by_runs,
+        reported_by_runs,
     )
     from moe_exp.watch.nodes.exclude import exclude
 
@@ -158,12 +158,12 @@ def _blame(arguments: argparse.Namespace) -> None:
     added = []
     if arguments.exclude:
         added = [host for host, why in bad.items() if exclude(arguments.exclude, host, f"blame: {why}")]
-    told = told_by_runs(arguments.logs)
+    reported = reported_by_runs(arguments.logs)
     if arguments.json:
-        print_json({"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": told})
+        print_json({"faults": blame_as_json(found), "exclude": list(bad), "added": added, "events": reported})
         return
     print_blame(found)
-    print(*told, sep="\n", end="\n" if told else "")
+    print(*reported, sep="\n", end="\n" if reported else "")
     for host, reason in bad.items():
         where = f"; added to {arguments.exclude}" if host in added else ""
         print(f"{host} should get no jobs: {reason}{where}")
@@ -228,7 +228,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT
     from moe_exp.watch.watchdog.settings import watchdog_of
-    from moe_exp.watch.watchdog.watchdog import print_looks, watch_forever
+    from moe_exp.watch.watchdog.watchdog import print_checks, watch_forever
 
     try:
         watchdog = watchdog_of(vars(arguments), os.environ)
@@ -242,9 +242,9 @@ def _run(arguments: argparse.Namespace) -> int:
         return int(bool(failed))
     if arguments.every:
         watch_forever(watchdog, arguments.every, quiet=arguments.quiet)
-    looks = watchdog.look()
-    print_looks(looks, quiet=arguments.quiet)
-    return int(not all(look.is_well for look in looks))
+    checks = watchdog.check()
+    print_checks(checks, quiet=arguments.quiet)
+    return int(not all(look.is_well for look in checks))
 
 
 # `moe-exp watch stacks`: where the ranks of a run are.

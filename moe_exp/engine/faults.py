@@ -22,8 +22,8 @@ from moe_exp.host.exit_codes import (
     CAUSED_BY_ANOTHER,
     LAUNCH_TIME,
     complain,
-    tell_first,
-    tell_launcher,
+    report_exit_code,
+    report_first,
 )
 from moe_exp.host.processes import STOP_SIGNALS, end_with_parent
 
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _WAIT_FOR_CAUSE_SECONDS = 5.0
 _LAST_SECOND = 1.0
-_LOOK_SECONDS = 1.0  # between checks for the EXIT file
+_CHECK_SECONDS = 1.0  # between checks for the EXIT file
 
 # Why a run ends before TRAIN_ITERS. If ranks have different reasons, the first in this list is reported.
 STOP_REASONS = ("SIGTERM", "SIGINT", "SIGUSR1", "EXIT", "EXIT_DURATION", "EXIT_INTERVAL")
@@ -90,15 +90,15 @@ class StopRules:
         self._stop, self._file, self._interval = stop, exit_file, exit_interval
         launched = float(os.environ.get(LAUNCH_TIME) or time.monotonic())
         self._end = launched + 60 * exit_minutes if exit_minutes else math.inf
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def reason(self, iteration: int) -> str:
         """One of STOP_REASONS, or empty."""
         if self._stop.reason:
             return self._stop.reason
         now = time.monotonic()
-        if self._file is not None and now >= self._next_look:
-            self._next_look = now + _LOOK_SECONDS
+        if self._file is not None and now >= self._next_check:
+            self._next_check = now + _CHECK_SECONDS
             with contextlib.suppress(OSError):  # a network file system may be gone for a moment
                 if self._file.exists():
                     return "EXIT"
@@ -128,9 +128,9 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
     if os.environ.get("RANK", "0") == "0":
         complain(*lines)
     _wait_for_device()
-    told = tell_launcher(code)
+    has_launcher = report_exit_code(code)
     # Skips the clean-up of process groups, which would wait for the other ranks.
-    os._exit(0 if told else code)
+    os._exit(0 if has_launcher else code)
 
 
 def _wait_for_device() -> None:
@@ -166,7 +166,7 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
 
 def _end_with_line(error: ValueError) -> NoReturn:
     """Ends the job for a user error, which a restart would not fix; the node's first rank prints it."""
-    if tell_first(BAD_INPUT):
+    if report_first(BAD_INPUT):
         complain(*str(error).splitlines())
     _leave_error(error)
     os._exit(BAD_INPUT)

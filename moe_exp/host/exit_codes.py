@@ -39,22 +39,22 @@ CAUSED_BY_ANOTHER = (
 )
 
 
-def tell_launcher(code: int, *, by_any_rank: bool = False) -> bool:
+def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
     """Reports the exit code of the job to this node's launcher, by the first local rank; False without one.
 
     torchrun knows only 0 and failure: ranks that have reported exit with 0, whatever the code.
     """
-    told = os.environ.get(EXIT_CODE_FILE)
-    if told and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
+    path = os.environ.get(EXIT_CODE_FILE)
+    if path and (by_any_rank or os.environ.get("LOCAL_RANK", "0") == "0"):
         try:
-            Path(told).write_text(str(code))
+            Path(path).write_text(str(code))
         except FileNotFoundError:  # the launcher has ended, and deleted the folder
             return False
-    return bool(told)
+    return bool(path)
 
 
-def tell_first(code: int) -> bool:
-    """`tell_launcher` by any rank; False if another rank of this node did, so that a reason appears once."""
+def report_first(code: int) -> bool:
+    """`report_exit_code` by any rank; False if another rank of this node did: a reason appears once."""
     try:
         with Path(os.environ[EXIT_CODE_FILE]).open("x") as file:
             file.write(str(code))
@@ -65,8 +65,8 @@ def tell_first(code: int) -> bool:
     return True
 
 
-def told_exit_code() -> int | None:
-    """The code that a rank of this node reported with `tell_launcher`."""
+def reported_exit_code() -> int | None:
+    """The code that a rank of this node reported with `report_exit_code`."""
     try:
         text = Path(os.environ.get(EXIT_CODE_FILE) or "none").read_text()
     except FileNotFoundError:
@@ -81,9 +81,9 @@ def alive_file(exit_code_file: str) -> Path:
 
 def show_alive() -> None:
     """Shows the launcher that this agent is not stuck."""
-    if told := os.environ.get(EXIT_CODE_FILE):
+    if path := os.environ.get(EXIT_CODE_FILE):
         with suppress(OSError):  # the launcher has ended, or the disk is full
-            alive_file(told).touch()
+            alive_file(path).touch()
 
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

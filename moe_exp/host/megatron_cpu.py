@@ -6,7 +6,7 @@
   streams, events, random states and memory counters of the CPU, and `pin_memory` is ignored.
 - CUDA literals inside Megatron's code objects (`device="cuda"`, `"torch.cuda.FloatTensor"`, `.cuda()`) become
   those for the CPU. The cached byte code is rewritten, so it costs nothing at start-up.
-- A few functions that call CUDA's C interface are replaced by name, in `_MENDED`.
+- A few functions that call CUDA's C interface are replaced by name, in `_PATCHES`.
 
 torch itself is unchanged for all others, except for one private method on Tensor and Module (`_KEYWORD`).
 """
@@ -142,7 +142,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
     def exec_module(self, module: types.ModuleType) -> None:
         module.__dict__["__builtins__"] = {**vars(builtins), "__import__": _import}
         super().exec_module(module)
-        if mend := _MENDED.get(module.__name__):
+        if mend := _PATCHES.get(module.__name__):
             mend(module)
 
 
@@ -164,17 +164,17 @@ def find_spec(
     return spec
 
 
-def _mend_jit(module: Any) -> None:
+def _patch_jit(module: Any) -> None:
     # torch.compile would need a C++ compiler, for fusions worth little on a CPU.
     module.disable_jit_fuser()
 
 
-def _mend_random(module: Any) -> None:
+def _patch_random(module: Any) -> None:
     module._get_cuda_rng_state = lambda device="cpu", clone=False, graph_safe=False: torch.get_rng_state()
     module._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
 
 
-def _mend_writer(module: Any) -> None:
+def _patch_writer(module: Any) -> None:
     # Megatron writes checkpoints in forked processes. With gloo's threads a fork may hang or end in EOFError,
     # so the rank itself writes, with the same function.
     writer = module.FileSystemWriterAsync
@@ -197,7 +197,7 @@ def _mend_writer(module: Any) -> None:
     writer.write_preloaded_data_multiproc = staticmethod(write)
 
 
-def _mend_norm(module: Any) -> None:
+def _patch_norm(module: Any) -> None:
     # torch's fp32 norm of a million values is off by 1e-5 on a CPU, and differently when split over ranks.
     def l2_norm(
         chunk_size: int, noop_flag: Any, tensor_lists: Sequence[Any], per_tensor: bool, *args: Any
@@ -210,12 +210,12 @@ def _mend_norm(module: Any) -> None:
     module.local_multi_tensor_l2_norm = l2_norm
 
 
-def _mend_collectives(module: Any) -> None:
+def _patch_collectives(module: Any) -> None:
     module.dist_all_gather_func = gloo.all_gather
     module.dist_reduce_scatter_func = gloo.reduce_scatter
 
 
-def mend_router(module: Any) -> None:
+def patch_router(module: Any) -> None:
     """Fixes a NameError in megatron-core 0.16's router (moe_utils) without Transformer Engine, on any device.
 
     Training uses our router, so on a GPU only comparisons with Megatron's layer need this.
@@ -224,10 +224,10 @@ def mend_router(module: Any) -> None:
         module.te_general_gemm = None
 
 
-def _mend_moe(module: Any) -> None:
+def _patch_moe(module: Any) -> None:
     # For comparisons with Megatron's router and dispatcher. All-to-all sizes must be numbers; Megatron
     # converts tensors to them on a GPU only.
-    mend_router(module)
+    patch_router(module)
     move = module.maybe_move_tensor_to_cpu
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -238,14 +238,14 @@ def _mend_moe(module: Any) -> None:
     module.maybe_move_tensor_to_cpu = as_numbers
 
 
-_MENDED: dict[str, Callable[[Any], None]] = {
-    "megatron.core.tensor_parallel.layers": _mend_collectives,
-    "megatron.core.tensor_parallel.mappings": _mend_collectives,
-    "megatron.core.utils": _mend_norm,
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": _mend_writer,
-    "megatron.core.jit": _mend_jit,
-    "megatron.core.tensor_parallel.random": _mend_random,
-    "megatron.core.transformer.moe.moe_utils": _mend_moe,
+_PATCHES: dict[str, Callable[[Any], None]] = {
+    "megatron.core.tensor_parallel.layers": _patch_collectives,
+    "megatron.core.tensor_parallel.mappings": _patch_collectives,
+    "megatron.core.utils": _patch_norm,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": _patch_writer,
+    "megatron.core.jit": _patch_jit,
+    "megatron.core.tensor_parallel.random": _patch_random,
+    "megatron.core.transformer.moe.moe_utils": _patch_moe,
 }
 _STAND_IN = _TorchOnCpu()
 

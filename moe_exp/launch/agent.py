@@ -49,12 +49,12 @@ from moe_exp.host.exit_codes import (
     START_AGAIN,
     TO_BE_CONTINUED,
     complain,
+    report_exit_code,
+    reported_exit_code,
     show_alive,
-    tell_launcher,
-    told_exit_code,
 )
 from moe_exp.host.processes import STOP_SIGNALS, signals_blocked
-from moe_exp.launch.rendezvous import Rounds
+from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import Record, append, event_record, last_records
 from moe_exp.watch.hangs.heartbeat import failures_file, hung_file
 
@@ -75,10 +75,10 @@ class Agent(LocalElasticAgent):
         received: signals that this process got, in order; grows while it runs.
     """
 
-    def __init__(self, spec: WorkerSpec, rounds: Rounds, received: Sequence[int], **options: Any):
+    def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
         super().__init__(spec, shutdown_timeout=_END_SECONDS, **options)
         self._spec, self._rounds, self._received = spec, rounds, received
-        self._told: set[tuple[int, int]] = set()  # pid and signal
+        self._signalled: set[tuple[int, int]] = set()  # pid and signal
         self._num_idle = 0  # rounds in a row without a train record
         self._is_parted = False  # whether node 0 is lost
         self._parent = os.getppid()
@@ -94,7 +94,7 @@ class Agent(LocalElasticAgent):
                 time.sleep(self._spec.monitor_interval)
                 show_alive()
                 self._pass_signals_on()
-                result = self._look()
+                result = self._check()
                 if result is not None and (
                     result.state is WorkerState.SUCCEEDED or not self._may_start_again(result)
                 ):
@@ -126,7 +126,7 @@ class Agent(LocalElasticAgent):
             self._is_parted = not is_back
             return False
 
-    def _look(self) -> RunResult | None:
+    def _check(self) -> RunResult | None:
         """Result of this node's ranks; None while they run, or if they request a restart."""
         assert self._pcontext is not None
         codes = self._exit_codes()
@@ -141,7 +141,7 @@ class Agent(LocalElasticAgent):
         with _quiet_if_explained():
             result = self._monitor_workers(self._worker_group)
         if result.state is WorkerState.SUCCEEDED:
-            if told_exit_code() == START_AGAIN:
+            if reported_exit_code() == START_AGAIN:
                 self._rounds.move_on()
                 return None
             self._rounds.mark_done()
@@ -159,13 +159,13 @@ class Agent(LocalElasticAgent):
 
     def _may_start_again(self, result: RunResult) -> bool:
         """Reports failed ranks to the other nodes; False if the job had finished, or on bad input."""
-        told = told_exit_code()
-        if told == START_AGAIN:
+        reported = reported_exit_code()
+        if reported == START_AGAIN:
             self._rounds.move_on()
-        elif told == BAD_INPUT:  # a restart would fail the same way
+        elif reported == BAD_INPUT:  # a restart would fail the same way
             self._rounds.set_closed()
             return False
-        elif told is not None or self._rounds.is_done:
+        elif reported is not None or self._rounds.is_done:
             self._rounds.mark_done()
             self._rounds.wait_until_all_are_done()
             return False
@@ -190,17 +190,17 @@ class Agent(LocalElasticAgent):
         ended = self._rounds.round
         if self._received:  # they would be stopped right away
             self._rounds.set_closed()
-        if told_exit_code() == START_AGAIN or (self._received and not self._rounds.has_failed(ended)):
-            tell_launcher(TO_BE_CONTINUED)  # in case no other round follows
+        if reported_exit_code() == START_AGAIN or (self._received and not self._rounds.has_failed(ended)):
+            report_exit_code(TO_BE_CONTINUED)  # in case no other round follows
         self._stop_workers(self._worker_group)
-        delay = self._tell(ended) if self._worker_group.group_rank == 0 else 0.0
+        delay = self._report(ended) if self._worker_group.group_rank == 0 else 0.0
         if self._rounds.is_over:
             return False
         self._sleep(delay)
         self._initialize_workers(self._worker_group)
         return True
 
-    def _tell(self, ended: int) -> float:
+    def _report(self, ended: int) -> float:
         """Writes the events of a finished round; returns the seconds to wait before the next one."""
         records = self._last_records()
         trained = (record.get("iteration", 0) for record in records if record.get("kind") == "train")
@@ -258,8 +258,8 @@ class Agent(LocalElasticAgent):
             return
         for number in dict.fromkeys(self._received):
             for pid in self._pcontext.pids().values():
-                if (pid, number) not in self._told:
-                    self._told.add((pid, number))
+                if (pid, number) not in self._signalled:
+                    self._signalled.add((pid, number))
                     _send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
         if os.getppid() != self._parent:
             self._end_orphaned()
@@ -310,7 +310,7 @@ def _quiet_if_explained() -> Iterator[None]:
     """Silences torchrun's report of the first ended rank if a hang or an exit code explains it."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
-    logger.disabled = before or _has_hung() or told_exit_code() is not None
+    logger.disabled = before or _has_hung() or reported_exit_code() is not None
     try:
         yield
     finally:
@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     config, command, arguments = config_from_args(args)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are ours
-    rounds = Rounds(
+    rounds = RestartRendezvous(
         args.master_addr, int(args.master_port), node_rank=args.node_rank, num_nodes=config.max_nodes,
         max_restarts=config.max_restarts, is_stopping=is_stopping, key=os.environ.get(RENDEZVOUS_KEY, ""),
     )  # fmt: skip
@@ -369,7 +369,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = Agent(spec, rounds, received, **options).run()
     if not result.is_failed():
         return FINISHED
-    if result.failures and told_exit_code() is None and not _has_hung():
+    if result.failures and reported_exit_code() is None and not _has_hung():
         print(ChildFailedError(args.training_script, result.failures), file=sys.stderr, flush=True)
     return FAILED
 

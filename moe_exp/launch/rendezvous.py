@@ -57,7 +57,7 @@ _FAILURE = {"rank": int, "host": str, "device": str, "cause": str}
 _MOST_CHARACTERS = 2000
 
 
-class Rounds(RendezvousHandler):
+class RestartRendezvous(RendezvousHandler):
     """The rendezvous of one node's agent.
 
     Args:

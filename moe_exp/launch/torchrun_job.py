@@ -135,8 +135,8 @@ def run_job(
                 complain(f"the agent has not moved for {_STILL_SECONDS:.0f} s: it and its ranks are killed")
                 _kill_job([agent.pid])
         # Empty if the rank died while writing it, or the disk is full.
-        if code_file.exists() and (told := code_file.read_text()):
-            return int(told)
+        if code_file.exists() and (reported := code_file.read_text()):
+            return int(reported)
     if code and received:
         return 128 + received[0]
     return code if code >= 0 else 128 - code

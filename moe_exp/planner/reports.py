@@ -108,16 +108,16 @@ def describe_search(found: Search, hardware: Hardware, top: int) -> dict[str, An
     }
 
 
-def describe_explanation(told: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
+def describe_explanation(explained: Explanation, found: Search, hardware: Hardware) -> dict[str, Any]:
     """Why a layout is refused, or where it stands."""
     report: dict[str, Any] = {
-        "asked": dict(told.wanted),
-        "valid": told.candidate is not None,
-        "fits": told.fits,
-        "problems": told.problems,
+        "asked": dict(explained.wanted),
+        "valid": explained.candidate is not None,
+        "fits": explained.fits,
+        "problems": explained.problems,
     }
-    if told.candidate is not None:
-        report["losses_seconds"] = told.losses
-        report["layout"] = describe_candidate(told.candidate, found, hardware, told.place)
-        report["memory"] = describe_memory(told.candidate.prediction)
+    if explained.candidate is not None:
+        report["losses_seconds"] = explained.losses
+        report["layout"] = describe_candidate(explained.candidate, found, hardware, explained.place)
+        report["memory"] = describe_memory(explained.candidate.prediction)
     return report

@@ -106,20 +106,20 @@ class PlanPrinter:
         write(f"  a global batch of {candidate.filling_batch:,} fills the pipe, {config.gbsz:,} is given")
         write(f"  a checkpoint has {filesize.decimal(checkpoint_bytes(config))}")
 
-    def explanation(self, told: Explanation, found: Search) -> None:
+    def explanation(self, explained: Explanation, found: Search) -> None:
         """Why a layout is refused, or where it stands."""
-        asked = ", ".join(f"{name.upper()}={value}" for name, value in told.wanted.items())
-        if told.candidate is None:
+        asked = ", ".join(f"{name.upper()}={value}" for name, value in explained.wanted.items())
+        if explained.candidate is None:
             self._console.print(f"{asked}: rejected")
-        elif not told.fits:
+        elif not explained.fits:
             self._console.print(f"{asked}: keeps every rule, but is out of memory")
-        for line in told.problems:
+        for line in explained.problems:
             self._print(f"  {line}")
-        if told.candidate is None:
+        if explained.candidate is None:
             return
-        if told.fits:
-            self._standing(asked, told, told.candidate, found)
-        self._memory(told.candidate.prediction)
+        if explained.fits:
+            self._standing(asked, explained, explained.candidate, found)
+        self._memory(explained.candidate.prediction)
 
     def calibration(self, calibration: Calibration) -> None:
         """Fitted constants, and how near predictions come with them."""
@@ -157,16 +157,16 @@ class PlanPrinter:
                     table.add_row(key, _number(entry.get("value", "")), str(entry.get("source", "")))
             self._console.print(table)
 
-    def _standing(self, asked: str, told: Explanation, candidate: Candidate, found: Search) -> None:
+    def _standing(self, asked: str, explained: Explanation, candidate: Candidate, found: Search) -> None:
         best, config = found.ranked[0] if found.ranked else candidate, candidate.config
         words = f"{layout_words(config)}, MBSZ={config.mbsz}, RECOMPUTE={config.recompute}"
         self._print(f"{asked}: at best {words}")
         place = "slower than all that were ranked"
-        if told.place <= len(found.ranked):
-            place = f"place {told.place:,} of {len(found.ranked):,}"
+        if explained.place <= len(found.ranked):
+            place = f"place {explained.place:,} of {len(found.ranked):,}"
         slower = f"{candidate.seconds / best.seconds - 1:+.1%} against the best ({layout_words(best.config)})"
         self._console.print(f"  {_seconds(candidate.seconds)} s per iteration, {slower}: {place}")
-        for name, seconds in told.losses.items():
+        for name, seconds in explained.losses.items():
             if abs(seconds) >= 0.0005 * best.seconds:
                 self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
 

@@ -125,7 +125,7 @@ class Follower:
         """Whether metrics.jsonl existed at the last `look`."""
         return self._modified is not None
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Reads what was appended since the last call; a read error is kept in `trouble` until then."""
         self.trouble = None
         try:

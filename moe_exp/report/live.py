@@ -58,11 +58,11 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
         raise ConfigError(problems)
     followers = _followers(paths)
     if once:
-        console.print(_look(followers, console))
+        console.print(_render(followers, console))
         return
     with _ctrl_c() as pressed, Live(console=console, auto_refresh=False) as live:
         while not pressed.is_set():
-            live.update(_look(followers, console), refresh=True)
+            live.update(_render(followers, console), refresh=True)
             if all(follower.status() for follower in followers):
                 return
             pressed.wait(seconds)
@@ -121,9 +121,9 @@ def _path_problems(path: Path, *, may_wait: bool) -> Iterator[str]:
         )
 
 
-def _look(followers: Sequence[Follower], console: Console) -> RenderableType:
+def _render(followers: Sequence[Follower], console: Console) -> RenderableType:
     for follower in followers:
-        follower.look()
+        follower.refresh()
     return one_run(followers[0], console) if len(followers) == 1 else many_runs(followers, console)
 
 

@@ -279,7 +279,7 @@ def events_html(runs: Sequence[Run]) -> str:
         ' resume</span><span><i></i>checkpoint</span><span><i class="fault"></i>fault</span><span><i'
         f' class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
     )
-    kept = [most_telling(run.events, _MOST_ROWS) for run in runs]
+    kept = [most_informative(run.events, _MOST_ROWS) for run in runs]
     rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index, kept[index])]
     left_out = [
         f"{text} of {run.name}"
@@ -296,7 +296,7 @@ def events_html(runs: Sequence[Run]) -> str:
     return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
 
 
-def most_telling(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
     """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
     order = sorted(
         range(len(events)),
@@ -345,7 +345,7 @@ def _track(
     ]
     times = {id(event): when for when, event in events}
     checkpoints = [event for _, event in events if is_checkpoint(event)]
-    others = most_telling([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
+    others = most_informative([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
     for event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others:
         when = times[id(event)]
         name = str(event.get("event"))

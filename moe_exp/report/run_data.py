@@ -115,7 +115,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     else:
         with progress("reading metrics", total) as advance:
             runs = [read_run(path, advance) for path in folders]
-    _tell_apart(runs)
+    _distinguish(runs)
     return runs
 
 
@@ -138,7 +138,7 @@ def _folder_problems(path: Path) -> list[str]:
     return [problem("run", path, "is no run folder: it has neither config.yaml nor metrics.jsonl", fix)]
 
 
-def _tell_apart(runs: Sequence[Run]) -> None:
+def _distinguish(runs: Sequence[Run]) -> None:
     """Makes names unique by prepending the parent folder, and a number if still equal."""
     for with_parent in (True, False):
         names = [run.name for run in runs]

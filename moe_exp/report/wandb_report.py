@@ -92,17 +92,17 @@ def wandb_report(
     _need_key()
     import wandb
 
-    with _told(project):
+    with _errors_named(project):
         owner = entity or wandb.Api().default_entity
     if not owner:
         raise ConfigError([problem("entity", "", "the key belongs to no user or team", "give --entity")])
     report = build_report(runs, project=project, entity=owner, title=title)
-    with _told(project):
+    with _errors_named(project):
         return str(report.save().url)
 
 
 @contextmanager
-def _told(project: str) -> Iterator[None]:
+def _errors_named(project: str) -> Iterator[None]:
     try:
         yield
     # wandb's errors for a server that refuses or does not answer share no base class
@@ -182,7 +182,7 @@ def _wandb_id(folder: RunFolder) -> str:
 def _read(folder: RunFolder) -> MirroredRun:
     squares = LoadSquares()
     follower = Follower(folder.path, also=squares.take)
-    follower.look()
+    follower.refresh()
     if follower.trouble:
         rule = f"its metrics.jsonl cannot be read ({follower.trouble})"
         raise ConfigError([problem("run", folder.path, rule, "change its permissions, or check the disk")])

@@ -26,7 +26,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from moe_exp.host.exit_codes import FAILED, tell_launcher
+from moe_exp.host.exit_codes import FAILED, report_exit_code
 from moe_exp.watch.hangs import heartbeat
 
 _POLL_SECONDS = 0.2
@@ -79,7 +79,7 @@ class Debugger(pdb.Pdb):
     def do_quit(self, arg: str) -> bool | None:
         """Ends the job."""
         self.message("the job ends")
-        tell_launcher(FAILED, by_any_rank=True)  # else it would restart the ranks
+        report_exit_code(FAILED, by_any_rank=True)  # else it would restart the ranks
         os._exit(FAILED)
 
     do_q = do_exit = do_quit

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from moe_exp.checkpoint.save import Saver
+from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.config import Config
 from moe_exp.data.samples.dataset import Samples
@@ -157,7 +157,7 @@ class LossGuard:
         """Saves in bad_steps/, which no resume uses; returns a message about it."""
         place = free_place(self._folder.bad_steps, progress.iteration)
         # For this checkpoint only: no others are kept or removed.
-        saver = Saver(
+        saver = CheckpointWriter(
             self._config.model_copy(update={"keep_last": 0, "async_save": False}), self._runtime, place.parent
         )
         self.store_history(progress)

@@ -120,7 +120,7 @@ class Metrics:
 
     def close(self, *, failed: bool = False) -> None:
         """Closes TensorBoard and wandb; `failed` is the run's status in wandb."""
-        self._tell(lambda mirror: mirror.close(failed))
+        self._for_each_mirror(lambda mirror: mirror.close(failed))
         self._mirrors = []
 
     def __enter__(self) -> Metrics:
@@ -150,9 +150,9 @@ class Metrics:
 
     def _mirror(self, record: Record) -> None:
         values, axes = curves(record), axes_of(record)
-        self._tell(lambda mirror: mirror.write(values, axes))
+        self._for_each_mirror(lambda mirror: mirror.write(values, axes))
 
-    def _tell(self, action: Callable[[Mirror], None]) -> None:
+    def _for_each_mirror(self, action: Callable[[Mirror], None]) -> None:
         for mirror in list(self._mirrors):
             try:
                 action(mirror)

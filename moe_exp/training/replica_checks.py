@@ -109,7 +109,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list
     mine = _Details(runtime.host, prints, groups, dict(stepped), sizes, experts)
     details: list[Any] = [None] * runtime.world_size
     torch.distributed.all_gather_object(details, mine)
-    return _told(rows, details, distributed=config.distributed_optimizer)
+    return _report_lines(rows, details, distributed=config.distributed_optimizer)
 
 
 def _is_expert(parameter: Tensor) -> bool:
@@ -247,7 +247,7 @@ class _Details(NamedTuple):
     experts: set[str]
 
 
-def _told(rows: list[_Row], details: list[_Details], *, distributed: bool) -> list[str]:
+def _report_lines(rows: list[_Row], details: list[_Details], *, distributed: bool) -> list[str]:
     members = dict(_classes(rows))
     lines = [
         f"replicas: {line}"

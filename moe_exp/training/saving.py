@@ -8,7 +8,7 @@ from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.restored import RestoreError
-from moe_exp.checkpoint.save import Saved, SaveError, Saver
+from moe_exp.checkpoint.save import CheckpointWriter, Saved, SaveError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.checkpoint.upcycle import upcycle
 from moe_exp.config import Config, ConfigError, problem
@@ -22,10 +22,10 @@ from moe_exp.watch.hangs import heartbeat
 logger = logging.getLogger(__name__)
 
 
-class Saves:
+class CheckpointManager:
     """Begins, finishes and reports the saves of a run, written by `saver`; only rank 0 has `metrics`."""
 
-    def __init__(self, config: Config, saver: Saver, trained: Trained, metrics: Metrics | None):
+    def __init__(self, config: Config, saver: CheckpointWriter, trained: Trained, metrics: Metrics | None):
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
         # of the newest checkpoint of this start; the same on every rank
         self.last_iteration: int | None = None

@@ -35,7 +35,7 @@ from moe_exp.checkpoint.format.folders import (
     usable,
 )
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.tools.soundness import Verification
 
@@ -43,7 +43,7 @@ from moe_exp.checkpoint.tools.soundness import Verification
 def write_checkpoint(checkpoints: Path, iteration: int, *, manifest: bool = True) -> Path:
     """A checkpoint of two files, one of them with an object."""
     folder = checkpoints / f"iter_{iteration:07d}"
-    writer = CheckpointWriter(folder)
+    writer = TorchDistWriter(folder)
     writer.add_tensor("weight", torch.full((50, 20), float(iteration)))
     writer.next_file()
     writer.add_object("rng_state/shard_0.0_1.1", {"cpu": torch.arange(5)})
@@ -225,7 +225,7 @@ def megatrons_arguments(folder: Path, version: str) -> list[Any]:
     if version == "0.16":
         torch.save({"args": arguments, "iteration": 30}, folder / "common.pt")
     else:
-        with CheckpointWriter(folder) as writer:
+        with TorchDistWriter(folder) as writer:
             writer.add_tensor("weight", torch.ones(50, 20))
             writer.add_object("common_state/shard_0_1", {"args": arguments, "iteration": 30})
             writer.finish({})
@@ -284,7 +284,7 @@ def hostile(kind: str, folder: Path, mark: Path) -> None:
     elif kind == "common":
         torch.save({"progress": Payload(mark)}, folder / "common.pt")
     else:
-        writer = CheckpointWriter(folder)
+        writer = TorchDistWriter(folder)
         writer.add_tensor("weight", torch.ones(50, 20))
         writer.add_object("rng_state/shard_0.0_1.1", Payload(mark))
         writer.finish({})

@@ -72,7 +72,7 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     """On each of two ranks: the same state saved at once, and in the background while training continues."""
     from moe_exp import train
     from moe_exp.checkpoint import plan
-    from moe_exp.checkpoint.save import Saver, save
+    from moe_exp.checkpoint.save import CheckpointWriter, save
     from moe_exp.training.interval import Interval
 
     job, progress = build_small(settings, port)
@@ -84,7 +84,7 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
 
     step()
     save(job.config, job.runtime, checkpoints / "at_once", job.trained, progress)
-    saver = Saver(job.config, job.runtime, checkpoints)
+    saver = CheckpointWriter(job.config, job.runtime, checkpoints)
     with pytest.MonkeyPatch.context() as monkeypatch:
         gate = Gate(monkeypatch)
         saver.begin(job.trained, progress)
@@ -122,7 +122,7 @@ def background(settings: dict[str, Any], port: int) -> list[float]:
     assert saved is not None
     assert re.fullmatch(r"rank 1 on .*: you tried to allocate 8 bytes", saved.error), saved.error
     # Nor where there can be no folder.
-    nowhere = Saver(job.config, job.runtime, Path("/proc/checkpoints"))
+    nowhere = CheckpointWriter(job.config, job.runtime, Path("/proc/checkpoints"))
     nowhere.begin(job.trained, progress)
     error = nowhere.finish().error
     assert re.fullmatch(r"rank 0 on .*: No such file or directory: /proc/checkpoints.*", error), error
@@ -212,14 +212,14 @@ def test_full_disk_costs_the_checkpoint_and_not_the_run(asynchronous, tmp_path):
 
 
 def on_a_full_disk(settings: dict[str, Any], port: int, disk: str) -> None:
-    from moe_exp.checkpoint.save import Saver, save
+    from moe_exp.checkpoint.save import CheckpointWriter, save
 
     job, progress = build_small(settings, port)
     save(job.config, job.runtime, Path(disk), job.trained, progress)
     free = os.statvfs(disk)
     (Path(disk) / "filler").write_bytes(bytes(free.f_bavail * free.f_frsize - 100_000))
     progress.iteration = 1
-    saver = Saver(job.config, job.runtime, Path(disk))
+    saver = CheckpointWriter(job.config, job.runtime, Path(disk))
     saver.begin(job.trained, progress)
     saved = saver.finish()
     assert saved is not None
@@ -245,10 +245,10 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
     """Names in the checkpoints folder after each save, with a validation loss that falls until iteration 30
     and rises again.
     """
-    from moe_exp.checkpoint.save import Saver
+    from moe_exp.checkpoint.save import CheckpointWriter
 
     job, progress = build_small(settings, port)
-    saver, names = Saver(job.config, job.runtime, job.folder.checkpoints, loaded=20), {}
+    saver, names = CheckpointWriter(job.config, job.runtime, job.folder.checkpoints, loaded=20), {}
     for progress.iteration in (10, 20, 30, 40, 50, 60, 60):
         loss = 2.0 + abs(progress.iteration - 30) / 10
         saver.begin(job.trained, progress, valid_loss=math.nan if progress.iteration == 20 else loss)
@@ -267,7 +267,7 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
     names[70] = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
     # A start that continues from 60 and not from 70, which is damaged, or was given up, does not count it,
     # and removes it once it is passed.
-    saver = Saver(job.config, job.runtime, checkpoints, loaded=60)
+    saver = CheckpointWriter(job.config, job.runtime, checkpoints, loaded=60)
     for progress.iteration in (65, 75):
         saver.begin(job.trained, progress)
         assert saver.finish().error == ""
@@ -293,10 +293,10 @@ def test_what_is_kept(tmp_path):
 
 
 def save_once(settings: dict[str, Any], port: int) -> int:
-    from moe_exp.checkpoint.save import Saver
+    from moe_exp.checkpoint.save import CheckpointWriter
 
     job, progress = build_small(settings, port)
-    saver = Saver(job.config, job.runtime, job.folder.checkpoints)
+    saver = CheckpointWriter(job.config, job.runtime, job.folder.checkpoints)
     saver.begin(job.trained, progress)
     return int(saver.finish().num_bytes)
 

@@ -194,7 +194,7 @@ def test_functions_that_reach_into_cuda_are_mended():
         importlib.import_module("megatron.core.tensor_parallel.mappings").dist_reduce_scatter_func
         is gloo.reduce_scatter
     )
-    for name in megatron_cpu._MENDED:
+    for name in megatron_cpu._PATCHES:
         importlib.import_module(name)
 
 

@@ -23,7 +23,7 @@ from helpers.ranks import free_port
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.launch.agent import Agent
-from moe_exp.launch.rendezvous import Rounds
+from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.hangs.heartbeat import failures_file
 
@@ -316,7 +316,7 @@ def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
 
 
 def test_stores_of_one_node_listen_on_the_loopback_interface_alone():
-    rounds = Rounds("localhost", free_port(), node_rank=0, num_nodes=1, max_restarts=0)
+    rounds = RestartRendezvous("localhost", free_port(), node_rank=0, num_nodes=1, max_restarts=0)
     rounds.next_rendezvous()
     own = [one for one in psutil.Process().net_connections("tcp") if one.status == psutil.CONN_LISTEN]
     assert len(own) >= 2 and {one.laddr.ip for one in own} == {"127.0.0.1"}
@@ -324,20 +324,20 @@ def test_stores_of_one_node_listen_on_the_loopback_interface_alone():
 
 def test_a_stranger_without_the_key_of_the_job_neither_ends_it_nor_speaks_in_it():
     port = free_port()
-    rounds = Rounds("localhost", port, node_rank=0, num_nodes=1, max_restarts=0, key="a key")
+    rounds = RestartRendezvous("localhost", port, node_rank=0, num_nodes=1, max_restarts=0, key="a key")
     rounds.next_rendezvous()
     stranger = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     stranger.set("over", "1")
     stranger.set("said/0/0", json.dumps([{"rank": 1, "host": "a", "device": "cpu", "cause": "x"}]))
     assert not rounds.is_over and rounds.said(0) == []
-    other = Rounds("localhost", port, node_rank=1, num_nodes=2, max_restarts=0, key="another")
+    other = RestartRendezvous("localhost", port, node_rank=1, num_nodes=2, max_restarts=0, key="another")
     pair = socket.socketpair()  # a process has other sockets, too, some without an address
     with pair[0], pair[1], pytest.raises(RendezvousConnectionError, match="has another key than this node"):
         other.next_rendezvous()
 
 
 def test_what_no_agent_says_of_failures_is_left_out():
-    rounds = Rounds("localhost", free_port(), node_rank=0, num_nodes=1, max_restarts=0)
+    rounds = RestartRendezvous("localhost", free_port(), node_rank=0, num_nodes=1, max_restarts=0)
     rounds.next_rendezvous()
     failure = {"rank": 1, "host": "a", "device": "cpu", "cause": "x" * 9000}
     rounds.say([failure])

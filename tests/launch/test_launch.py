@@ -21,7 +21,7 @@ from moe_exp.cli import main
 from moe_exp.config import Config, add_arguments, load_config, module_arguments
 from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, tell_launcher, told_exit_code
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, report_exit_code, reported_exit_code
 from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
 from moe_exp.launch.torchrun_job import child_environment, shared_key, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
@@ -323,8 +323,8 @@ def test_two_dashes_are_no_value(arguments, capsys):
 
 def test_a_rank_that_outlives_its_launcher_has_nobody_to_tell(tmp_path, monkeypatch):
     monkeypatch.setenv(EXIT_CODE_FILE, str(tmp_path / "gone" / "exit_code"))
-    assert not tell_launcher(1)
-    assert told_exit_code() is None
+    assert not report_exit_code(1)
+    assert reported_exit_code() is None
 
 
 def test_version(capsys):

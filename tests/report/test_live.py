@@ -83,7 +83,7 @@ def picture(*paths: Path, width: int = 100, **options: Any) -> str:
 
 def fresh(path: Path) -> Follower:
     follower = Follower(path)
-    follower.look()
+    follower.refresh()
     return follower
 
 
@@ -242,7 +242,7 @@ def test_following_a_file_sees_what_reading_it_whole_does(tmp_path: Path) -> Non
             file.write(half[:cut])
         half = half[cut:]
         if choose.random() < 0.7:
-            follower.look()
+            follower.refresh()
             assert follower.watched == fresh(path).watched
     assert iteration > 50 and follower.watched.num_train > 50
 
@@ -255,7 +255,7 @@ def test_what_was_read_is_not_read_again(tmp_path: Path) -> None:
         file.write("x" * 1000)  # a second reading would stumble over it
     with (run / "metrics.jsonl").open("a") as file:
         file.write(text_of(train(50, 2.0)))
-    follower.look()
+    follower.refresh()
     assert [record["iteration"] for record in taken] == [50]
     assert follower.watched.num_train == 50 and follower.watched.num_unreadable_lines == 0
 
@@ -266,7 +266,7 @@ def test_other_records_of_the_same_length_are_noticed(tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text(
         text_of(START, *(train(iteration, 5.0) for iteration in range(10, 30)))
     )
-    follower.look()
+    follower.refresh()
     assert {loss for _, loss in follower.watched.losses} == {5.0} and follower.watched.num_train == 20
 
 
@@ -274,13 +274,13 @@ def test_a_file_that_comes_and_goes(tmp_path: Path) -> None:
     follower = fresh(tmp_path / "a")
     assert not follower.exists and follower.status() is None
     make_run(tmp_path / "a", START, train(1))
-    follower.look()
+    follower.refresh()
     assert follower.exists and follower.watched.iteration == 1
     (tmp_path / "a" / "metrics.jsonl").unlink()
-    follower.look()
+    follower.refresh()
     assert not follower.exists and follower.watched.num_train == 0
     (tmp_path / "a" / "metrics.jsonl").mkdir()
-    follower.look()
+    follower.refresh()
     assert follower.trouble == "Is a directory"
 
 

@@ -21,7 +21,7 @@ from moe_exp.runs.records import last_records
 
 def fresh(folder):
     follower = Follower(folder)
-    follower.look()
+    follower.refresh()
     return follower
 
 

@@ -236,14 +236,14 @@ def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
     """
     seen = []
 
-    class Heart:
+    class HeartbeatWriter:
         phase = "end_of_iteration"
 
         def enter(self, phase):
             self.phase = phase
             seen.append(phase)
 
-    monkeypatch.setattr(heartbeat, "_heart", Heart())
+    monkeypatch.setattr(heartbeat, "_heart", HeartbeatWriter())
     monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: seen.append("list") or 0)
     monkeypatch.setattr(
         "moe_exp.training.loss_guard.go_back", lambda *args, **kwargs: seen.append("go_back") or "none"

@@ -41,7 +41,7 @@ def write_metadata(folder: Path, metadata: Metadata) -> None:
         _sync(text)
 
 
-class CheckpointWriter:
+class TorchDistWriter:
     """Writes a checkpoint into a folder chunk by chunk; nothing but the chunk at hand is in memory.
 
     `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`, without which the folder is no
@@ -60,7 +60,7 @@ class CheckpointWriter:
         self._files: dict[int, IO[bytes]] = {}
         self._num_parts: dict[int, int] = {}
 
-    def __enter__(self) -> CheckpointWriter:
+    def __enter__(self) -> TorchDistWriter:
         return self
 
     def __exit__(self, *error: object) -> None:

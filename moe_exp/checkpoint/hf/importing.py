@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moe_exp.checkpoint.format import folders
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenizer
 from moe_exp.checkpoint.hf.config_json import architecture_of, settings_of
 from moe_exp.checkpoint.hf.families import Architecture
@@ -247,7 +247,7 @@ def _write_weights(
     dtype: str | None,
     advance: Callable[[int], None],
 ) -> None:
-    writer = CheckpointWriter(written)
+    writer = TorchDistWriter(written)
     for number, piece in enumerate(sources.pieces):
         parts = [folder.read(name, index) for name, index in sources.reads[number]]
         advance(sum(part.numel() * part.element_size() for part in parts))

@@ -31,7 +31,7 @@ from moe_exp.checkpoint.format.naming import (
     states,
 )
 from moe_exp.checkpoint.format.torch_dist import COMMON_OBJECT, CheckpointReader
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
 from moe_exp.checkpoint.tools.layouts import (
     Layout,
@@ -108,7 +108,7 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
 
 def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callable[[int], None]) -> None:
     per_stage, stage = work.plan.layout.ranks_per_stage, 0
-    with CheckpointWriter(folder) as writer:
+    with TorchDistWriter(folder) as writer:
         for chunk in chunks:
             if chunk.rank // per_stage != stage:
                 stage = chunk.rank // per_stage

@@ -255,9 +255,10 @@ def _publish(stage: Stage, main: Pass, inputs: Sequence[Path], facts: dict[str, 
     shutil.rmtree(_temporary(stage), ignore_errors=True)
     for left in stage.folder.glob(".*.tmp"):
         left.unlink()
-    told = [{name: one[name] for name in ("task", "files", "read", "filtered", "written")} for one in counts]
+    names = ("task", "files", "read", "filtered", "written")
+    of_tasks = [{name: one[name] for name in names} for one in counts]
     hashes = {path: one["hash"] for path, one in zip(outputs, counts, strict=True)}
-    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=told)
+    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=of_tasks)
 
 
 def _check_totals(

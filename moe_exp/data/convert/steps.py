@@ -28,7 +28,7 @@ PARQUET_SUFFIX = ".parquet"
 
 _MAX_BATCH_ROWS = 1000
 _BATCH_BYTES = 2**24  # of a row group's uncompressed bytes: what a batch of long documents may take
-_TELL_BYTES = 2**20
+_REPORT_BYTES = 2**20
 
 
 @dataclass
@@ -127,14 +127,14 @@ class _Through:
 
     def __init__(self, folder: str, rank: int):
         self._file = None
-        self._ended = self._bytes = self._told = 0.0
+        self._ended = self._bytes = self._reported = 0.0
         if folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             self._file = os.open(Path(folder, f"{rank:05d}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
 
     def advance(self, num_bytes: float) -> None:
         self._bytes += num_bytes
-        if self._bytes - self._told > _TELL_BYTES:
+        if self._bytes - self._reported > _REPORT_BYTES:
             self._write()
 
     def end_file(self, num_bytes: int) -> None:
@@ -143,7 +143,7 @@ class _Through:
         self._write()
 
     def _write(self) -> None:
-        self._told = self._bytes
+        self._reported = self._bytes
         if self._file is not None:
             os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
 

@@ -112,10 +112,10 @@ def explained(repository: str, revision: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = _explanation(error, repository, revision)
-        if told is None:
+        explained = _explanation(error, repository, revision)
+        if explained is None:
             raise
-        raise told from error
+        raise explained from error
 
 
 def _explanation(error: Exception, repository: str, revision: str) -> Exception | None:

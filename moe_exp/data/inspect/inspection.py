@@ -241,14 +241,14 @@ def documents_with_progress(
     path: Path, tally: Tally, advance: Callable[[int], None], *, text_field: str, skip_bad: bool = False
 ) -> Iterator[tuple[bytes, str]]:
     """`read_documents`, with `advance` called for all bytes of the file; at its end if it is compressed."""
-    told = pending = 0
+    reported = pending = 0
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text
         pending += len(line) + 1
         if pending >= _ADVANCE_BYTES and path.suffix == ".jsonl":
             advance(pending)
-            told, pending = told + pending, 0
-    advance(path.stat().st_size - told)
+            reported, pending = reported + pending, 0
+    advance(path.stat().st_size - reported)
 
 
 # Lengths

@@ -183,8 +183,8 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
         # Those for validation first, as the others are compared with them.
         for name in sorted(names, key=lambda name: not is_validation_file(Path(name))):
             count = reader.read(manifest.folder / name, advance)
-            told = expected.get(name, count) if isinstance(expected, dict) else count
-            wrong = f"has {count:,} documents, the manifest says {told:,}" if count != told else ""
+            listed = expected.get(name, count) if isinstance(expected, dict) else count
+            wrong = f"has {count:,} documents, the manifest says {listed:,}" if count != listed else ""
             found.append(Finding(name, wrong, f"{count:,} documents"))
     if not manifest.only:
         found.append(_total_finding(manifest, reader.total))

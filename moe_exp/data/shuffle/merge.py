@@ -174,8 +174,8 @@ class Merging:
         whole_hash = self._check_written()
         train = self.manifest["train"] if self.manifest else self.read.to_json()
         if num_documents != train["num_documents"]:
-            told = f"its manifest.json says {train['num_documents']} documents"
-            rule = f"{num_documents} lines were merged, {told}"
+            expected = f"its manifest.json says {train['num_documents']} documents"
+            rule = f"{num_documents} lines were merged, {expected}"
             raise ValueError(f"{self.shards[0].parent}: {rule}. Fix: shuffle again.")
         names = [shard.name for shard in self.shards]
         counts = dict(zip(names, (part["num_documents"] for part in self.parts), strict=True))

@@ -197,7 +197,7 @@ class _Workers:
     def probe(self, backend: str, sample: Sequence[str]) -> Probe:
         if self.number == 1:
             return probe_backend(self._encoders, backend, sample)
-        with _told_of_death():
+        with _with_dead_worker_named():
             return self._pool.submit(_probe_in_worker, backend, list(sample)).result()
 
     def encode(
@@ -212,7 +212,7 @@ class _Workers:
                 encoder.encode(part, folder, advance)
                 yield part
             return
-        with _told_of_death():
+        with _with_dead_worker_named():
             seen, left, pending = 0, iter(parts), dict[Future[None], Part]()
             while True:
                 for part in islice(left, self.number * _PENDING_PER_WORKER - len(pending)):
@@ -228,7 +228,7 @@ class _Workers:
 
 
 @contextmanager
-def _told_of_death() -> Iterator[None]:
+def _with_dead_worker_named() -> Iterator[None]:
     """A worker that died is a ValueError."""
     try:
         yield

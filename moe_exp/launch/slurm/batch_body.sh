@@ -90,7 +90,7 @@ on_node() {
 
 # On every node, in the second step: the launcher asks its ranks to save, and ends with 75.
 # shellcheck disable=SC2329  # called by another shell
-tell_launcher() {
+report_exit_code() {
     local pid="$1/$SLURM_NODEID.pid"
     [ ! -e "$pid" ] || kill -TERM "$(cat "$pid")"
 }
@@ -102,7 +102,7 @@ stop_launchers() {
     say "SLURM's warning: the run saves and ends"
     touch "$notes/stop"
     srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
-        bash -c "$(declare -f tell_launcher); tell_launcher \"\$@\"" tell_launcher "$notes" ||
+        bash -c "$(declare -f report_exit_code); report_exit_code \"\$@\"" report_exit_code "$notes" ||
         { say "no second step: all processes get SIGTERM, and have 30 s to save" &&
             scancel --signal=TERM "$SLURM_JOB_ID.0"; }
 }

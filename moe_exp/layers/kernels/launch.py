@@ -135,7 +135,7 @@ def tuned(
     def decorate(function: Any) -> Any:
         if triton is None:
             return function
-        function, hooks = _told_of_trials(function, trial) if trial else (function, {})
+        function, hooks = _counting_trials(function, trial) if trial else (function, {})
         # As soon as there are two configs, Triton needs a driver.
         chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
         first = triton.autotune(chosen[:1], key=[])(function)
@@ -271,7 +271,7 @@ def is_of_device(error: Exception) -> bool:
     return False
 
 
-def _told_of_trials(function: Any, trial: str) -> tuple[Any, dict[str, Callable[..., None]]]:
+def _counting_trials(function: Any, trial: str) -> tuple[Any, dict[str, Callable[..., None]]]:
     """The kernel with its argument `trial` supplied, and the autotuner's hooks around every timed launch."""
     is_trial = 0
 

@@ -272,29 +272,29 @@ def _prepare_data(sweep: Sweep, case: Case) -> None:
 
 
 def _results(
-    sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
+    sweep: Sweep, left: Sequence[Case], report: Callable[[str], None]
 ) -> Iterator[tuple[Case, Result]]:
-    """Yields cases as they end; reports progress to `tell`."""
+    """Yields cases as they end; reports progress to `report`."""
     return (
-        _slurm_results(sweep, left, tell)
+        _slurm_results(sweep, left, report)
         if sweep.settings.executor == "slurm"
-        else _local_results(sweep, left, tell)
+        else _local_results(sweep, left, report)
     )
 
 
 def _local_results(
-    sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
+    sweep: Sweep, left: Sequence[Case], report: Callable[[str], None]
 ) -> Iterator[tuple[Case, Result]]:
     timeout = sweep.settings.case_timeout
     for case in left:
-        tell(case.name)
+        report(case.name)
         clear(sweep.run_folder(case.name), sweep.log(case.name))
         code = run_case(case, sweep.log(case.name), timeout)
         yield case, _result(sweep, case, code, timeout if code is None else 0)
 
 
 def _slurm_results(
-    sweep: Sweep, left: Sequence[Case], tell: Callable[[str], None]
+    sweep: Sweep, left: Sequence[Case], report: Callable[[str], None]
 ) -> Iterator[tuple[Case, Result]]:
     """Submits all cases without a job from an earlier call, and yields cases as their jobs end."""
     settings = sweep.settings
@@ -309,7 +309,7 @@ def _slurm_results(
         else:
             clear(sweep.run_folder(case.name), sweep.log(case.name))
             waiting[case.name] = slurm_cases.submit(case, files[case.name], sweep.log(case.name), options)
-    tell("SLURM jobs")
+    report("SLURM jobs")
     by_name = {case.name: case for case in left}
     for name in slurm_cases.ended_jobs(waiting):
         yield by_name[name], _result(sweep, by_name[name], files[name].exit_code(), 0)

@@ -28,7 +28,7 @@ from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import calls_file, latest_calls
-from moe_exp.watch.hangs.heartbeat import Beat
+from moe_exp.watch.hangs.heartbeat import Heartbeat
 from moe_exp.watch.hangs.stack_files import parse_stacks, write_dump
 
 STOPPED, TRACED = psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP
@@ -85,7 +85,7 @@ def dump_node(local: Path, folder: Path, *, calls: Path, is_hang: bool) -> None:
 
 
 def _dump_rank(
-    local: Path, folder: Path, rank: int, pid: int, beat: Beat | None, calls: Path, is_hang: bool
+    local: Path, folder: Path, rank: int, pid: int, beat: Heartbeat | None, calls: Path, is_hang: bool
 ) -> None:
     facts = rank_facts(pid, beat)
     # Before a tool stops the process.
@@ -109,7 +109,7 @@ def _dump_rank(
         _copy_nccl_record(local, folder, rank)
 
 
-def rank_facts(pid: int, beat: Beat | None) -> dict[str, Any]:
+def rank_facts(pid: int, beat: Heartbeat | None) -> dict[str, Any]:
     """Host, pid, state, kernel wait function, number of GPUs of the node, and the heartbeat as text."""
     facts: dict[str, Any] = {"host": socket.gethostname(), "pid": pid}
     facts |= {"state": state_of(pid), "gpus": count_gpus()}

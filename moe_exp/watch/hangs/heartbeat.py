@@ -45,7 +45,7 @@ _DURATIONS = struct.Struct(f"<{_NUM_DURATIONS}d")
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """Iteration and phase of a rank.
 
     Args:
@@ -96,13 +96,13 @@ def failures_file(folder: Path) -> Path:
     return folder / "failures"
 
 
-def read_beats(folder: Path) -> list[Beat]:
+def read_beats(folder: Path) -> list[Heartbeat]:
     """The heartbeats of a node's ranks, in order of rank."""
     beats = (_read(path, int(path.stem.removeprefix("rank_"))) for path in sorted(folder.glob("rank_*.beat")))
     return [beat for beat in beats if beat is not None]
 
 
-def _read(path: Path, rank: int) -> Beat | None:
+def _read(path: Path, rank: int) -> Heartbeat | None:
     for _ in range(10):
         try:
             data = path.read_bytes()
@@ -113,11 +113,11 @@ def _read(path: Path, rank: int) -> Beat | None:
         if count == count_again:
             durations = _DURATIONS.unpack_from(data, _NOTE.size)[: min(num_ended, _NUM_DURATIONS)]
             name = phase.rstrip(b"\0").decode()
-            return Beat(rank, pid, name, iteration, num_microbatches, since, spent, durations)
+            return Heartbeat(rank, pid, name, iteration, num_microbatches, since, spent, durations)
     return None  # stopped during a write, which takes a nanosecond: the next read tries again
 
 
-class Heart:
+class HeartbeatWriter:
     """Writes one rank's heartbeat into the launcher's folder."""
 
     def __init__(self, folder: Path, rank: int):
@@ -160,7 +160,7 @@ class Heart:
         _NOTE.pack_into(self._map, 0, self._count, *where, self._pid, self._num_ended, self._count)
 
 
-_heart: Heart | None = None
+_heart: HeartbeatWriter | None = None
 _outer = ""  # the phase that includes all others
 _files: list[TextIO] = []  # must stay open for faulthandler
 
@@ -168,10 +168,10 @@ _files: list[TextIO] = []  # must stay open for faulthandler
 def start() -> None:
     """Starts this rank's heartbeat if its launcher requests one. Called once per process."""
     global _heart
-    told = os.environ.get(HEARTBEATS)
-    if not told:
+    folder_name = os.environ.get(HEARTBEATS)
+    if not folder_name:
         return
-    folder, rank = Path(told), int(os.environ["RANK"])
+    folder, rank = Path(folder_name), int(os.environ["RANK"])
     _files.append(stacks_file(folder, rank).open("w"))
     faulthandler.register(STACKS_SIGNAL, file=_files[-1], all_threads=True)
     pipe = collectives_pipe(folder, rank)
@@ -179,7 +179,7 @@ def start() -> None:
     os.mkfifo(pipe)
     threading.Thread(target=_write_collectives, args=(folder, rank), name="collectives", daemon=True).start()
     # Last: a reader of the heartbeat may send the signal, which ends a process that has no handler for it.
-    _heart = Heart(folder, rank)
+    _heart = HeartbeatWriter(folder, rank)
 
 
 def enter(phase: str) -> None:

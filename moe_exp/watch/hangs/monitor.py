@@ -37,7 +37,14 @@ from moe_exp.host.files import write_atomically
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs.dump import dump_node, is_traced, nccl_environment, ranks_of_node
-from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, Beat, failures_file, hung_file, read_beats
+from moe_exp.watch.hangs.heartbeat import (
+    ITERATION_PHASES,
+    PAUSED,
+    Heartbeat,
+    failures_file,
+    hung_file,
+    read_beats,
+)
 from moe_exp.watch.hangs.requests import (
     Answer,
     Request,
@@ -62,7 +69,7 @@ _NAMING_SECONDS = 10.0  # a node waits this long for node 0 to name the folder
 _ANSWER_SECONDS = 120.0  # time for the other nodes to write their stacks
 
 
-def limit_seconds(beat: Beat, hang_timeout: str, other_seconds: int | None) -> float:
+def limit_seconds(beat: Heartbeat, hang_timeout: str, other_seconds: int | None) -> float:
     """How long a rank may stay in its iteration, or in its phase outside of an iteration.
 
     Args:
@@ -80,7 +87,7 @@ def limit_seconds(beat: Beat, hang_timeout: str, other_seconds: int | None) -> f
     return max(LEAST_SECONDS, _FACTOR * usual) if is_auto else float(hang_timeout)
 
 
-def elapsed_seconds(beat: Beat, now: float, running_since: float) -> float:
+def elapsed_seconds(beat: Heartbeat, now: float, running_since: float) -> float:
     """How long a rank has been in its iteration or phase while this process was running (monotonic clock)."""
     spent = beat.spent if beat.phase in ITERATION_PHASES else 0.0
     return spent + now - max(beat.since, running_since)
@@ -131,10 +138,10 @@ class HangWatch:
         now = time.monotonic()
         self._stopping_since = min(self._stopping_since, now) if is_stopping else math.inf
         if now - self._looked >= _LOOK_SECONDS and not (self._thread and self._thread.is_alive()):
-            self._look(now)
+            self._check(now)
         return self._hung_at < math.inf
 
-    def _look(self, now: float) -> None:
+    def _check(self, now: float) -> None:
         if now - self._looked > _OWN_PAUSE_SECONDS and self._thread is None:
             self._running_since = now
         self._looked, self._thread = now, None
@@ -193,13 +200,13 @@ class HangWatch:
         limits = (max(_STOP_SECONDS, _STOP_FACTOR * seconds) for seconds in usual)
         return all(now - max(since, beat.since) > limit for beat, limit in zip(beats, limits, strict=True))
 
-    def _live_beats(self) -> list[Beat]:
+    def _live_beats(self) -> list[Heartbeat]:
         return [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
 
-    def _limit(self, beat: Beat) -> float:
+    def _limit(self, beat: Heartbeat) -> float:
         return limit_seconds(beat, self._config.hang_timeout, self._config.hang_timeout_other)
 
-    def _waits_for_beats(self, beats: Sequence[Beat], now: float) -> bool:
+    def _waits_for_beats(self, beats: Sequence[Heartbeat], now: float) -> bool:
         """Whether ranks may still get a heartbeat, or torchrun waits for other nodes to start them."""
         if len(beats) == self._config.gpus_per_node:
             self._missing_since = None
@@ -216,7 +223,7 @@ class HangWatch:
         return not any(_age_seconds(pid) > allowed for pid in without)
 
     @staticmethod
-    def _paused(beats: Sequence[Beat]) -> list[int]:
+    def _paused(beats: Sequence[Heartbeat]) -> list[int]:
         return [beat.rank for beat in beats if beat.phase == PAUSED or is_traced(beat.pid)]
 
     def _busy(self) -> list[str]:
@@ -257,7 +264,7 @@ class HangWatch:
             if (request := self._named_by_another()) is not None:
                 is_hang = self._answer(request) is None  # that node died while handling it
             else:
-                is_hang = self._look_into(reason, before)
+                is_hang = self._investigate(reason, before)
         except Exception:  # for instance a full disk: the ranks hang all the same
             what = f"the run hangs: {reason}; its stacks could not be written:"
             complain(what, *traceback.format_exc().splitlines())
@@ -265,7 +272,7 @@ class HangWatch:
         if is_hang:
             self._end_ranks()
 
-    def _look_into(self, reason: str, before: dict[int, float]) -> bool:
+    def _investigate(self, reason: str, before: dict[int, float]) -> bool:
         """Requests the stacks of all nodes and reports the summary; returns whether it is a hang."""
         request = ask(self._hang, "hang", reason)
         self._answered, folder = request, self._hang / request.folder

@@ -70,7 +70,7 @@ def _logs_inside(folder: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.suffix in _LOGS and path.is_file())
 
 
-def told_by_runs(paths: Iterable[Path]) -> list[str]:
+def reported_by_runs(paths: Iterable[Path]) -> list[str]:
     """The latest hangs and dead ranks in the events of run folders among `paths`; logs may miss them."""
     lines = []
     for run in (RunFolder(path) for path in paths if path.is_dir()):

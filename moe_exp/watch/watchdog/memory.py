@@ -58,7 +58,7 @@ class Memory:
     slurm_silent: float = 0.0
     failed_channels: dict[str, str] = field(default_factory=dict)
 
-    def to_tell(
+    def to_report(
         self, found: Mapping[str, str], now: float, again_seconds: float
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Problems to report now, and reported problems that are over; texts by key.

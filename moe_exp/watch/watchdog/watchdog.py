@@ -59,56 +59,56 @@ class Watchdog:
     folder: Path = field(default_factory=default_folder)
     _kept: dict[Path, Memory] = field(default_factory=dict)  # for a daemon with a full disk
 
-    def look(self, *, now: float | None = None) -> list[RunLook]:
+    def check(self, *, now: float | None = None) -> list[RunCheck]:
         """Checks all runs, and sends a message if needed; raises ValueError if another check hangs."""
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with FileLock(self.folder / ".lock", timeout=_LOCK_SECONDS):
-                return self._look(time.time() if now is None else now)
+                return self._check_all(time.time() if now is None else now)
         except Timeout:
-            rule = f"another look has not ended in {_LOCK_SECONDS:.0f} s"
+            rule = f"another check has not ended in {_LOCK_SECONDS:.0f} s"
             raise ValueError(f"{self.folder}: {rule}. Fix: call it less often.") from None
 
-    def _look(self, now: float) -> list[RunLook]:
-        looks = []
+    def _check_all(self, now: float) -> list[RunCheck]:
+        checks = []
         for index, run in enumerate(self.runs):
-            look = self._look_at(run, now)
+            check = self._check_run(run, now)
             if index == 0:  # channel problems are reported with the first run
-                for channel, reason in look.memory.failed_channels.items():
+                for channel, reason in check.memory.failed_channels.items():
                     text = f"the last message did not get through by {channel}: {reason}"
-                    look.found[f"channel {channel}"] = text
-            look.news, look.over = look.memory.to_tell(look.found, now, self.again_seconds)
-            looks.append(look)
-        self._tell(looks, now)
-        for look in looks:
-            look.memory.forget_old(now, self.again_seconds)
-            self._remember(look)
-        return looks
+                    check.found[f"channel {channel}"] = text
+            check.news, check.over = check.memory.to_report(check.found, now, self.again_seconds)
+            checks.append(check)
+        self._send(checks, now)
+        for check in checks:
+            check.memory.forget_old(now, self.again_seconds)
+            self._remember(check)
+        return checks
 
-    def _look_at(self, run: Watched, now: float) -> RunLook:
+    def _check_run(self, run: Watched, now: float) -> RunCheck:
         path = memory_file(self.folder, run.path)
         memory = self._kept.get(path) or read_memory(path)
-        look = RunLook(run, path, memory)
+        check = RunCheck(run, path, memory)
         try:
             view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
             memory.disk = with_sample(memory.disk, now, within(_READ_SECONDS, lambda: free_bytes(run.path)))
             queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
             sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-            look.found = problems_of(sight, memory, self.limits, run.slurm_name)
-            look.found |= {"no_squeue": missing} if missing else {}
+            check.found = problems_of(sight, memory, self.limits, run.slurm_name)
+            check.found |= {"no_squeue": missing} if missing else {}
             told_before = dict(memory.untold_events)
-            look.found |= count_events(view, memory)
-            look.has_new_events = memory.untold_events != told_before
-            look.state = state_line(sight)
+            check.found |= count_events(view, memory)
+            check.has_new_events = memory.untold_events != told_before
+            check.state = state_line(sight)
         # missing file system, unexpected records: silence would look healthy
         except Exception as error:
             is_plain = isinstance(error, OSError | ValueError)
             what = str(error) if is_plain else f"{type(error).__name__}: {error}"
             # these are unlikely to be over
-            look.found = {key: known.text for key, known in memory.problems.items() if known.is_open}
-            look.found["unreadable"] = f"cannot be read: {what}"
-            look.state = "unknown"
-        return look
+            check.found = {key: known.text for key, known in memory.problems.items() if known.is_open}
+            check.found["unreadable"] = f"cannot be read: {what}"
+            check.state = "unknown"
+        return check
 
     def _queue(self, run: Watched) -> tuple[Queue | None, str, str]:
         """A run's jobs, why SLURM does not answer, why it cannot be asked (then it is ignored)."""
@@ -121,26 +121,26 @@ class Watchdog:
         except QueueError as error:
             return None, str(error), ""
 
-    def _tell(self, looks: Sequence[RunLook], now: float) -> None:
+    def _send(self, checks: Sequence[RunCheck], now: float) -> None:
         """Sends one message for all runs, if needed; the next check reports failed channels to the others."""
-        told = [look for look in looks if look.news or look.over]
-        if not told or not self.channels:
+        to_send = [check for check in checks if check.news or check.over]
+        if not to_send or not self.channels:
             return
-        failed = send_to_all(self.channels, _subject(told), "\n\n".join(look.text() for look in told))
+        failed = send_to_all(self.channels, _subject(to_send), "\n\n".join(check.text() for check in to_send))
         for channel, reason in failed.items():
             _warn(f"the message did not get through by {channel}: {reason}")
-        looks[0].memory.failed_channels = failed
+        checks[0].memory.failed_channels = failed
         if any(channel.name not in failed for channel in self.channels):
-            for look in told:
-                look.memory.confirm(look.news, look.over, now)
+            for check in to_send:
+                check.memory.confirm(check.news, check.over, now)
 
-    def _remember(self, look: RunLook) -> None:
-        self._kept[look.memory_path] = look.memory
+    def _remember(self, check: RunCheck) -> None:
+        self._kept[check.memory_path] = check.memory
         try:
-            write_memory(look.memory_path, look.memory)
+            write_memory(check.memory_path, check.memory)
         except OSError as error:
             reason = f"cannot be written ({error.strerror})"
-            _warn(f"{look.memory_path} {reason}: a later call may repeat itself")
+            _warn(f"{check.memory_path} {reason}: a later call may repeat itself")
 
     def test_channels(self) -> dict[str, str]:
         """Sends a test message to every channel; returns the reasons of failures."""
@@ -150,7 +150,7 @@ class Watchdog:
 
 
 @dataclass
-class RunLook:
+class RunCheck:
     """Findings on one run: all problems, those to report now, and those that are over; texts by key."""
 
     run: Watched
@@ -180,11 +180,11 @@ class RunLook:
         return "\n".join([head, *(f"  {text}" for text in all_texts(self.found))])
 
 
-def _subject(looks: Sequence[RunLook]) -> str:
-    num_new, num_over = sum(len(look.news) for look in looks), sum(len(look.over) for look in looks)
+def _subject(checks: Sequence[RunCheck]) -> str:
+    num_new, num_over = sum(len(check.news) for check in checks), sum(len(check.over) for check in checks)
     parts = [f"{num_new} problem{'s' if num_new > 1 else ''}"] if num_new else []
     parts += [f"{num_over} over"] if num_over else []
-    return f"moe-exp: {', '.join(parts)} in {', '.join(look.run.path.name for look in looks)}"
+    return f"moe-exp: {', '.join(parts)} in {', '.join(check.run.path.name for check in checks)}"
 
 
 def _warn(text: str) -> None:
@@ -196,14 +196,14 @@ def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> N
     while True:
         start = time.monotonic()
         try:
-            print_looks(watchdog.look(), quiet=quiet)
+            print_checks(watchdog.check(), quiet=quiet)
         except (OSError, ValueError) as error:
             _warn(str(error))
         time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
 
 
-def print_looks(looks: Sequence[RunLook], *, quiet: bool) -> None:
+def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
     """Prints reports of all runs, or with `quiet` only of those with problems."""
-    for look in looks:
-        if not (quiet and look.is_well):
-            print(look.report(), flush=True)
+    for check in checks:
+        if not (quiet and check.is_well):
+            print(check.report(), flush=True)

@@ -17,7 +17,7 @@ from helpers.checkpoint.ckpt_files import (
 )
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, group_of, logical_name, logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_box_is_read_from_chunks_of_every_kind(tmp_path):
     """Ranges of values in memory order, as data parallel ranks own them, for every box of a tensor."""
     whole = torch.arange(24.0).reshape(4, 6)
     boxes = [((0, 0), (1, 4)), ((3, 5), (1, 1)), ((0, 4), (1, 2)), ((1, 0), (2, 6)), ((3, 0), (1, 5))]
-    with CheckpointWriter(tmp_path / "a") as writer:
+    with TorchDistWriter(tmp_path / "a") as writer:
         for (row, column), (rows, columns) in boxes:
             writer.add_chunk(
                 "x", whole[row : row + rows, column : column + columns], shape=(4, 6), offsets=(row, column)

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as torch_load
 from torch.distributed.checkpoint.state_dict_saver import save as torch_save
 
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common, read_metadata
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 
 SHAPE = (4, 6, 5)
 
@@ -30,7 +30,7 @@ def values(seed: int = 0) -> torch.Tensor:
 def write(folder: Path) -> dict[str, torch.Tensor]:
     """A checkpoint of a tensor in four boxes, one of bf16, one of no dimension, and an object."""
     tensors = {"boxes": values(), "half": values(1).bfloat16(), "number": torch.tensor(3.5)}
-    writer = CheckpointWriter(folder, file_bytes=300)
+    writer = TorchDistWriter(folder, file_bytes=300)
     for row in (0, 3):
         for column in (0, 2):
             box = tensors["boxes"][row : row + 3 if row == 0 else None, column : 2 if column == 0 else None]
@@ -96,14 +96,14 @@ def test_torch_reads_what_is_written_here_and_the_other_way_round(folder, tmp_pa
 
 
 def test_views_are_written_without_the_rest_of_their_storage(tmp_path):
-    writer = CheckpointWriter(tmp_path / "a")
+    writer = TorchDistWriter(tmp_path / "a")
     writer.add_tensor("x", torch.randn(1000, 1000)[:2])
     writer.finish({})
     assert sum(path.stat().st_size for path in (tmp_path / "a").glob("*.distcp")) < 2 * 1000 * 4 + 2000
 
 
 def test_a_tensor_that_is_not_filled_is_no_checkpoint(tmp_path):
-    writer = CheckpointWriter(tmp_path / "a")
+    writer = TorchDistWriter(tmp_path / "a")
     writer.add_chunk("x", torch.zeros(2, 3), shape=(4, 3), offsets=(0, 0))
     with pytest.raises(ValueError, match="x: 6 of 12 values were written"):
         writer.finish({})
@@ -138,7 +138,7 @@ def test_no_code_of_a_file_is_run(name, folder, tmp_path):
 
 
 def test_no_code_of_an_object_is_run(tmp_path):
-    writer = CheckpointWriter(tmp_path / "a")
+    writer = TorchDistWriter(tmp_path / "a")
     writer.add_object("state/shard_0_1", Payload(tmp_path / "harmed"))
     writer.finish({})
     with pytest.raises(ValueError, match="cannot be used"):
@@ -166,7 +166,7 @@ def test_damage_is_named(name, damage, folder):
 
 def test_tensor_in_the_place_of_another(folder, tmp_path):
     other = tmp_path / "other"
-    writer = CheckpointWriter(other, file_bytes=300)
+    writer = TorchDistWriter(other, file_bytes=300)
     writer.add_tensor("boxes", torch.zeros(3))
     writer.finish({})
     shutil.copy(other / "__0_0.distcp", folder / "__0_0.distcp")

@@ -370,7 +370,7 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
     def fails(*args: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr("moe_exp.checkpoint.format.torch_dist_writer.CheckpointWriter.finish", fails)
+    monkeypatch.setattr("moe_exp.checkpoint.format.torch_dist_writer.TorchDistWriter.finish", fails)
     source = folder("llama")
     with pytest.raises(type(error)):
         from_hf(source, tmp_path / "ours")
@@ -380,11 +380,11 @@ def test_disk_that_fills_up_meanwhile(error, folder, tmp_path, monkeypatch):
 def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
     """A damaged or foreign checkpoint is no model; nothing is written."""
     from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-    from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+    from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 
     reader = CheckpointReader(checkpoints["mixtral"] / "iter_0000000")
     common = reader.common()
-    cases: dict[str, tuple[Callable[[CheckpointWriter, str], None], dict[str, Any], str]] = {
+    cases: dict[str, tuple[Callable[[TorchDistWriter, str], None], dict[str, Any], str]] = {
         "missing": (lambda w, key: None, common, r"tensors missing: decoder\.final_layernorm\.weight\. "),
         "shape": (
             lambda w, key: w.add_tensor(key, torch.ones(31)),
@@ -403,7 +403,7 @@ def test_checkpoint_that_does_not_fit_its_settings(checkpoints, tmp_path):
         ),
     }
     for name, (change, saved, text) in cases.items():
-        writer = CheckpointWriter(tmp_path / name)
+        writer = TorchDistWriter(tmp_path / name)
         for key in reader.tensors:
             if key == "decoder.final_layernorm.weight":
                 change(writer, key)

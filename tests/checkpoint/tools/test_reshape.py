@@ -26,7 +26,7 @@ from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint.format.folders import latest_iteration
 from moe_exp.checkpoint.format.naming import logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools import reshape as reshape_module
 from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
@@ -147,7 +147,7 @@ def test_each_rank_finds_the_chunks_that_it_asks_for(layout, model, tmp_path):
 def write_plainly(
     folder: Path, tensors: dict[str, torch.Tensor], common: dict[str, Any] | None = None
 ) -> Path:
-    writer = CheckpointWriter(folder)
+    writer = TorchDistWriter(folder)
     for key, values in tensors.items():
         writer.add_tensor(key, values)
     writer.finish(common or {})
@@ -332,7 +332,7 @@ def test_memory_is_that_of_the_largest_chunk(tmp_path):
     """
     experts, layers, mebibyte = 8, 4, 1 << 20
     key = {fc: f"decoder.layers.mlp.experts.experts.{fc}.weight" for fc in ("linear_fc1", "linear_fc2")}
-    writer = CheckpointWriter(tmp_path / "a")
+    writer = TorchDistWriter(tmp_path / "a")
     for layer in range(layers):
         for fc, rows, columns in (("linear_fc1", 1024, 256), ("linear_fc2", 512, 512)):
             values = torch.full((1, experts, rows, columns), float(layer))

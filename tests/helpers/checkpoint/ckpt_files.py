@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.runs.run_folder import LATEST
 
 LAYERS, EXPERTS, HIDDEN, EXPERT_HIDDEN, VOCAB = 2, 4, 8, 6, 16
@@ -79,7 +79,7 @@ def write_checkpoint(
 ) -> Path:
     """Writes one checkpoint, a chunk for every layer of a stacked tensor, and returns its folder."""
     folder = iteration_folder(checkpoints, iteration)
-    writer = CheckpointWriter(folder)
+    writer = TorchDistWriter(folder)
     for key, values in (drawn_state() if tensors is None else tensors).items():
         for offsets, chunk in _chunks(key, values):
             writer.add_chunk(key, chunk, shape=tuple(values.shape), offsets=offsets)

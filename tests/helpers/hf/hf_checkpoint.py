@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from moe_exp.checkpoint.format.torch_dist_writer import CheckpointWriter
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.config import Config
 
 VOCAB, HIDDEN, LAYERS, HEADS, GROUPS, EXPERTS, SEQ_LEN = 257, 32, 2, 4, 2, 4, 48
@@ -94,7 +94,7 @@ def _deepseek() -> tuple[PreTrainedModel, dict[str, Any]]:
 
 def write_checkpoint(model: PreTrainedModel, folder: Path, **settings: Any) -> Path:
     """The model's weights as a checkpoint of one iteration, without optimizer."""
-    writer = CheckpointWriter(folder)
+    writer = TorchDistWriter(folder)
     for key, values in _tensors(model).items():
         writer.add_tensor(key, values)
     writer.finish({"config": Config(**_SETTINGS | settings).model_dump(), "iteration": 0})

@@ -69,7 +69,7 @@ class Queue:
 def found(dog, run, at):
     """Keys of the problems at one look; every look is made by a new watchdog, as cron's are."""
     again = Watchdog(dog.runs, dog.channels, dog.limits, dog.again_seconds, folder=dog.folder)
-    (look,) = again.look(now=run.begin + at)
+    (look,) = again.check(now=run.begin + at)
     return set(look.found), set(look.news), set(look.over)
 
 

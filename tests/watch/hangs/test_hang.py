@@ -89,7 +89,7 @@ class Ranks:
         deadline = time.monotonic() + seconds
         self.poll_until(lambda: time.monotonic() > deadline, seconds + 10)
 
-    def beats(self) -> list[heartbeat.Beat]:
+    def beats(self) -> list[heartbeat.Heartbeat]:
         return read_beats(Path(self.watch.environment[HEARTBEATS]))
 
     def begin(self) -> None:

@@ -13,10 +13,17 @@ import pytest
 
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.watch.hangs import heartbeat
-from moe_exp.watch.hangs.heartbeat import ITERATION_PHASES, PAUSED, PHASES, Beat, Heart, read_beats
+from moe_exp.watch.hangs.heartbeat import (
+    ITERATION_PHASES,
+    PAUSED,
+    PHASES,
+    Heartbeat,
+    HeartbeatWriter,
+    read_beats,
+)
 from moe_exp.watch.hangs.monitor import LEAST_SECONDS, elapsed_seconds, limit_seconds
 
-BEAT = Beat(
+BEAT = Heartbeat(
     rank=3,
     pid=1,
     phase="data",
@@ -29,7 +36,7 @@ BEAT = Beat(
 
 
 def test_reader_finds_what_was_noted(tmp_path):
-    heart = Heart(tmp_path, 12)
+    heart = HeartbeatWriter(tmp_path, 12)
     (start,) = read_beats(tmp_path)
     assert (start.rank, start.pid, start.phase, start.iteration, start.durations) == (
         12,
@@ -48,7 +55,7 @@ def test_reader_finds_what_was_noted(tmp_path):
 
 
 def test_iterations_are_kept_per_microbatch_and_without_evaluations(tmp_path):
-    heart = Heart(tmp_path, 0)
+    heart = HeartbeatWriter(tmp_path, 0)
     start = time.monotonic()
     for iteration in range(1, 4):
         heart.begin(iteration, 2)
@@ -66,14 +73,14 @@ def test_iterations_are_kept_per_microbatch_and_without_evaluations(tmp_path):
 
 
 def test_new_process_begins_anew(tmp_path):
-    Heart(tmp_path, 0).begin(9, 1)
-    Heart(tmp_path, 0)
+    HeartbeatWriter(tmp_path, 0).begin(9, 1)
+    HeartbeatWriter(tmp_path, 0)
     (beat,) = read_beats(tmp_path)
     assert (beat.iteration, beat.phase) == (0, "start_up")
 
 
 def test_every_phase_fits(tmp_path):
-    heart = Heart(tmp_path, 0)
+    heart = HeartbeatWriter(tmp_path, 0)
     for phase in PHASES:
         heart.enter(phase)
         assert read_beats(tmp_path)[0].phase == phase

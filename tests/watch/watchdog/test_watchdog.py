@@ -72,7 +72,7 @@ def test_a_job_that_has_just_started_has_time(dog, run, queue):
 def test_jobs_that_never_start(dog, run, queue):
     queue.set("102|PENDING|N/A|1-00:00:00|INVALID|DependencyNeverSatisfied\n")
     dog.channels = []
-    (look,) = dog.look(now=run.begin + 4400)
+    (look,) = dog.check(now=run.begin + 4400)
     assert look.found == {
         "never_starts": "will not start by itself: job 102 pending (DependencyNeverSatisfied)"
     }
@@ -87,7 +87,7 @@ def test_waiting_for_too_long(dog, run, queue):
 
 def test_a_chain_that_ends_before_the_run(dog, run, queue):
     queue.set(running(run, left="1:00:00", name="101_1"))
-    (look,) = dog.look(now=run.begin + 4400)
+    (look,) = dog.check(now=run.begin + 4400)
     # 37,980 iterations of 2 s, an evaluation of 10 forward passes and a save of 30 s every 1000
     assert look.found == {"chain_short": "its jobs end in 1 h and the run needs 21 h 29 min: submit 1 more"}
     queue.set(running(run, left="1:00:00") + WAITING)
@@ -106,7 +106,7 @@ def test_a_finished_run_needs_no_job(dog, run, queue):
 def test_slurm_that_does_not_answer_is_told_when_it_lasts(dog, run, queue):
     queue.lines.unlink()
     assert found(dog, run, 4400.0)[0] == set()
-    assert "SLURM does not answer" in dog.look(now=run.begin + 4401)[0].report()
+    assert "SLURM does not answer" in dog.check(now=run.begin + 4401)[0].report()
     assert found(dog, run, 4400.0 + 600)[0] == set()
     assert found(dog, run, 4400.0 + 960)[0] == {"slurm_silent"}
 
@@ -159,7 +159,7 @@ def test_one_message_for_several_runs(dog, run, queue, tmp_path):
     other = Run(tmp_path / "other")
     other.event("start", 0, 0.0)
     dog.runs = [Watched(run.path, "big_run"), Watched(other.path, "other")]
-    dog.look(now=run.begin + 4400)
+    dog.check(now=run.begin + 4400)
     heads = [line for line in (tmp_path / "alerts.log").read_text().splitlines() if not line.startswith(" ")]
     assert [line.partition(" ")[2] for line in heads] == ["moe-exp: 2 problems in big_run, other"]
 

@@ -23,13 +23,13 @@ def test_a_file_system_that_does_not_answer_is_told(dog, run, queue, monkeypatch
     monkeypatch.setattr(watchdog, "_READ_SECONDS", 0.2)
     found(dog, run, 4400.0)
     monkeypatch.setattr("moe_exp.watch.watchdog.run.regular", lambda path: time.sleep(5) or path)
-    (look,) = dog.look(now=run.begin + 4500)
+    (look,) = dog.check(now=run.begin + 4500)
     assert look.news["unreadable"] == "cannot be read: its file system has not answered in 0 s"
 
 
 def test_records_that_nobody_has_thought_of_are_told(dog, run, queue):
     (run.path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | {"save_interval": [1]}))
-    assert "cannot be read: TypeError: " in dog.look(now=run.begin + 4400)[0].found["unreadable"]
+    assert "cannot be read: TypeError: " in dog.check(now=run.begin + 4400)[0].found["unreadable"]
 
 
 def test_from_cron_a_run_that_is_away_is_told_and_is_no_bad_command(run, queue, tmp_path, capsys):

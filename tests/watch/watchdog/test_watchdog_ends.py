@@ -15,7 +15,7 @@ def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
     run.event("bad_step", 2030, 4350.0, samples=[[1, 8]])
     run.event("too_many_bad_steps", 2039, 4360.0, in_a_row=10)
     found(dog, run, 4400.0)
-    (look,) = dog.look(now=run.begin + 4360 + 1680)
+    (look,) = dog.check(now=run.begin + 4360 + 1680)
     told = (
         "its last start has failed 28 min ago (too_many_bad_steps at iteration 2,039), and no other has begun"
         " since"
@@ -42,7 +42,7 @@ def test_a_failure_that_only_the_launcher_has_noted(dog, run, queue):
     os.utime(summary, (run.begin + 4200, run.begin + 4200))  # of the start before
     assert found(dog, run, 4400.0)[0] == set()
     os.utime(summary, (run.begin + 4350, run.begin + 4350))
-    (look,) = dog.look(now=run.begin + 4400)
+    (look,) = dog.check(now=run.begin + 4400)
     assert list(look.found) == ["failed"] and "ends about" not in look.report()
     begun = datetime.fromtimestamp(run.begin + 4380).astimezone().isoformat(timespec="seconds")
     (run.path / "provenance.json").write_text(json.dumps({"starts": [{"time": begun}]}))
@@ -65,7 +65,7 @@ def test_in_a_chain_the_next_job_is_the_new_start(dog, run, queue):
 
 def test_without_a_squeue_a_run_is_judged_by_its_files(dog, run, queue, monkeypatch):
     monkeypatch.setenv("PATH", str(run.path))
-    (look,) = dog.look(now=run.begin + 4400)
+    (look,) = dog.check(now=run.begin + 4400)
     assert look.found["no_squeue"].startswith("squeue: is not on PATH. Fix: ")
     assert set(look.news) == {"no_squeue"} and not look.is_well
     assert found(dog, run, DAY)[0] == {"no_squeue", "stuck"}
