@@ -23,8 +23,8 @@
 #           taken from this shell, written nowhere)
 # Run       PRESET NUM_LAYERS NUM_EXPERTS TRAIN_DATA RUN_NAME and so on, as in run_moe_from_scratch.sh
 #
-# Each is a flag, too (--time-limit, --num-experts); `moe-exp slurm --help` lists all. docs/operations.md
-# tells the whole way.
+# Each is a flag, too (--time-limit, --num-experts); `moe-exp slurm --help` lists all. docs/slurm.md
+# shows the steps from a dry run to a chain of jobs.
 set -euo pipefail
 
 # shellcheck source=moe_exp/scripts/environment.sh
