@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a training run to SLURM: as many jobs as it takes, one after another, each continuing from the newest
+# Submits a training run to SLURM: as many jobs as it takes, one after another, each going on from the newest
 # checkpoint.
 #
 #   export NNODES=4 GPUS_PER_NODE=8 PARTITION=gpu
@@ -13,7 +13,7 @@
 # kept in $RUN_DIR/$RUN_NAME/slurm.
 #
 # Jobs      NUM_JOBS (1) CHAIN (array, dependency) AFTER (ids to wait for) TIME_LIMIT (24:00:00)
-#           SIGNAL_SECONDS (600: saves this long before the end) REQUEUE (true) MAX_FAILURES (3, in a row and
+#           SIGNAL_SECONDS (600: saves so long before the end) REQUEUE (true) MAX_FAILURES (3, in a row and
 #           without a new checkpoint: the chain ends) RETRY_SECONDS (60, times the failures in a row: the wait
 #           before the next)
 # Where     NNODES GPUS_PER_NODE CPU_NODES (false; true: nodes without GPUs) PARTITION ACCOUNT QOS CONSTRAINT
@@ -23,8 +23,8 @@
 #           taken from this shell, written nowhere)
 # Run       PRESET NUM_LAYERS NUM_EXPERTS TRAIN_DATA RUN_NAME and so on, as in run_moe_from_scratch.sh
 #
-# Each is a flag, too (--time-limit, --num-experts); `moe-exp slurm --help` lists all. docs/operations.md
-# describes every step.
+# Each is a flag, too (--time-limit, --num-experts); `moe-exp slurm --help` lists all. docs/slurm.md
+# shows the steps from a dry run to a chain of jobs.
 set -euo pipefail
 
 # shellcheck source=moe_exp/scripts/environment.sh
