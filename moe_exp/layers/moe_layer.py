@@ -143,9 +143,13 @@ class MoELayer(nn.Module):
         return output_TD.view_as(x), shared
 
     def _compute_tokens(self, x: Tensor, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
-        """The same by one function from tokens to tokens, which writes no rows and so needs no padding."""
+        """The same by one function from tokens to tokens, which writes no rows."""
         x_TD = self._mark(x.flatten(0, -2), begins="experts")
-        output_TD = self._mark(self.experts(RoutedTokens(x_TD, decision)), ends="experts")
+        rows_per_expert = None
+        if self.experts.needs_padding:
+            rows_per_expert = self.capacity.rows_per_expert(decision, self.dispatcher.exchange_groups)
+        output_TD = self.experts(RoutedTokens(x_TD, decision, rows_per_expert))
+        output_TD = self._mark(output_TD, ends="experts")
         return output_TD.view_as(x), None if self.shared is None else self.shared(x)
 
     def _mark(self, x: Tensor, *, ends: str | None = None, begins: str | None = None) -> Tensor:

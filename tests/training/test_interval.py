@@ -110,8 +110,9 @@ def _count_rows(interval: Any) -> list[int]:
     def count(_: Any, inputs: tuple[Any, ...]) -> None:
         (given,) = inputs
         if isinstance(given, RoutedTokens):
-            kept_TK = given.decision.kept_TK
-            rows.append(given.decision.expert_TK.numel() if kept_TK is None else int(kept_TK.sum()))
+            kept_TK, padded = given.decision.kept_TK, given.rows_per_expert
+            slots = given.decision.expert_TK.numel() if kept_TK is None else int(kept_TK.sum())
+            rows.append(slots if padded is None else padded * len(layer.experts.weight1))
         else:
             rows.append(given.rows_RD.size(0))
 

@@ -159,22 +159,11 @@ class LocalDispatcher(Dispatcher):
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
-        order, counts_E, splits = self._row_order(decision, rows_per_expert=rows_per_expert)
+        order, counts_E, splits = local_row_order(
+            decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert
+        )
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
         return Pending(lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits))
-
-    def _row_order(
-        self, decision: RoutingDecision, *, rows_per_expert: int | None
-    ) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
-        """Order of this rank's slots by expert, and rows per expert: on the device, on the host if known."""
-        if rows_per_expert is not None:
-            order = pad_slots(decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert)
-            counts_E = torch.full((self.num_experts,), rows_per_expert, device=order.slot_R.device)
-            return order, counts_E, (rows_per_expert,) * self.num_experts
-        slots = sort_slots(decision, num_experts=self.num_experts)
-        # With drops the host needs their sum; it fetches all of them, as the experts may need them there.
-        splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
-        return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 
 
 class SpreadDispatcher(Dispatcher):
@@ -303,6 +292,20 @@ def experts_per_rank(num_experts: int, ep: int) -> int:
             " divisor for EP."
         )
     return num_experts // ep
+
+
+def local_row_order(
+    decision: RoutingDecision, *, num_experts: int, rows_per_expert: int | None
+) -> tuple[RowOrder, Tensor, tuple[int, ...] | None]:
+    """Order of this rank's slots by expert, and rows per expert: on the device, on the host if known."""
+    if rows_per_expert is not None:
+        order = pad_slots(decision, num_experts=num_experts, rows_per_expert=rows_per_expert)
+        counts_E = torch.full((num_experts,), rows_per_expert, device=order.slot_R.device)
+        return order, counts_E, (rows_per_expert,) * num_experts
+    slots = sort_slots(decision, num_experts=num_experts)
+    # With drops the host needs their sum; it fetches all of them, as the experts may need them there.
+    splits = tuple(slots.rows_per_expert_E.tolist()) if slots.has_drops else None
+    return slots.order(None if splits is None else sum(splits)), slots.rows_per_expert_E, splits
 
 
 def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:

@@ -14,7 +14,7 @@ from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
 from moe_exp.layers.activations import WeightedActivation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
-from moe_exp.layers.dispatcher.dispatcher import sort_slots
+from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.gemm_packages import PACKAGES
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
@@ -24,10 +24,14 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens [T, D] and their routing, for experts that are all on this rank: no rows are written."""
+    """Tokens [T, D] and their routing, for experts that are all on this rank: no rows are written.
+
+    `rows_per_expert`: pad to this number of rows, see `Dispatcher.start`; the `triton` backend ignores it.
+    """
 
     x_TD: Tensor
     decision: RoutingDecision
+    rows_per_expert: int | None = None
 
 
 class Experts(nn.Module):
@@ -139,6 +143,11 @@ class Experts(nn.Module):
         """
         return self._of_tokens(inputs) if isinstance(inputs, RoutedTokens) else self._of_rows(inputs)
 
+    @property
+    def needs_padding(self) -> bool:
+        """Whether shapes depend on the data unless the rows of every expert are padded."""
+        return self.backend not in FUSED
+
     def takes_tokens(self, x: Tensor) -> bool:
         """Whether `forward` accepts RoutedTokens on the device of `x`."""
         return self.backend in FUSED or self._is_loop_on_cpu(x)
@@ -150,9 +159,10 @@ class Experts(nn.Module):
             return experts_of_tokens(
                 x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options()
             )
-        slots = sort_slots(decision, num_experts=self.weight1.size(0))
-        splits = tuple(slots.rows_per_expert_E.tolist())
-        order = slots.order(sum(splits))
+        order, counts_E, splits = local_row_order(
+            decision, num_experts=self.weight1.size(0), rows_per_expert=inputs.rows_per_expert
+        )
+        splits = tuple(counts_E.tolist()) if splits is None else splits
         weights_R = order.weights(weights_TK)
         return expert_loop(
             x_TD, weights_R, self._weights(), splits=splits, activation=self.activation, order=order

@@ -469,7 +469,6 @@ def padded_on_rank(experts: list[list[int]], spread: bool) -> tuple[int, torch.T
     )
     settings = {"capacity_factor": 1.0, "pad_to_capacity": True, "microbatch_group": group}
     layer = tiny_layer(ep_group=group if spread else None, aux_loss_coeff=0.3, **settings)
-    layer.dispatcher.is_local = False  # so that rows are written, as grouped GEMMs need them
     rows = []
     row_order = dispatchers.pad_slots
     with pytest.MonkeyPatch.context() as patched:
