@@ -70,7 +70,7 @@ EXTRAS = {
 if __name__ == "__main__":
     setup(
         name="moe-exp",
-        version="0.1.0",
+        version="0.2.0",
         description="Mixture-of-Experts training extension for Megatron-Core",
         long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 from moe_exp.config import Config
 from moe_exp.config.choices import choices_of
 from moe_exp.config.model_settings import ModelSettings
+from moe_exp.config.presets import PRESETS
 
 SETTINGS_MD = Path(__file__).with_name("settings.md")
 
@@ -33,6 +34,9 @@ MEGATRON_FLAGS = {
     "exit_duration": "--exit-duration-in-mins",
     "profile_iters": "--profile --profile-step-start --profile-step-end",
     "memory_snapshot": "--record-memory-history",
+    "profile_ranks": "--profile-ranks",
+    "check_interval": "--check-weight-hash-across-dp-replicas-interval",
+    "log_timers": "--timing-log-level",
     "master_addr": "torchrun --master-addr",
     "master_port": "torchrun --master-port",
     "num_heads": "--num-attention-heads",
@@ -66,6 +70,9 @@ MEGATRON_FLAGS = {
     "topk": "--moe-router-topk",
     "moe_ffn_hidden_size": "--moe-ffn-hidden-size",
     "moe_layer_freq": "--moe-layer-freq",
+    "first_k_dense": "--moe-layer-freq (as a pattern)",
+    "moe_type": "moe: --moe-expert-capacity-factor is given, dmoe: it is not",
+    "use_moe": "true: --num-experts is given",
     "shared_expert_gate": "--moe-shared-expert-gate",
     "drop_policy": "--moe-token-drop-policy",
     "router_dtype": "--moe-router-dtype",
@@ -87,6 +94,8 @@ MEGATRON_FLAGS = {
     "routing_kernels": "--moe-router-fusion --moe-permute-fusion (its own kernels)",
     "dispatcher": "--moe-token-dispatcher-type",
     "cross_entropy": "--cross-entropy-loss-fusion (its own kernels)",
+    "upcycle_from": "--moe-use-upcycling --load",
+    "upcycle_granularity": "--moe-upcycling-granularity",
     "impl": "--transformer-impl",
     "fp8": "--fp8-format",
     "fp8_recipe": "--fp8-recipe",
@@ -105,11 +114,14 @@ MEGATRON_FLAGS = {
     "decay_iters": "--lr-decay-iters",
     "wsd_decay_iters": "--lr-wsd-decay-iters",
     "deterministic": "--deterministic-mode",
+    "optimizer_state_dtype": "--exp-avg-dtype --exp-avg-sq-dtype",
     "dtype": "--bf16, --fp16",
     "train_data": "--train-data-path",
     "valid_data": "--valid-data-path",
+    "data_dir": "--data-cache-path (indices of DATA_ORDER=megatron)",
     "tokenizer": "--tokenizer-model",
     "run_dir": "--save",
+    "run_name": "--wandb-exp-name",
     "keep_every": "--save-retain-interval",
     "load_dir": "--load",
     "wandb_project": "--wandb-project",
@@ -118,13 +130,60 @@ MEGATRON_FLAGS = {
 HEADER = """\
 # Settings
 
-Every setting can be given as an environment variable (`NUM_EXPERTS=64`) or as a flag (`--num-experts 64`). A
-value is taken from the first of: command line, environment, preset, default. The presets are in
-`moe_exp/config/presets.py`, and
-`--dry-run` shows the merged settings. The last column names the flag of Megatron-LM for the same thing.
+Every setting of a training run, with its default, its values and Megatron-LM's flag for the same thing. All
+commands that train, plan or submit a run take these settings.
+
+```bash
+export GPUS_PER_NODE=8 USE_MOE=true NUM_EXPERTS=64 TOPK=1 MOE_TYPE=dmoe TP=1 PP=1 VPP=none EP=4
+export LR=0.0006 MIN_LR=0.00006 MBSZ=8 GBSZ=64 TRAIN_ITERS=40000 WARMUP_ITERS=1000 DECAY_ITERS=38000
+bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run
+```
+
+## How settings are read
+
+- A setting is an environment variable (`NUM_EXPERTS=64`) or a flag (`--num-experts 64`).
+- The value is taken from the first of: command line, environment, preset, default.
+- `--dry-run` prints the merged settings with the source of each, the torchrun command and the parameter
+  report, and starts nothing.
+- A value that cannot run is refused before anything starts, with exit code 2. Each problem is one line with
+  the variable, its value, the rule and a fix; all problems are reported at once.
+- A variable that looks like a misspelt setting (`NUM_EXPRTS`) is reported as a warning.
+- The last column of the tables names Megatron-LM's flag for the same thing. It is empty if Megatron-LM has
+  none.
+
+## Presets
+
+A preset is a named set of defaults: `PRESET=mixtral-8x7b`. `USE_MOE=false` makes any of them dense. The
+values are in `moe_exp/config/presets.py`.
+
+{presets}
+
+## Layouts
+
+GPUS_PER_NODE is the number of ranks on a node: GPUs, or processes on a machine without GPUs. TP, PP, VPP,
+EP, ETP and CP work with both, so you can try a layout on a laptop:
+
+```bash
+GPUS_PER_NODE=4 TP=2 PP=2 EP=2 TRAIN_ITERS=20 bash moe_exp/scripts/run_moe_from_scratch.sh
+```
+
+With the same MBSZ and GBSZ, the initial weights, the order of the samples and the losses do not depend on
+the layout ([architecture.md](architecture.md#what-makes-a-run-the-same-in-every-layout)). On several nodes,
+run the same command on each node with NNODES, MASTER_ADDR and that node's NODE_RANK; with SLURM see
+[slurm.md](slurm.md).
 
 This file is written by `PYTHONPATH=. python docs/generate_settings.py`.
 """
+
+# What docs/settings.md says about each preset.
+PRESET_TEXTS = {
+    "cpu": "4 layers of width 128, 8 experts, top-1: the default without GPUs",
+    "reference": "24 layers of width 512, 64 experts, top-1: the default with GPUs",
+    "olmoe-1b-7b": "OLMoE, as published",
+    "mixtral-8x7b": "Mixtral 8x7B, as published",
+    "qwen3-30b-a3b": "Qwen3-30B-A3B, as published",
+    "deepseek-v3-like": "DeepSeek-V3, without multi-token prediction",
+}
 
 
 def groups() -> dict[str, list[str]]:
@@ -166,7 +225,10 @@ def _megatron(name: str) -> str:
 
 def render() -> str:
     """The text of docs/settings.md."""
-    lines = [HEADER]
+    presets = "\n".join(
+        f"| `{name}` | {PRESET_TEXTS[name]} |" for name in sorted(PRESETS, key=list(PRESET_TEXTS).index)
+    )
+    lines = [HEADER.replace("{presets}", f"| `PRESET` | model |\n|---|---|\n{presets}")]
     for heading, names in groups().items():
         lines += [
             f"## {heading}\n",

@@ -69,12 +69,12 @@ class ModelSettings(BaseModel):
     num_query_groups: NumHeads = model(
         1, "key/value heads (GQA); equal to NUM_HEADS: plain multi-head attention"
     )
-    head_dim: OptionalWidth = model(0, "size of one head (Megatron: kv_channels); 0: HIDDEN_SIZE / NUM_HEADS")
+    head_dim: OptionalWidth = model(0, "size of one head; 0: HIDDEN_SIZE / NUM_HEADS")
     multi_latent_attention: bool = model(
         False,
-        "DeepSeek's attention (MLA), with the five sizes that follow; NUM_QUERY_GROUPS says nothing then",
+        "DeepSeek's attention (MLA), with the five sizes that follow; NUM_QUERY_GROUPS is then not used",
     )
-    q_lora_rank: OptionalWidth = model(0, "width that queries are projected down to (MLA); 0: they are not")
+    q_lora_rank: OptionalWidth = model(0, "width that queries are projected down to (MLA); 0: no projection")
     kv_lora_rank: Width = model(512, "width that keys and values are projected down to (MLA)")
     qk_head_dim: Width = model(128, "channels of a query or key head without position embedding (MLA)")
     qk_pos_emb_head_dim: Width = model(64, "channels of a query or key head with position embedding (MLA)")
@@ -91,16 +91,16 @@ class ModelSettings(BaseModel):
     add_bias_linear: bool = model(False, "biases in the linear layers, experts too")
     qk_norm: bool = model(False, "norm on queries and keys; with MLA on what they are projected up from")
     qk_norm_scope: Literal["head", "all"] = model(
-        "head", "what QK_NORM is a mean over: each head by itself, or all heads together (OLMo 2, OLMoE)"
+        "head", "what QK_NORM averages over: each head separately, or all heads together (OLMo 2, OLMoE)"
     )
-    qkv_bias: bool = model(False, "biases on queries, keys and values alone (Megatron: --add-qkv-bias)")
+    qkv_bias: bool = model(False, "biases on queries, keys and values only")
     rotary_base: float = model(100000.0, "base of the rotary position embedding", gt=0, costs=False)
-    rotary_fraction: float = model(1.0, "share of each head's channels that are turned", gt=0, le=1)
+    rotary_fraction: float = model(1.0, "share of each head's channels that are rotated", gt=0, le=1)
     rope_scaling: Literal["none", "llama3", "yarn"] = model(
         "none",
-        "rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN: as Llama 3 has them, or YaRN",
+        "rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN, as in Llama 3 or by YaRN",
     )
-    rope_scaling_factor: float = model(1.0, "how many times longer (with ROPE_SCALING)", ge=1)
+    rope_scaling_factor: float = model(1.0, "factor by which sequences are longer (with ROPE_SCALING)", ge=1)
     rope_original_seq_len: NonNegative = model(
         0, "tokens before scaling; 0: 8192 (the only one) with llama3, 4096 with yarn"
     )
@@ -117,12 +117,11 @@ class ModelSettings(BaseModel):
     tie_embeddings: bool = model(False, "output layer shares the weights of the embedding")
     dropout: Probability = model(0.0, "dropout after attention, after the MLP and on the embedding")
     attention_dropout: Probability = model(0.0, "dropout on attention weights")
-    init_std: float = model(
-        0.02, "standard deviation of the initial weights (Megatron: --init-method-std)", gt=0, costs=False
-    )
+    init_std: float = model(0.02, "standard deviation of the initial weights", gt=0, costs=False)
     init_distribution: Literal["normal", "truncated_normal"] = model(
         "normal",
-        "of the initial weights; truncated_normal: none further than 3 standard deviations from 0",
+        "distribution of the initial weights; truncated_normal: none further than 3 standard "
+        "deviations from 0",
         costs=False,
     )
 
@@ -131,7 +130,7 @@ class ModelSettings(BaseModel):
     num_experts: NumExperts = experts(8, "routed experts per MoE layer")
     topk: NumExperts = experts(1, "experts per token")
     moe_type: Literal["moe", "dmoe"] = experts(
-        "dmoe", "moe: capacity, tokens over it are dropped; dmoe: dropless"
+        "dmoe", "moe: with capacity, tokens above it are dropped; dmoe: dropless"
     )
     moe_ffn_hidden_size: OptionalWidth = experts(0, "width of one expert; 0: FFN_HIDDEN_SIZE")
     moe_layer_freq: LayerPattern = experts(
@@ -141,9 +140,11 @@ class ModelSettings(BaseModel):
     shared_expert_size: OptionalWidth = experts(0, "width of the expert that sees every token; 0: none")
     shared_expert_gate: bool = experts(False, "a sigmoid gate per token on the shared expert")
     capacity_factor: Rate = experts(
-        0.0, "tokens an expert takes, relative to its fair share (MOE_TYPE=moe); 0: 1.0"
+        0.0, "capacity of an expert relative to its fair share (MOE_TYPE=moe); 0: 1.0"
     )
-    min_capacity: NonNegative = experts(0, "tokens an expert takes at least, per micro-batch (MOE_TYPE=moe)")
+    min_capacity: NonNegative = experts(
+        0, "smallest capacity of an expert, tokens per micro-batch (MOE_TYPE=moe)"
+    )
     pad_to_capacity: bool = experts(
         True, "fill every expert up to its capacity, for fixed shapes (MOE_TYPE=moe)"
     )
@@ -189,12 +190,11 @@ class ModelSettings(BaseModel):
     z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",
-        "grouped GEMM of the experts; triton: one function of our own kernels, on a CPU the same in "
-        "plain torch",
+        "grouped GEMM of the experts; triton: our kernels in one function, on a CPU the same in plain torch",
     )
     routing_kernels: Literal["auto", "off"] = experts(
         "auto",
-        "router, drops and row order: auto: Triton kernels on GPUs that run them; off: plain torch "
+        "router, drops and row order; auto: Triton kernels on GPUs that run them; off: plain torch "
         "everywhere",
     )
     dispatcher: Annotated[str, one_of(DISPATCHERS, "auto")] = experts(
@@ -202,24 +202,28 @@ class ModelSettings(BaseModel):
     )
     upcycle_from: PathText = experts(
         "",
-        "start from a dense run's weights: its checkpoints folder, or that of one iteration; empty: no",
+        "start from the weights of a dense run: its checkpoints folder, or that of one iteration; empty: no",
         costs=False,
         measured="",
     )
     upcycle_granularity: Positive = experts(
-        1, "shards of each dense MLP, of which the experts are copies (UPCYCLE_FROM)", costs=False, measured=1
+        1,
+        "parts that each dense MLP is split into, of which the experts are copies (UPCYCLE_FROM)",
+        costs=False,
+        measured=1,
     )
     cross_entropy: Literal["megatron", "triton"] = model(
         "megatron",
-        "of the output: Megatron's, or our kernel, which keeps logits and no probabilities for backward",
+        "loss of the output layer: Megatron's, or our kernel, which keeps logits and no probabilities"
+        " for backward",
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto", "parts around the MoE layer: ours, or Transformer Engine's"
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "Transformer Engine's products in FP8: e4m3, or hybrid with gradients in e5m2; experts need "
-        "EXPERT_BACKEND=te",
+        "Transformer Engine's matrix products in FP8: e4m3, or hybrid with gradients in e5m2; experts"
+        " need EXPERT_BACKEND=te",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",

@@ -118,7 +118,9 @@ class Config(ModelSettings):
         "adam",
         "; ".join(f"{name}: {it.text}" if it.text else name for name, it in OPTIMIZERS.items()),
     )
-    optimizer_state_dtype: Literal["fp32", "bf16"] = learning("fp32", "of the two moments of OPTIMIZER=adam")
+    optimizer_state_dtype: Literal["fp32", "bf16"] = learning(
+        "fp32", "type of the two moments of OPTIMIZER=adam"
+    )
     sgd_momentum: Probability = learning(0.9, "momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
     muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)", costs=False)
     weight_decay: Rate = learning(
@@ -133,8 +135,8 @@ class Config(ModelSettings):
     seed: Seed = learning(1234, "seed of weights, data order and dropout", costs=False)
     deterministic: bool = learning(
         False,
-        "the same bits in every start on the same GPUs, software and layout: deterministic algorithms, "
-        "which may be slower; an operation that has none ends the run",
+        "the same bits in every start on the same GPUs, software and layout: deterministic "
+        "algorithms, which may be slower; an operation without one ends the run",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = learning(
         "bf16", "compute type; gradients are accumulated in fp32"
@@ -154,11 +156,11 @@ class Config(ModelSettings):
     )
     data_order: Literal["stream", "megatron"] = data(
         "stream",
-        "of samples; stream: any number of TRAIN_ITERS has the same; megatron: that of Megatron-LM's "
-        "GPTDataset",
+        "order of the samples; stream: it does not depend on TRAIN_ITERS; megatron: that of "
+        "Megatron-LM's GPTDataset",
     )
     allow_other_data: bool = data(
-        False, "go on from a checkpoint of other data or another order, at the same sample number"
+        False, "resume from a checkpoint of other data or another order, at the same sample number"
     )
     num_workers: NonNegative = data(
         ...,
@@ -169,9 +171,7 @@ class Config(ModelSettings):
     tokenizer: PathText = data(
         "", "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
     )
-    data_dir: PathText = data(
-        "data", "where prepared corpora are kept, and the indices of DATA_ORDER=megatron"
-    )
+    data_dir: PathText = data("data", "folder of prepared corpora, and of the indices of DATA_ORDER=megatron")
 
     # Input and output
     run_dir: PathText = place("runs", "folder of all runs")
@@ -184,11 +184,11 @@ class Config(ModelSettings):
     )
     allow_other_model: bool = output(
         False,
-        "go on from a checkpoint of a model that computes otherwise (router, norms, rotary base), with "
-        "the same shapes",
+        "resume from a checkpoint of a model of the same shapes that computes something else (router,"
+        " norms, rotary base)",
     )
     allow_other_optimizer: bool = output(
-        False, "go on from a checkpoint of another optimizer; moments begin at zero"
+        False, "resume from a checkpoint of another optimizer; its moments start at zero"
     )
     save_interval: NonNegative = output(
         1000, "iterations between checkpoints; 0: only at the end", measured=0
@@ -200,27 +200,32 @@ class Config(ModelSettings):
     )
     async_save: bool = output(
         False,
-        "training goes on while a checkpoint's files are written; the next save waits for that",
+        "continue training while the files of a checkpoint are written; the next save waits for them",
         measured=False,
         compared=False,
     )
     keep_last: NonNegative = output(
         0,
-        "the newest so many checkpoints are kept, others are removed; 0: all are kept",
+        "number of newest checkpoints to keep, others are removed; 0: keep all",
         measured=0,
         compared=False,
     )
     keep_every: NonNegative = output(
         0,
-        "with KEEP_LAST, also keep those at multiples of it; 0: none for that reason",
+        "with KEEP_LAST, also keep checkpoints at multiples of this iteration; 0: none",
         measured=0,
         compared=False,
     )
     keep_best: NonNegative = output(
-        0, "with KEEP_LAST, also keep so many with the lowest validation loss", measured=0, compared=False
+        0,
+        "with KEEP_LAST, also keep this number of checkpoints with the lowest validation loss",
+        measured=0,
+        compared=False,
     )
     verify_checkpoint: bool = output(
-        True, "before loading compare its files' checksums; false: only their sizes", compared=False
+        True,
+        "compare the checksums of a checkpoint's files before loading it; false: only their sizes",
+        compared=False,
     )
     exit_interval: NonNegative = output(0, "save and end at the next multiple of it; 0: never", measured=0)
     log_interval: Positive = output(20, "iterations between log lines", measured=1)
@@ -232,11 +237,10 @@ class Config(ModelSettings):
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
     wandb_mode: Literal["online", "offline", "disabled"] = output("online", "wandb mode", compared=False)
 
-    # Staying alive
+    # Reliability and debugging
     fingerprints: bool = care(
         True,
-        "at every save a fingerprint of each tensor, which has to be the same again after a load; false: "
-        "neither",
+        "take a fingerprint of each tensor at every save and compare it after a load; false: neither",
     )
     check_interval: NonNegative = care(
         0,
@@ -245,34 +249,34 @@ class Config(ModelSettings):
     )
     dump_iters: Iterations = care(
         "",
-        "after these iterations, such as 10,20 or 10-12, parameters, gradients and moments go to "
+        "after these iterations, such as 10,20 or 10-12, write parameters, gradients and moments to "
         "RUN_DIR/RUN_NAME/dumps",
     )
-    dump_ranks: WholeNumbers = care("", "with DUMP_ITERS, the ranks that do so, such as 0,4; empty: all")
+    dump_ranks: WholeNumbers = care("", "ranks that write DUMP_ITERS, such as 0,4; empty: all")
     disk_check: Literal["run", "one", "none"] = care(
         "run",
-        "free disk that a start asks for; run: for all checkpoints until its end, of a run that has some "
-        "for the next; one: for one, others are removed by hand; none",
+        "free disk that a start requires; run: for all checkpoints until its end (a resumed run: for "
+        "the next one); one: for one checkpoint, if you remove others yourself; none: not checked",
     )
     max_bad_steps: NonNegative = care(
         10,
-        "iterations in a row with a loss or gradient that is not finite after which the run ends as "
-        "failed; 0: it goes on",
+        "consecutive iterations with a loss or gradient that is not finite, after which the run ends "
+        "as failed; 0: never",
         compared=True,
     )
     spike_action: Literal["none", "log", "rollback"] = care(
         "log",
-        "at a spike of the loss; log: an event; rollback: also go back to a checkpoint before it and "
-        "skip its batches",
+        "at a loss spike; none: nothing; log: write an event; rollback: also return to a checkpoint "
+        "before it and skip its batches",
         compared=True,
     )
     max_rollbacks: NonNegative = care(
-        5, "rollbacks of a run; at the next spike it ends as failed", compared=True
+        5, "rollbacks of a run; the next spike ends it as failed", compared=True
     )
     preflight: bool = care(
         False,
-        "before training check every node: arithmetic, memory, links, disks, clocks; a failing one ends "
-        "the job",
+        "check every node before training: arithmetic, memory, links, disks, clocks; a failing node "
+        "ends the job",
         measured=False,
     )
     preflight_timeout: Positive = care(
@@ -283,27 +287,25 @@ class Config(ModelSettings):
     )
     hang_timeout: Timeout = care(
         "auto",
-        "seconds after which an iteration counts as hanging: stacks to hang/, and the ranks end for a "
-        "restart; auto: ten times the median, at least 180; none: never",
+        "seconds after which an iteration counts as hanging: stacks are written to hang/ and the "
+        "ranks end for a restart; auto: ten times the median, at least 180; none: never",
     )
     hang_timeout_other: OptionalPositive = care(
         1500,
-        "the same for each part of the start, the first iterations, a batch of an evaluation and a save; "
-        "none: never",
+        "the same for each part of the start, for the first iterations, a batch of an evaluation and "
+        "a save; none: never",
     )
     trace_calls_from: NonNegative = care(
         0,
-        "from this iteration on every rank keeps its latest function calls in hang/calls/, which costs "
+        "iteration from which every rank keeps its latest function calls in hang/calls/, which costs "
         "time; 0: never",
     )
-    trace_calls_mb: Positive = care(
-        16, "size of that file per rank, MB; older calls make room for newer ones"
-    )
+    trace_calls_mb: Positive = care(16, "size of that file per rank, MB; newer calls replace older ones")
     trace_calls_in: str = care(
         "moe_exp,megatron,torch.distributed", "packages and modules whose calls are kept"
     )
     max_restarts: NonNegative = care(
-        0, "after failures of ranks they start again, so many times per launch; 0: never", measured=0
+        0, "number of restarts of the ranks per launch after a rank has failed; 0: never", measured=0
     )
     exit_duration: Rate = care(
         0.0,

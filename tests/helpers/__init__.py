@@ -24,6 +24,9 @@ Models, data and run folders:
     layers/               tiny_moe, references (formulas and loops to compare with), layout_job,
                           megatron_pair, attention_pair; for kernels: backward_cases, compiled, kernel_device
 
+Documentation:
+    docs/                 commands (of the Markdown pages, parsed), links (which lead nowhere)
+
 Measures:
     answered.py           a command line in this process under a time limit; junk in the place of a file
     relative_error.py     norm of the difference over norm of the reference, in float64

@@ -1,0 +1,123 @@
+"""The Markdown pages: every link leads somewhere, and every command is one that the program takes."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+from helpers.docs.commands import (
+    blocks,
+    commands,
+    commands_of_line,
+    flags_problem,
+    inline_commands,
+    moe_exp_arguments,
+    problem_of,
+)
+from helpers.docs.links import GUIDES, PAGES, broken_links
+from helpers.ranks import free_port
+from moe_exp.config import Config
+from moe_exp.launch.slurm.settings import SlurmSettings
+from moe_exp.studies.sweep.settings import SweepSettings
+
+guides, pages = (
+    pytest.mark.parametrize("page", some, ids=lambda page: str(page.relative_to(ROOT)))
+    for some in (GUIDES, PAGES)
+)
+SETTINGS = {name.upper() for kind in (Config, SlurmSettings, SweepSettings) for name in kind.model_fields}
+# Variables of other programs that the pages set.
+OTHERS = {"PYTHONPATH", "OMP_NUM_THREADS", "PYTHON", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "PATH"}
+
+
+@pages
+def test_links_lead_to_files_and_headings(page):
+    assert broken_links(page) == []
+
+
+@guides
+def test_commands_of_code_blocks_are_parsed(page):
+    wrong = {}
+    for command in commands(page):
+        arguments = moe_exp_arguments(command)
+        if arguments is not None and (problem := problem_of(arguments)):
+            wrong[str(command)] = problem
+    assert wrong == {}
+
+
+@guides
+def test_flags_of_commands_in_the_text_exist(page):
+    wrong = {}
+    for command in inline_commands(page):
+        arguments = moe_exp_arguments(command)
+        if arguments and (problem := flags_problem(arguments)):
+            wrong[str(command)] = problem
+    assert wrong == {}
+
+
+@guides
+def test_variables_of_commands_are_settings(page):
+    ours = [
+        command
+        for command in [*commands(page), *inline_commands(page)]
+        if not command.words or moe_exp_arguments(command) is not None
+    ]
+    unknown = {
+        str(command): names
+        for command in ours
+        if (names := set(filter(str.isupper, command.names)) - SETTINGS - OTHERS)
+    }
+    assert unknown == {}
+
+
+@guides
+def test_programs_that_the_pages_run_exist(page):
+    missing = []
+    for command in [*commands(page), *inline_commands(page)]:
+        for word in command.words:
+            path = re.fullmatch(r"((?:moe_exp|tests|bench|docs)/[\w/-]+\.(?:py|sh))(?:::\w+)?", word)
+            if path and not (ROOT / path[1]).is_file():
+                missing.append(str(command))
+    assert missing == []
+
+
+def test_the_index_names_every_page():
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    others = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    assert {name for name in others if f"({name})" not in index} == set()
+
+
+def test_a_flag_that_does_not_exist_is_found():
+    (good,) = commands_of_line("NUM_EXPERTS=8 moe-exp train --topk 2 > log  # a comment", "here")
+    assert good.names == {"NUM_EXPERTS"} and problem_of(moe_exp_arguments(good)) == ""
+    (bad,) = commands_of_line("$ moe-exp train --topkk 2", "here")
+    assert "--topkk" in problem_of(moe_exp_arguments(bad))
+    (form,) = commands_of_line("moe-exp convert to-hf SRC DST [--dtypes bf16]", "here")
+    assert "--dtypes" in problem_of(moe_exp_arguments(form))
+    script, plan = commands_of_line(
+        "bash moe_exp/scripts/run_slurm.sh --dry-run; moe-exp plan --gpus 8", "here"
+    )
+    assert moe_exp_arguments(script) == ["slurm", "--dry-run"] and problem_of(moe_exp_arguments(plan)) == ""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_tutorial_runs_as_it_stands(tmp_path, monkeypatch):
+    """Its steps after the installation, with four iterations instead of 600."""
+    page = ROOT / "docs" / "tutorial.md"
+    shell = [text for _, text in blocks(page) if re.search(r"^(mkdir|moe-exp|export|USE_MOE)", text)]
+    assert len(shell) == 9
+    steps = "\n".join(shell[1:]).replace("TRAIN_ITERS=600 DECAY_ITERS=600", "TRAIN_ITERS=4 DECAY_ITERS=4")
+    python = shlex.quote(sys.executable)
+    program = f'set -e\npython() {{ {python} "$@"; }}\nmoe-exp() {{ {python} -m moe_exp "$@"; }}\n{steps}'
+    monkeypatch.setenv("WARMUP_ITERS", "1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "my_model: MixtralForCausalLM" in done.stdout
+    assert (tmp_path / "my_model" / "model.safetensors").is_file()
+    assert (tmp_path / "report.html").stat().st_size > 100_000
