@@ -37,13 +37,6 @@ def print_json(value: object) -> None:
     print(json.dumps(value, ensure_ascii=False, default=str))
 
 
-def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
-    """The error for an argument, as `config.problem` words it."""
-    from moe_exp.config import problem
-
-    return ValueError(problem(name, value, rule, fix))
-
-
 def guarded(
     work: Callable[[], int | None],
     prog: str,

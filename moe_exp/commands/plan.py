@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import ExactParser, print_json, setting_error
-from moe_exp.config import Config, add_arguments, problem
+from moe_exp.commands.guard import ExactParser, print_json
+from moe_exp.config import Config, add_arguments, problem, setting_error
 
 if TYPE_CHECKING:
     from moe_exp.planner.hardware import Hardware
