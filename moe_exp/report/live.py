@@ -20,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_exp.config import ConfigError, problem
+from moe_exp.host.processes import signals_handled
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 
 _PLOT_RECORDS = 500
@@ -76,11 +77,8 @@ def _ctrl_c() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
-    try:
+    with signals_handled(lambda *_: pressed.set(), signals=[signal.SIGINT]):
         yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _followers(paths: Sequence[Path]) -> list[Follower]:
