@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_exp.commands.guard import add_subcommands, print_json
+from moe_exp.commands.guard import add_json, add_subcommands, print_json
 
 if TYPE_CHECKING:
     from moe_exp.checkpoint.tools.layouts import Layout
@@ -37,7 +37,7 @@ def _add_common(parser: argparse.ArgumentParser, *, iteration: bool = True) -> N
         parser.add_argument(
             "--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)"
         )
-    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
 
 
 def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -171,7 +171,7 @@ def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     add("--top", type=int, default=10, metavar="N", help="tensors to show, the worst first (default: 10)")
     about = "exit code 0 up to this ||a-b||/||b|| of a tensor (default: 0)"
     add("--rtol", type=float, default=0.0, metavar="X", help=about)
-    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     parser.set_defaults(run=_diff)
 
 

@@ -32,16 +32,14 @@ def add_subcommands(parser: argparse.ArgumentParser, command: str) -> Any:
     )
 
 
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds --json, for commands that print with `print_json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+
+
 def print_json(value: object) -> None:
     """Prints one JSON object; what JSON has no form for, such as paths, as text."""
     print(json.dumps(value, ensure_ascii=False, default=str))
-
-
-def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
-    """The error for an argument, as `config.problem` words it."""
-    from moe_exp.config import problem
-
-    return ValueError(problem(name, value, rule, fix))
 
 
 def guarded(

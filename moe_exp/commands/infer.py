@@ -10,7 +10,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moe_exp.commands.guard import setting_error
+from moe_exp.config import setting_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable

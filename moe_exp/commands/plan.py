@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import ExactParser, print_json, setting_error
-from moe_exp.config import Config, add_arguments, problem
+from moe_exp.commands.guard import ExactParser, add_json, print_json
+from moe_exp.config import Config, add_arguments, problem, setting_error
 
 if TYPE_CHECKING:
     from moe_exp.planner.hardware import Hardware
@@ -56,7 +56,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         argument_default=argparse.SUPPRESS,
     )
     hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
-    hardware.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(hardware)
     hardware.set_defaults(run=_hardware)
 
 
@@ -68,7 +68,7 @@ def _add_settings(parser: argparse.ArgumentParser) -> None:
     add("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
     add("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
     add("--price", metavar="X", help="of a GPU-hour, in any currency")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     add_arguments(parser)
 
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from moe_exp.commands.guard import setting_error
+from moe_exp.config import ConfigError, problem, setting_error
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 
@@ -53,8 +53,6 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_unused(arguments: argparse.Namespace, kind: str) -> None:
-    from moe_exp.config import ConfigError, problem
-
     given = {name: getattr(arguments, name) for name in _NOT_WITH[kind]}
     rule = f"is not used for {kind}"
     given = {name: value for name, value in given.items() if value not in (None, "", False)}

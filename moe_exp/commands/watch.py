@@ -9,7 +9,7 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from moe_exp.commands.guard import print_json
+from moe_exp.commands.guard import add_json, print_json
 from moe_exp.config import add_arguments
 
 
@@ -64,7 +64,7 @@ def _add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]
     about = "add bad nodes to it (default: RUN_DIR/exclude_nodes.txt)"
     add("--exclude-file", type=Path, metavar="FILE", help=about)
     add("--no-exclude", action="store_true", help="add no nodes to the list")
-    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     parser.set_defaults(run=_preflight)
 
 
@@ -138,7 +138,7 @@ def _add_blame(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add("logs", nargs="+", type=Path, metavar="LOG", help=about)
     about = "add hosts whose hardware, driver or link fails to this list"
     add("--exclude", type=Path, metavar="FILE", help=about)
-    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     parser.set_defaults(run=_blame)
 
 
@@ -290,7 +290,7 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     add("--top", type=int, default=20, metavar="N", help=about)
     about = "relative errors up to it do not count (default: 0)"
     add("--rtol", type=float, default=0.0, metavar="X", help=about)
-    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     parser.set_defaults(run=_diff)
 
 
@@ -345,7 +345,7 @@ def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     add("--iteration-seconds", type=float, metavar="S", help="of one iteration (default: as measured)")
     about = "from a failure to the next iteration (default: as measured)"
     add("--restart-seconds", type=float, metavar="S", help=about)
-    add("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(parser)
     parser.set_defaults(run=_storage)
 
 

@@ -1,9 +1,17 @@
 """All settings of a run, and the constraints between them. No torch."""
 
 from moe_exp.config.loading import add_arguments, load_config, module_arguments, to_yaml
-from moe_exp.config.settings import PREFETCHED_MICROBATCHES, TRAITS, Config, ConfigError, problem, sections
+from moe_exp.config.settings import (
+    PREFETCHED_MICROBATCHES,
+    TRAITS,
+    Config,
+    ConfigError,
+    problem,
+    sections,
+    setting_error,
+)
 
 __all__ = [
     "PREFETCHED_MICROBATCHES", "TRAITS", "Config", "ConfigError", "add_arguments", "load_config",
-    "module_arguments", "problem", "sections", "to_yaml",
+    "module_arguments", "problem", "sections", "setting_error", "to_yaml",
 ]  # fmt: skip

@@ -63,6 +63,11 @@ def problem(name: str, value: object, rule: str, fix: str) -> str:
     return f"{name.upper()}={shown(value)}: {rule}. Fix: {fix}."
 
 
+def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
+    """The error for a setting or an argument, as `problem` words it."""
+    return ValueError(problem(name, value, rule, fix))
+
+
 PREFETCHED_MICROBATCHES = 2  # that each of the NUM_WORKERS has ready
 
 

@@ -22,8 +22,8 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from moe_exp.config import setting_error
 from moe_exp.data.download.sources import PYTHON_STDLIB_LICENSE, python_stdlib_documents
-from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
 from moe_exp.host.files import bytes_text, read_json

@@ -8,9 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 # Signals to save and exit, also SLURM's warning (--signal=B:USR1@300). SIGHUP counts as SIGTERM.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
@@ -24,6 +25,21 @@ def signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def signals_handled(
+    handler: Callable[[int, FrameType | None], object] | signal.Handlers,
+    *,
+    signals: Sequence[signal.Signals] = (*STOP_SIGNALS, signal.SIGHUP),
+) -> Iterator[None]:
+    """Handles signals with `handler` inside the block, by default all that end a job."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
 
 
 # Loaded here, as only a plain call is safe between fork and exec.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
@@ -25,6 +26,7 @@ from moe_exp.host.exit_codes import (
     RENDEZVOUS_KEY,
     complain,
 )
+from moe_exp.host.processes import signals_handled
 from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
 from moe_exp.launch.torchrun_job import (
     STOPPING,
@@ -32,7 +34,6 @@ from moe_exp.launch.torchrun_job import (
     child_environment,
     run_job,
     shared_key,
-    signals_ignored,
     torchrun_command,
 )
 from moe_exp.planner.costs.params import startup_report
@@ -102,7 +103,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
         code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
     if config.node_rank:
         return code
-    with signals_ignored():  # schedulers send several
+    with signals_handled(signal.SIG_IGN):  # schedulers send several
         ended = finish_run(config, folder, since=started, wall_seconds=time.monotonic() - start, code=code)
     if ended is None:
         return code

@@ -15,8 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
@@ -25,11 +25,11 @@ from moe_exp.config.determinism import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain
 from moe_exp.host.processes import (
-    STOP_SIGNALS,
     children_of,
     end_with_parent,
     orphans_adopted,
     signals_blocked,
+    signals_handled,
 )
 
 TRAIN_MODULE = "moe_exp.train"
@@ -114,7 +114,11 @@ def run_job(
     """
     received: list[int] = []
     num_sent = 0
-    with _signals_into(received), orphans_adopted(), tempfile.TemporaryDirectory() as folder:
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    with signals_handled(receive), orphans_adopted(), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
         environ = {**environ, EXIT_CODE_FILE: str(code_file)}
         with signals_blocked():  # signals during its imports wait until it can pass them on
@@ -157,32 +161,6 @@ class _Stillness:
         self._seconds = self._seconds + min(now - self._looked, 1.0) if is_still else 0.0
         self._looked, self._touched = now, touched
         return self._seconds
-
-
-@contextmanager
-def _signals_into(received: list[int]) -> Iterator[None]:
-    """Inside the block, stop signals are only appended to `received`."""
-
-    def receive(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    before = {number: signal.signal(number, receive) for number in (*STOP_SIGNALS, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
-
-
-@contextmanager
-def signals_ignored() -> Iterator[None]:
-    """Ignores stop signals inside the block."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (*STOP_SIGNALS, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
 
 
 def _wait(agent: subprocess.Popen[bytes]) -> int | None:

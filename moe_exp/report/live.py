@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_exp.config import ConfigError, problem
+from moe_exp.host.processes import signals_handled
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
+from moe_exp.report.text_curves import plot, sparkline
 
 _PLOT_RECORDS = 500
 _PLOT_LINES, _EVENTS, _LAYERS = 8, 3, 3
@@ -76,11 +77,8 @@ def _ctrl_c() -> Iterator[threading.Event]:
     if threading.current_thread() is not threading.main_thread():
         yield pressed
         return
-    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
-    try:
+    with signals_handled(lambda *_: pressed.set(), signals=[signal.SIGINT]):
         yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _followers(paths: Sequence[Path]) -> list[Follower]:
@@ -407,58 +405,3 @@ def _bytes(train: Mapping[str, Any]) -> str:
 def _printable(text: str) -> str:
     """Removes control characters: names come from files of others."""
     return "".join(character if character.isprintable() else "?" for character in text)
-
-
-# Curves as text: a sparkline or a small plot; None stays empty.
-
-
-_BLOCKS, _ASCII = "▁▂▃▄▅▆▇█", "_.-=+*%#"
-
-
-_BRAILLE = 0x2800
-
-
-# Bit of each dot of a Braille character, by row and column: Unicode added the last row later.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-
-
-def buckets(values: Sequence[float | None], num_buckets: int) -> list[float | None]:
-    """At most `num_buckets` means of neighbors, ignoring None; None for an empty bucket."""
-    count = min(num_buckets, len(values))
-    edges = [index * len(values) // count for index in range(count + 1)] if count else []
-    groups = ([value for value in values[a:b] if value is not None] for a, b in pairwise(edges))
-    return [sum(group) / len(group) if group else None for group in groups]
-
-
-def sparkline(values: Sequence[float | None], width: int, *, ascii_only: bool = False) -> str:
-    """One line of at most `width` characters, scaled from the lowest value to the highest."""
-    means, ramp = buckets(values, width), _ASCII if ascii_only else _BLOCKS
-    low, high = _range(means)
-    return "".join(
-        " " if mean is None else ramp[round((mean - low) / (high - low) * (len(ramp) - 1))] for mean in means
-    )
-
-
-def plot(values: Sequence[float | None], width: int, height: int) -> list[str]:
-    """Braille plot: `height` lines of `width` characters of two by four dots, the highest value on top."""
-    means, num_rows = buckets(values, 2 * width), 4 * height
-    low, high = _range(means)
-    cells, before = [[0] * width for _ in range(height)], None
-    for column, mean in enumerate(means):
-        if mean is None:
-            before = None
-            continue
-        row = round((high - mean) / (high - low) * (num_rows - 1))
-        # Fill from the previous row, so that a steep curve stays connected.
-        for at in (
-            range(row, row + 1) if before is None else range(min(row, before + 1), max(row, before - 1) + 1)
-        ):
-            cells[at // 4][column // 2] |= _DOTS[at % 4][column % 2]
-        before = row
-    return ["".join(chr(_BRAILLE + dots) for dots in line) for line in cells]
-
-
-def _range(means: Sequence[float | None]) -> tuple[float, float]:
-    known = [mean for mean in means if mean is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    return (low, high) if high > low else (low - 1.0, low + 1.0)

@@ -45,10 +45,6 @@ def is_dumped(config: Config, iteration: int) -> bool:
     return any(first <= iteration <= last for first, last in iteration_ranges(config.dump_iters))
 
 
-def _numbers(text: str) -> set[int]:
-    return set(map(int, text.split(","))) if text else set()
-
-
 @heartbeat.during("dump")
 def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress: Progress) -> None:
     """Writes this rank's dump, if in DUMP_RANKS. Called by every rank; failures are only warnings.
@@ -57,7 +53,7 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
     """
     path = dump_file(run, progress.iteration, runtime.rank)
     with parameters_in_sync(trained.model):
-        if config.dump_ranks and runtime.rank not in _numbers(config.dump_ranks):
+        if config.dump_ranks and runtime.rank not in map(int, config.dump_ranks.split(",")):
             return
         try:
             tensors = {

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from helpers import ROOT
-from moe_exp.report.wandb_report import LoadSquares, build_report, mirrored_runs, wandb_report
+from moe_exp.report.load_squares import LoadSquares
+from moe_exp.report.wandb_report import build_report, mirrored_runs, wandb_report
 from moe_exp.training.metrics import curves
 
 KEY = "0123456789abcdef" * 2 + "5ec4e700"

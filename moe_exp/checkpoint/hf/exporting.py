@@ -28,6 +28,7 @@ from moe_exp.checkpoint.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pi
 from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
 from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
+from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.host.files import write_json
 
@@ -104,7 +105,9 @@ def to_hf(
         write_json(partial / "config.json", fields)
         write_generation_config(partial, like, fields)
         facts = f"`{name}`, {weights.num_parameters:,} parameters, weights in {of_torch}"
-        write_model_card(partial, target.name, facts, source=folder, iteration=_iteration(folder))
+        manifest = Manifest.read(folder)
+        iteration = manifest.iteration if manifest else iteration_of(folder, reader.common())
+        write_model_card(partial, target.name, facts, source=folder, iteration=iteration)
     return Exported(name, choice.against, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
@@ -233,14 +236,6 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
         if path is not None and path.exists():
             return path
     return None
-
-
-def _iteration(folder: Path) -> int:
-    manifest = Manifest.read(folder)
-    if manifest is not None:
-        return manifest.iteration
-    digits = folder.name.removeprefix("iter_")
-    return int(digits) if digits.isdigit() else 0
 
 
 def _notes(config: Config, has_tokenizer: bool) -> list[str]:

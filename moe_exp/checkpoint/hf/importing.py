@@ -109,7 +109,8 @@ def from_hf(
             _write_settings(partial / SETTINGS, settings, config, target)
     finally:
         folder.close()
-    return Imported(config, architecture.name, _command(target), tuple(_notes(config)))
+    command = f"set -a; . {shlex.quote(str(target.resolve() / SETTINGS))}; set +a; moe-exp train"
+    return Imported(config, architecture.name, command, tuple(_notes(config)))
 
 
 def _check_counts(folder: ModelFolder) -> None:
@@ -285,10 +286,6 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
     lines = ["# The model of this checkpoint; for `set -a; . settings.env; set +a`"]
     lines += [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
     write_atomically(path, "\n".join(lines) + "\n")
-
-
-def _command(target: Path) -> str:
-    return f"set -a; . {shlex.quote(str(target.resolve() / SETTINGS))}; set +a; moe-exp train"
 
 
 def _notes(config: Config) -> list[str]:

@@ -161,7 +161,9 @@ class _Work:
                 found.append((self._extra_state_key(match[1], match[2]), self.reader.read_object(full_key)))
             elif not (self.changes.weights_only or (full_key.startswith("rng_state/") and self._other_rng())):
                 found.append((full_key, self.reader.read_object(full_key)))
-        return [(key, value[0] if _is_boxed(value) else value) for key, value in found]
+        return [
+            (key, value[0] if isinstance(value, list) and len(value) == 1 else value) for key, value in found
+        ]
 
     def new_common(self) -> dict[str, Any]:
         """common.pt of the new checkpoint."""
@@ -267,7 +269,3 @@ def _facts(source: Path, changes: Reshaping) -> dict[str, Any]:
     facts = {name: value for name, value in (own.facts if own else {}).items() if name != "world_size"}
     facts |= {"layout": vars(changes.layout), "reshaped_from": source.name}
     return facts | {"weights_only": changes.weights_only}
-
-
-def _is_boxed(value: Any) -> bool:
-    return isinstance(value, list) and len(value) == 1

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_exp.commands.guard import print_json
+from moe_exp.commands.guard import add_json, print_json
 
 if TYPE_CHECKING:
     from moe_exp.data.inspect.verification import Finding
@@ -25,7 +25,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     inspect.add_argument("--samples", type=int, default=3, help="documents to show (default: 3)")
     inspect.add_argument("--text-field", default="text", help="field of JSONL with the text (default: text)")
-    inspect.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_json(inspect)
     inspect.set_defaults(run=_inspect)
     check = subparsers.add_parser("verify", help="compare files with their manifest, or with another corpus")
     add = check.add_argument

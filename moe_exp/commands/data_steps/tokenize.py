@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.commands.guard import UNDER_WAY
+from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.tokens.by_datatrove import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.tokens.encoders import BACKENDS
@@ -21,7 +22,7 @@ from moe_exp.data.tokens.preprocess import (
     tokenize_files,
     tokenized_prefix,
 )
-from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer, setting_error
+from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_tokenizer
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary

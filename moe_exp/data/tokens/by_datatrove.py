@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_exp.config import setting_error
 from moe_exp.data.stage import run_stage
 from moe_exp.data.tokens.joined_parts import JoinedParts
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, is_complete
 from moe_exp.data.tokens.preprocess import publish
-from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.host.slurm_queue import job_environment
 
 logger = logging.getLogger(__name__)

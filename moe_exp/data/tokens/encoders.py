@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from moe_exp.data.tokens.tokenizer import TextTokenizer, setting_error
+from moe_exp.config import setting_error
+from moe_exp.data.tokens.tokenizer import TextTokenizer
 
 BACKENDS = ("auto", "gigatoken", "tokenizers")
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from moe_exp.config import setting_error
 from moe_exp.data.stage import check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens.parts import write_all
-from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.data.tokens.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary, progress

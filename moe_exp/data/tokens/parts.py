@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from moe_exp.config import setting_error
 from moe_exp.data.documents import BLANK_LINE, BOM, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
-from moe_exp.data.tokens.tokenizer import TextTokenizer, setting_error, special_token_reason
+from moe_exp.data.tokens.tokenizer import TextTokenizer, special_token_reason
 from moe_exp.data.tokens.tokens import TokenDtype, token_dtype
 from moe_exp.host.files import write_json
 

@@ -21,6 +21,7 @@ from multiprocessing.connection import wait as wait_for
 from pathlib import Path
 from typing import Any
 
+from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
@@ -34,7 +35,6 @@ from moe_exp.data.tokens.parts import (
     part_lines,
     plan_parts,
 )
-from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.progress import print_summary, progress
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 import orjson
 import xxhash
 
-from moe_exp.config import problem
+from moe_exp.config import problem, setting_error
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,6 @@ _HUB_FILES = [
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _NUM_BYTES = 256
 _NO_TOKENIZER = (OSError, ValueError, KeyError, TypeError, AttributeError)
-
-
-def setting_error(name: str, value: object, rule: str, fix: str) -> ValueError:
-    """The error for a setting, as `config.problem` words it."""
-    return ValueError(problem(name, value, rule, fix))
 
 
 @dataclass(frozen=True)

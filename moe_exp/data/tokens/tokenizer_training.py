@@ -10,9 +10,9 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.stage import run_stage
-from moe_exp.data.tokens.tokenizer import setting_error
 from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)

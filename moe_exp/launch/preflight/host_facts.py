@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from moe_exp.runs.run_folder import existing_place
 from moe_exp.watch.nodes.blame import hardware_faults
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -24,15 +25,11 @@ _PACKAGES = ("torch", "megatron-core", "transformer-engine", "numpy")
 def host_facts(run_dir: Path) -> dict[str, Any]:
     """JSON facts of this node; `run_dir` is not created."""
     disks = {
-        "RUN_DIR": disk(_existing(run_dir.expanduser().absolute())),
+        "RUN_DIR": disk(existing_place(run_dir.expanduser().absolute())),
         "temporary folder": disk(Path(tempfile.gettempdir())),
         "/dev/shm": disk(SHARED_MEMORY),
     }
     return {"disks": disks, "versions": versions(), "kernel_faults": kernel_faults()}
-
-
-def _existing(path: Path) -> Path:
-    return next(place for place in (path, *path.parents) if place.exists())
 
 
 def disk(path: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from moe_exp.config import ConfigError, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically
-from moe_exp.host.processes import free_port
+from moe_exp.host.processes import free_port, signals_handled
 from moe_exp.host.progress import progress_of
 from moe_exp.launch.machine_checks import check_environment
 from moe_exp.report.page import write_report
@@ -188,9 +188,5 @@ def _stopped_by_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with signals_handled(interrupt, signals=(signal.SIGTERM, signal.SIGHUP)):
         yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
