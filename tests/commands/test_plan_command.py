@@ -456,7 +456,7 @@ def test_doubts_about_a_fit(plan, tmp_path):
         row[column] = str((number % 7 + 1) * 1.5)
     runs.write_text("\n".join([lines[0], *map(",".join, rows)]) + "\n")
     printed = plan("calibrate", "--runs", str(runs), "--out", str(profile)).err
-    assert "time: predictions are" in printed and "look at the columns" in printed
+    assert "time: predictions are" in printed and "check the columns" in printed
     assert "is far from the" in printed
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 from helpers.relative_error import relative_error
+from moe_exp.config import Config
+from moe_exp.engine import optimizer_setup
 from moe_exp.engine.optimizer_classes import (
     BLOCK,
     SMALL,
@@ -212,3 +215,17 @@ def test_adam8bit_goes_on_from_fp32_moments(bitsandbytes):
     errors = [relative_error(a, b) for a, b in zip(all_moments(ours), all_moments(exact), strict=True)]
     assert errors[:2] == [0.0, 0.0]
     assert all(0 < error < 0.02 for error in errors[2:])
+
+
+@pytest.mark.parametrize("ends_in_error", [False, True])
+def test_megatron_builds_the_chosen_class_only_while_the_optimizer_is_built(ends_in_error):
+    import megatron.core.optimizer as module
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    names = [(module, "Adam"), (module, "SGD"), (module, "USING_PYTORCH_OPTIMIZER"), (distributed, "Adam")]
+    before = [getattr(owner, name) for owner, name in names]
+    with suppress(RuntimeError), optimizer_setup._megatron_builds(Config(optimizer="sgd")):
+        assert module.SGD is Sgd and distributed.Adam == (Sgd,) and not module.USING_PYTORCH_OPTIMIZER
+        if ends_in_error:
+            raise RuntimeError
+    assert [getattr(owner, name) for owner, name in names] == before

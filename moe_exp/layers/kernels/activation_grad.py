@@ -38,7 +38,7 @@ from moe_exp.layers.kernels.tiles import (
 )
 from moe_exp.layers.kernels.weight_grad import gathered
 
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
+# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS num_warps num_stages",
     (128, 128, 64, 8, 1, 8, 3),

@@ -30,7 +30,7 @@ from moe_exp.layers.kernels.launch import (
 from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
 
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K
+# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K
 # counts elements of two bytes; DEPTH is the same number of bytes in the dtype of x.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",

@@ -31,7 +31,7 @@ from moe_exp.layers.kernels.launch import (
 from moe_exp.layers.kernels.tiles import activate, column_chunks, dot, in_groups, row_tile, row_tile_ends
 
 LARGEST_K = 64
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms. BLOCK_K is
+# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K is
 # of two bytes each; of a gated activation, half of BLOCK_N are columns of the gate.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",

@@ -26,7 +26,7 @@ from moe_exp.layers.kernels.launch import (
 )
 from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups
 
-# Predicted, not measured; see docs/performance.md. The first one is for deterministic algorithms.
+# Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
     "BLOCK_M BLOCK_N BLOCK_K GROUP_M num_warps num_stages",
     (128, 128, 64, 8, 8, 3),
