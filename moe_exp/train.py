@@ -31,11 +31,12 @@ from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
-from moe_exp.engine.kernel_checks import KernelFailure, check_run
+from moe_exp.engine.kernel_checks import check_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
+from moe_exp.layers.kernels.choice import KernelFailure
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.training.dumps import dump, is_dumped
@@ -128,7 +129,8 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
     embedded = "the embedded corpus, text of Python's standard library (PSF-2.0)"
     logger.info("training data: %s", config.train_data or embedded)
     logger.info("%s", startup_report(config))
-    for part, (name, reason) in backends_of(config, job.runtime.device.type).items():
+    backends = backends_of(config, job.runtime.device.type, job.kernel_failures)
+    for part, (name, reason) in backends.items():
         logger.info("%s: %s (%s)", part, name, reason)
     for damage in job.source.damages if job.source else ():
         metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
@@ -152,7 +154,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
-    model = build_model(config, rank)
+    model = build_model(config, rank, kernel_failures)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     set_megatron_hooks(model, trained)
