@@ -239,7 +239,8 @@ class ModelSettings(BaseModel):
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto",
-        "implementation of the layers around the MoE layer; local: this package's; te: Transformer Engine's",
+        "implementation of the layers around the MoE layer; local: this package's; te: Transformer "
+        "Engine's; auto: te with GPUs if it is installed",
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",

@@ -80,8 +80,8 @@ class Config(ModelSettings):
     )
     pipeline_layers: StageLayers = layout(
         "",
-        "number of layers of every pipeline stage, such as '8,9*10,8', instead of the two settings "
-        "above; the first and the last may be 0",
+        "number of layers of every pipeline stage, such as '8,9*10,8', instead of FIRST_STAGE_LAYERS "
+        "and LAST_STAGE_LAYERS; the first and the last may be 0",
     )
     vpp: OptionalPositive = layout(None, "model chunks per pipeline rank (interleaved schedule), or none")
     ep: NumRanks = experts(1, "expert parallel size")
@@ -149,7 +149,7 @@ class Config(ModelSettings):
         "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded "
         "corpus",
     )
-    valid_data: Blend = data("", "the same for validation data")
+    valid_data: Blend = data("", "prefixes of the validation data, written as in TRAIN_DATA")
     split: OptionalNumbers = data(
         "",
         "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: "
@@ -294,8 +294,8 @@ class Config(ModelSettings):
     )
     hang_timeout_other: OptionalPositive = care(
         1500,
-        "HANG_TIMEOUT for each part of the start, for the first iterations, a batch of an evaluation "
-        "and a save; none: never",
+        "timeout in seconds, as HANG_TIMEOUT, for each part of the start, the first iterations, a "
+        "batch of an evaluation and a save; none: never",
     )
     trace_calls_from: NonNegative = care(
         0,
