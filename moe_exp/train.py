@@ -31,12 +31,11 @@ from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
-from moe_exp.engine.kernel_checks import check_run
+from moe_exp.engine.kernel_checks import KernelFailure, check_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
-from moe_exp.layers.kernels.choice import KernelFailure
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
 from moe_exp.training.dumps import dump, is_dumped

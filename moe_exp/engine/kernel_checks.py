@@ -17,7 +17,8 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.kernels.choice import KernelFailure, and_more, choose_routing, failure_of
+from moe_exp.layers.kernels.choice import KernelFailure as KernelFailure
+from moe_exp.layers.kernels.choice import and_more, choose_routing, failure_of
 from moe_exp.layers.kernels.launch import missing
 from moe_exp.layers.kernels.self_test import Sizes, can_check, check_kernels
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
