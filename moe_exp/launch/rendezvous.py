@@ -35,7 +35,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistError
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
