@@ -45,7 +45,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
 
     Raises:
         ConfigError: when it is of another model or optimizer, see `model_changes`; nothing is loaded then.
-        RestoreError: where what is in memory afterwards is not what was saved (FINGERPRINTS).
+        RestoreError: if memory differs from what was saved (FINGERPRINTS).
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
     folder = one_checkpoint(path)

@@ -14,7 +14,7 @@ every data parallel rank to write it, and reads all of it on every rank. Here a 
     range of this rank        values 100 to 250 of W * D
     shards                    up to 3 boxes of [W, D], at their offsets plus (2W, 0), of shape [4W, D]
 
-Where the parameter is several pieces of the checkpoint's tensors (the halves of a gated projection that
+If the parameter is several pieces of the checkpoint's tensors (the halves of a gated projection that
 tensor parallel ranks split, or one key for every expert), Megatron describes it by a factory. It is asked for
 its pieces once, with a tensor without memory, whose views say which boxes of the parameter they are; each
 range's boxes are then cut at the pieces' borders.

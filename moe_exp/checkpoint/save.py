@@ -7,7 +7,7 @@ Called by every rank.
 3. `CheckpointWriter.finish`: all ranks report to rank 0 what they have written. It writes what makes the
    folder a checkpoint, syncs and renames.
 
-Between 1 and 3 no rank waits for another: where one has no space left, the others get to 3 and hear of it
+Between 1 and 3 no rank waits for another: if one has no space left, the others get to 3 and hear of it
 there.
 """
 

@@ -8,13 +8,13 @@ The algebra. The dense MLP is a sum over its hidden units, y = W2 act(W1 x) + b2
 sum_s W2_s h_s + b2, h_s = act(W1_s x). With a gate h_s = act(W1gate_s x) * (W1up_s x), and a shard takes the
 same rows of either half. The G experts jG to jG + G - 1 are a virtual group and have equal rows in the
 router, so equal scores: the top K = G*T are T whole groups, each shard T times. The router weights of a token
-have to add up to a constant c (the scaling factor, where they are normalized); the weights of one group's
+have to add up to a constant c (the scaling factor, if they are normalized); the weights of one group's
 members are equal, so each shard's weights add up to c/G:
 
     sum_k w_k (W2'_s(k) h_s(k) + b2') = (c/G) sum_s W2'_s h_s + c b2'    hence W2' = (G/c) W2, b2' = b2 / c.
 
 The whole factor goes to the second projection, which is linear: this is exact for every activation. He et al.
-scale both projections, which is exact only where the activation passes a factor on; where the values start
+scale both projections, which is exact only if the activation passes a factor on; where the values start
 makes no difference to Adam's steps relative to them that would be worth an inexact start. They also draw half
 of the router anew; we keep groups equal until the gradient parts them, which it does at the first step: the
 weights of two members have different gradients.

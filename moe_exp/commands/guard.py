@@ -55,7 +55,7 @@ def guarded(
         work: the command.
         prog: its name, put before the line.
         extras: of this package, which the command needs installed.
-        full_disk: what to do where the disk is full.
+        full_disk: what to do if the disk is full.
 
     Raises:
         BrokenPipeError: nobody reads standard output any more, see `ended_quietly`.

@@ -217,7 +217,7 @@ def read_objects(
             same.
 
     Raises:
-        BadDocument: at the first line that is no document, and where a compressed file is damaged.
+        BadDocument: at the first line that is no document, or if a compressed file is damaged.
     """
     for number, line in read_lines(path):
         try:

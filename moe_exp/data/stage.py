@@ -69,7 +69,7 @@ class Stage:
 
         Args:
             outputs: files in the working folder that the manifest lists with size and hash.
-            hashes: what `file_hash` gives for them, where that is known already.
+            hashes: what `file_hash` gives for them, if that is known already.
             facts: what else the manifest says: counts and the like.
         """
         self.manifest = self._manifest(outputs, facts, hashes or {})

@@ -1,4 +1,4 @@
-"""Lets megatron-core run on a host where torch has no CUDA device; does nothing where it has one.
+"""Lets megatron-core run on a host where torch has no CUDA device; does nothing if it has one.
 
 `moe_exp/__init__.py` passes imports of `megatron.*`, and no others, to `find_spec`. Without a CUDA device:
 

@@ -34,7 +34,7 @@ class MoESettings:
             included.
         min_capacity: slots that an expert takes at least.
         pad_to_capacity: give every expert the same number of rows, the capacity. With TP or CP that of the
-            rank's tokens, and more only where a rank keeps more, which waits for the device.
+            rank's tokens, and more only if a rank keeps more, which waits for the device.
         drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
         token_rounding: of a dropless layer in training: rows that the slots of each expert in a micro-batch
             are rounded down to a multiple of, see capacity.keep_full_tiles; 0 for no rounding.

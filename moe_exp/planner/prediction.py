@@ -101,7 +101,7 @@ def _filled(kind: type[Any], values: dict[str, float]) -> Any:
 
 
 def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:
-    """Memory and time of a job; with the constants that came with the package where none are given."""
+    """Memory and time of a job; with the constants that came with the package if none are given."""
     constants = constants or load_constants()
     return Prediction(
         stages=memory_of(job, hardware, constants.memory),

@@ -22,7 +22,7 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
         window: in units of x.
 
     Returns:
-        The means; NaN while the records cover less than `window`, and where no value is finite.
+        The means; NaN while the records cover less than `window`, and if no value is finite.
     """
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])

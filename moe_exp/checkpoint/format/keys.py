@@ -3,8 +3,8 @@ checkpoint has.
 
 Megatron writes one model in several ways, which are all read here, by what is in the checkpoint:
 
-- Layers. `decoder.layers.X` with a layer axis before those of the tensor where all layers are alike;
-  `decoder.layers.<layer>.X` where some are dense and some MoE, and always with `singleton_local_shards`,
+- Layers. `decoder.layers.X` with a layer axis before those of the tensor if all layers are alike;
+  `decoder.layers.<layer>.X` if some are dense and some MoE, and always with `singleton_local_shards`,
   which Megatron-LM's script sets.
 - Experts and gated projections: see `moe_exp.layers.megatron.sharding`.
 - The norm before an MoE. `pre_mlp_layernorm.weight` by the Transformer Engine spec and by us,

@@ -102,7 +102,7 @@ def convert(
     *,
     start_over: bool = False,
 ) -> dict[str, Any] | None:
-    """Converts files, or continues where a call with the same settings was stopped.
+    """Converts files, or resumes a stopped call with the same settings.
 
     Args:
         inputs: .parquet, .jsonl, .jsonl.gz, .jsonl.zst; their order does not matter.

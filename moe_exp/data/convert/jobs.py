@@ -37,7 +37,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bo
         name: of the jobs.
 
     Returns:
-        Whether all is done; False where SLURM jobs have been submitted, or are still there.
+        Whether all is done; False if SLURM jobs have been submitted, or are still there.
 
     Raises:
         ValueError: a task failed, with what it raised; its log says more.

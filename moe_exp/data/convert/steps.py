@@ -167,7 +167,7 @@ def read_parquet(
         advance: called with the share of the file's bytes after every batch.
 
     Raises:
-        BadDocument: at the first row that is no document, and where the file is damaged.
+        BadDocument: at the first row that is no document, or if the file is damaged.
         ValueError: there is no such column.
     """
     import pyarrow

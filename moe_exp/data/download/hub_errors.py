@@ -84,7 +84,7 @@ def _is_unreachable(error: BaseException) -> bool:
 
 
 def retry_after(error: BaseException) -> float:
-    """Seconds that the server asks to wait, 0 where it says nothing."""
+    """Seconds that the server asks to wait, 0 if it says nothing."""
     for cause in _causes(error):
         value = getattr(getattr(cause, "response", None), "headers", {}).get("Retry-After")
         if value is None:

@@ -46,7 +46,7 @@ class Source:
         patterns: which files; `*` matches slashes too. None at all: every file of a format in DATA_SUFFIXES.
         path: file or folder.
         text_field: column or key with the text.
-        id_field: the one with the document's id, or None where there is none at the top level.
+        id_field: the one with the document's id, or None if there is none at the top level.
         licence: SPDX name or a few words.
         num_bytes: of the files to download, compressed.
         num_tokens: about; the publisher's count.
@@ -141,8 +141,8 @@ def resolve_source(
     Args:
         name_or_path: what the user gave. A folder that is called like a registered name is `./name`.
         patterns: in place of the source's own.
-        text_field: in place of the source's own, which is "text" where it is not registered.
-        revision: in place of the source's own, which is "main" where it is not registered.
+        text_field: in place of the source's own, which is "text" if it is not registered.
+        revision: in place of the source's own, which is "main" if it is not registered.
 
     Raises:
         ValueError: nothing of that name; a revision for what is not on the hub.
@@ -286,7 +286,7 @@ def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str
 
     Folders of tests and of installed packages are left out. The text is licensed under PSF-2.0, the Python
     Software Foundation licence (https://docs.python.org/3/license.html). Files that cannot be decoded with
-    the encoding that they declare (UTF-8 where they declare none) are skipped, and a warning names them.
+    the encoding that they declare (UTF-8 if they declare none) are skipped, and a warning names them.
 
     Args:
         root: folder to read; the standard library by default.

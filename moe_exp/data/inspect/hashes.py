@@ -41,7 +41,7 @@ class Hashes:
     def is_in(self, first: _Words, second: _Words) -> npt.NDArray[np.bool_]:
         """Whether each document is among `sorted_words` of another instance.
 
-        Where two of those agree in the first 64 bits but not in the last, only one is compared; that takes
+        If two of those agree in the first 64 bits but not in the last, only one is compared; that takes
         2**32 documents.
         """
         mine_first, mine_second = np.frombuffer(self._bytes, dtype=np.uint64).reshape(-1, 2).T

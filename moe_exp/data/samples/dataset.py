@@ -198,7 +198,7 @@ def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
 def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: int) -> dict[str, torch.Tensor]:
     """A context parallel rank's two of the 2C pieces of each sequence: its own and the one opposite.
 
-    So every rank has as much to do where tokens attend to those before them. Megatron's
+    So every rank has as much to do if tokens attend to those before them. Megatron's
     `get_batch_on_this_cp_rank` gives the same, by arguments that differ between its versions.
 
     Args:

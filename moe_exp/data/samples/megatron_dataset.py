@@ -98,7 +98,7 @@ class MegatronOrder:
 
     Args:
         train: TRAIN_DATA.
-        valid: VALID_DATA; empty with `split`, or where nothing is evaluated.
+        valid: VALID_DATA; empty with `split`, or if nothing is evaluated.
         split: SPLIT; empty: `train` and `valid` are read whole.
         seq_len: tokens per sample.
         seed: of the shuffles.

@@ -26,16 +26,16 @@ class SampleOrder:
 
     Args:
         fingerprint: of the token files (`dataset.fingerprint_of`); not their paths, so files may be moved.
-        weights: share of each file in the blend, such as 7/10; empty where Megatron reads files without
+        weights: share of each file in the blend, such as 7/10; empty if Megatron reads files without
             weights.
         share: the part of each file's documents that is read, begin and end from 0 to 1.
         seed: of the shuffles.
         seq_len: tokens per sample.
         data_order: DATA_ORDER.
         num_samples: of the whole run, which Megatron's order depends on; None: ours does not.
-        tokenizer: `tokenizer_fingerprint` of TOKENIZER; None where that is not set.
+        tokenizer: `tokenizer_fingerprint` of TOKENIZER; None if that is not set.
         content: of the tokens (`dataset.content_of`).
-        manifest: of all their bytes, as the manifests of the files have them; None where one has no manifest.
+        manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
     """
 
     fingerprint: str

@@ -176,7 +176,7 @@ class DocumentBlocks:
         self.text_field, self.skip_bad = text_field, skip_bad
 
     def read(self, path: Path, *, start: int = 0, num_lines: int = 0) -> Iterator[Documents]:
-        """Yields the documents of each block, in parts where it has more than `most_lines`.
+        """Yields the documents of each block, in parts if it has more than `most_lines`.
 
         Args:
             path: a .jsonl, .jsonl.gz or .jsonl.zst file.
@@ -184,7 +184,7 @@ class DocumentBlocks:
             num_lines: that these were.
 
         Raises:
-            BadDocument: at the first line that is no document, and where a compressed file is damaged.
+            BadDocument: at the first line that is no document, or if a compressed file is damaged.
             ValueError: a line is longer than the memory for it.
         """
         try:

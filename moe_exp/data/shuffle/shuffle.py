@@ -2,8 +2,8 @@
 
 The order depends on the seed and on each document's place in the inputs, in their order, and on nothing else:
 the same bytes for every memory budget, on every machine, after any interruption (`buckets` says how). Shards
-are ranges of that order; they differ by one document at most. A document is for validation where a hash of
-seed and text is under the wanted fraction, or, where that holds for none, smallest: duplicates stay together,
+are ranges of that order; they differ by one document at most. A document is for validation if a hash of
+seed and text is under the wanted fraction, or, if that holds for none, smallest: duplicates stay together,
 and there is always one. Lines are written as they were read, without BOM and CR, each with an LF.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
@@ -87,7 +87,7 @@ def shuffle(
         output: folder to make.
         name: what the names of the files in it begin with.
         seed: of the order and of the choice of validation documents.
-        num_shards: training files. Where there are fewer documents, some are empty.
+        num_shards: training files. If there are fewer documents, some are empty.
         valid_fraction: of the distinct texts, for validation; at least one.
         memory_bytes: the budget; a quarter of what the machine, or the container, has left by default.
         text_field: name of the field with the text.
@@ -343,7 +343,7 @@ def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
     """Memory that this process may still use: the least of the machine's and its control groups' (version 2
     or 1).
 
-    Where neither says (macOS), 2 GB.
+    If neither says (macOS), 2 GB.
     """
     found = [left for left in (_of_machine(proc), *_of_groups(proc, cgroup)) if left is not None]
     return max(0, min(found, default=_UNKNOWN_BYTES))

@@ -162,7 +162,7 @@ def probe_backend(encoders: Encoders, requested: str, sample: Sequence[str]) -> 
 
     Args:
         encoders: of the tokenizer.
-        requested: one of BACKENDS; `auto` is gigatoken where it is installed, loads the tokenizer and gives
+        requested: one of BACKENDS; `auto` is gigatoken if it is installed, loads the tokenizer and gives
             the same.
         sample: texts of the corpus.
 

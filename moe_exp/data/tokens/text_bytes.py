@@ -2,7 +2,7 @@
 
 By a table with two numbers per token, so that text that a window cuts in the middle of a character is counted
 exactly, and nothing has to be decoded. The numbers add up to the length of the text that the tokenizer
-decodes a document to: where it normalizes (lower case, spaces in a row) that of the normalized text. Special
+decodes a document to: if it normalizes (lower case, spaces in a row) that of the normalized text. Special
 tokens, the end of a document among them, and the unknown token stand for no text.
 """
 

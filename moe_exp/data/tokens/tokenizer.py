@@ -48,7 +48,7 @@ class TextTokenizer:
         name: what the user called it.
         content: a tokenizer.json, or a SentencePiece model; nothing for bytes.
         vocab_size: highest id + 1.
-        eod_id: of the token that ends a document; None where there is none.
+        eod_id: of the token that ends a document; None if there is none.
         eod_token: its text.
         allow_special: whether special tokens that occur in a text are read as such.
     """

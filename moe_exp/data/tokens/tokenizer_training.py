@@ -74,7 +74,7 @@ def train_tokenizer(
     Args:
         inputs: .jsonl, .jsonl.gz or .jsonl.zst files.
         output: the folder.
-        vocab_size: tokens, special tokens and the 256 bytes included; fewer where the texts give no more.
+        vocab_size: tokens, special tokens and the 256 bytes included; fewer if the texts give no more.
         json_key: name of the field with the text.
         eos_token: the token that ends a document, id 0.
         bos_token: the next one, if given.

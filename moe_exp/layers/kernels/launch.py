@@ -145,7 +145,7 @@ def tuned(
 
 
 class UnsuitedError(ValueError):
-    """The config does not suit these operands, such as one with tensor descriptors where there are none."""
+    """The config does not suit these operands, such as one with tensor descriptors if there are none."""
 
 
 class Autotuner(object if triton is None else triton.runtime.autotuner.Autotuner):  # type: ignore[misc]

@@ -65,7 +65,7 @@ def padded_slots(config: Config, tokens: float) -> float:
     micro-batch.
 
     Every rank gives every expert the capacity of its tokens (layers/moe_layer.py). With TP or CP it gives
-    more where a rank keeps more than its share, which is not counted here.
+    more if a rank keeps more than its share, which is not counted here.
     """
     share = tokens * config.topk / config.num_experts
     capacity = max(config.min_capacity, math.ceil(share * (config.expert_capacity_factor or 1.0)))

@@ -1,4 +1,4 @@
-"""Which code a planned run takes, where that changes what it costs. No torch."""
+"""Which code a planned run takes, as far as that changes its cost. No torch."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class DiskUse:
 def disk_use(
     config: Config, *, iteration: int = 0, there: Sequence[int] = (), one_bytes: int | None = None
 ) -> DiskUse:
-    """Disk that the run needs from an iteration to TRAIN_ITERS; an upper bound where checkpoints are kept
+    """Disk that the run needs from an iteration to TRAIN_ITERS; an upper bound if checkpoints are kept
     for two reasons.
 
     A checkpoint is removed when the next one is complete (`checkpoint.retention`), so all that are kept are
@@ -43,7 +43,7 @@ def disk_use(
         config: SAVE_INTERVAL, SAVE_AT_END, KEEP_LAST, KEEP_EVERY, KEEP_BEST, sizes.
         iteration: that the run resumes from, 0 for none.
         there: iterations of the checkpoints in its folder.
-        one_bytes: of one checkpoint, where that was measured.
+        one_bytes: of one checkpoint, if that was measured.
     """
     one_bytes = one_bytes or math.ceil(checkpoint_bytes(config) * _FILES_OVER_TENSORS) + _FILES_BYTES
     num_saves = _num_saves(config, iteration)
@@ -83,7 +83,7 @@ def _records_bytes(config: Config, iteration: int) -> int:
 def keep_last_that_fits(
     config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()
 ) -> int:
-    """The largest KEEP_LAST with which the run has room, 0 where there is none."""
+    """The largest KEEP_LAST with which the run has room, 0 if there is none."""
     highest = min(_num_saves(config, iteration) + len(there), 1000)
     for number in range(highest, 0, -1):
         tried = config.model_copy(update={"keep_last": number, "keep_every": 0, "keep_best": 0})

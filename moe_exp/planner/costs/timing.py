@@ -53,7 +53,7 @@ class IterationTime:
 
     @property
     def bound(self) -> str:
-        """The largest part beside compute where it takes more than a tenth of the time, else compute."""
+        """The largest part beside compute if it takes more than a tenth of the time, else compute."""
         others = {name: seconds for name, seconds in self.parts().items() if name != "compute"}
         name = max(others, key=others.__getitem__)
         return name if others[name] > self.total / 10 else "compute"
