@@ -30,7 +30,7 @@ from moe_exp.checkpoint.save import CheckpointWriter
 from moe_exp.config import Config, load_config
 from moe_exp.engine import faults, runtime
 from moe_exp.host.processes import free_port
-from moe_exp.training.loss_guard import Iteration, LossGuard
+from moe_exp.training.loss_guard import LossGuard
 from moe_exp.training.profiling import Recorder
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
@@ -71,9 +71,8 @@ class Guarded(Ours):
         self.recorder.begin(progress.iteration + 1)
         with heartbeat.during("profile"):
             self.recorder.end(progress.iteration)
-        end = train.tell_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)
-        done = Iteration(progress.iteration, step.first_sample, step.batch_size, step.updated, step.grad_norm)
-        self.guard.look(progress, done, end, lambda: None)
+        end = train.agree_with_all_ranks(job, step, self.rules.reason(progress.iteration), is_writing=False)
+        self.guard.check(progress, step.done, end, lambda: None)
         return in_step, time.perf_counter() - begin
 
 

@@ -128,7 +128,8 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
     embedded = "the embedded corpus, text of Python's standard library (PSF-2.0)"
     logger.info("training data: %s", config.train_data or embedded)
     logger.info("%s", startup_report(config))
-    for part, (name, reason) in backends_of(config, job.runtime.device.type).items():
+    backends = backends_of(config, job.runtime.device.type, job.kernel_failures)
+    for part, (name, reason) in backends.items():
         logger.info("%s: %s (%s)", part, name, reason)
     for damage in job.source.damages if job.source else ():
         metrics.event("damaged_checkpoint", progress.iteration, reason=damage)
@@ -152,10 +153,12 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
-    model = build_model(config, rank)
+    model = build_model(config, rank, kernel_failures)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     set_megatron_hooks(model, trained)
+    # Wraps the hook for gradients: optimizer.step() now changes nothing if the gradient norm is not finite.
+    skip_steps_not_finite(optimizer, model)
     train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
     job = Job(
         config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured,
@@ -185,16 +188,13 @@ def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
 
 
 def set_megatron_hooks(model: list[DistributedDataParallel], trained: Trained) -> None:
-    """Sets Megatron's hooks: finish gradients, scale the loss, delay communication, skip bad steps."""
+    """Sets Megatron's hooks for finishing gradients, scaling the loss and delaying communication."""
     settings = get_model_config(model[0])
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = trained.optimizer.scale_loss
     if model[0].ddp_config.overlap_grad_reduce:
         no_sync = [chunk.no_sync for chunk in model]
         settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
-    # Last, because it wraps the hook for gradients: from here on, optimizer.step() changes nothing if the
-    # gradient norm is not finite.
-    skip_steps_not_finite(trained.optimizer, model)
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:

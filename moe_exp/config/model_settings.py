@@ -89,7 +89,9 @@ class ModelSettings(BaseModel):
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "norm layers")
     norm_epsilon: float = model(1e-05, "added to the variance inside a norm", gt=0, costs=False)
     add_bias_linear: bool = model(False, "biases in the linear layers, experts too")
-    qk_norm: bool = model(False, "norm on queries and keys; with MLA on what they are projected up from")
+    qk_norm: bool = model(
+        False, "norm on queries and keys; with MLA on the compressed vectors that they are projected up from"
+    )
     qk_norm_scope: Literal["head", "all"] = model(
         "head", "what QK_NORM averages over: each head separately, or all heads together (OLMo 2, OLMoE)"
     )
@@ -100,19 +102,28 @@ class ModelSettings(BaseModel):
         "none",
         "rotary frequencies for sequences longer than ROPE_ORIGINAL_SEQ_LEN, as in Llama 3 or by YaRN",
     )
-    rope_scaling_factor: float = model(1.0, "factor by which sequences are longer (with ROPE_SCALING)", ge=1)
+    rope_scaling_factor: float = model(1.0, "factor by which ROPE_SCALING extends the sequence length", ge=1)
     rope_original_seq_len: NonNegative = model(
-        0, "tokens before scaling; 0: 8192 (the only one) with llama3, 4096 with yarn"
+        0, "sequence length before scaling; 0: 8192 with llama3 (the only value allowed), 4096 with yarn"
     )
-    yarn_beta_fast: float = model(32.0, "turns over the original length from which a frequency is kept", gt=0)
+    yarn_beta_fast: float = model(
+        32.0, "number of rotations over ROPE_ORIGINAL_SEQ_LEN from which a frequency is kept (yarn)", gt=0
+    )
     yarn_beta_slow: float = model(
-        1.0, "turns up to which a frequency is divided by ROPE_SCALING_FACTOR", gt=0
+        1.0,
+        "number of rotations over ROPE_ORIGINAL_SEQ_LEN up to which a frequency is divided by "
+        "ROPE_SCALING_FACTOR (yarn)",
+        gt=0,
     )
     yarn_mscale: Rate = model(
-        1.0, "with f = 1 + 0.1*m*ln(factor): queries and keys times f(this) / f(YARN_MSCALE_ALL_DIM)"
+        1.0,
+        "queries and keys are multiplied by f(YARN_MSCALE) / f(YARN_MSCALE_ALL_DIM), with f(m) = 1 + "
+        "0.1*m*ln(ROPE_SCALING_FACTOR)",
     )
     yarn_mscale_all_dim: Rate = model(
-        0.0, "see YARN_MSCALE; with MULTI_LATENT_ATTENTION scores are multiplied by f(this)^2"
+        0.0,
+        "see YARN_MSCALE; with MULTI_LATENT_ATTENTION, attention scores are multiplied by "
+        "f(YARN_MSCALE_ALL_DIM)^2",
     )
     tie_embeddings: bool = model(False, "output layer shares the weights of the embedding")
     dropout: Probability = model(0.0, "dropout after attention, after the MLP and on the embedding")
@@ -137,7 +148,9 @@ class ModelSettings(BaseModel):
         "1", "every n-th layer is MoE, or a pattern with 1 for each that is: '[0]*3+[1]*21', '0,1,1,1'"
     )
     first_k_dense: NonNegative = experts(0, "number of first layers that stay dense")
-    shared_expert_size: OptionalWidth = experts(0, "width of the expert that sees every token; 0: none")
+    shared_expert_size: OptionalWidth = experts(
+        0, "width of the shared expert, which processes every token; 0: none"
+    )
     shared_expert_gate: bool = experts(False, "a sigmoid gate per token on the shared expert")
     capacity_factor: Rate = experts(
         0.0, "capacity of an expert relative to its fair share (MOE_TYPE=moe); 0: 1.0"
@@ -149,13 +162,15 @@ class ModelSettings(BaseModel):
         True, "fill every expert up to its capacity, for fixed shapes (MOE_TYPE=moe)"
     )
     drop_policy: Literal["probs", "position"] = experts(
-        "probs", "over capacity drop the lowest router weights, or the last in the sequence (MOE_TYPE=moe)"
+        "probs",
+        "tokens to drop over capacity (MOE_TYPE=moe); probs: those with the lowest router weights; "
+        "position: the last in the sequence",
     )
     token_rounding: NonNegative = experts(
         0,
-        "in training, round the rows of every expert in a micro-batch down to a multiple, such as 128, "
-        "by dropping its lowest router weights, for full tiles in the grouped GEMM (MOE_TYPE=dmoe); 0: "
-        "off",
+        "in training, round the rows of every expert in a micro-batch down to a multiple of this "
+        "number, such as 128, so that the grouped GEMM has full tiles; the rows with the lowest "
+        "router weights are dropped (MOE_TYPE=dmoe); 0: off",
     )
     router_score: Annotated[str, one_of(SCORES)] = experts("softmax", "score function of the router")
     router_pre_softmax: bool = experts(True, "softmax before top-k; false: softmax over the chosen k")
@@ -176,7 +191,9 @@ class ModelSettings(BaseModel):
     num_router_groups: NonNegative = experts(0, "groups of experts for group-limited top-k; 0: none")
     router_group_topk: NonNegative = experts(0, "groups a token may use (with NUM_ROUTER_GROUPS)")
     force_routing: Literal["none", "balanced", "zipf"] = experts(
-        "none", "for benchmarks: experts in turn, or skewed by Zipf's law, whatever the router says"
+        "none",
+        "for benchmarks, ignore the router's choice; balanced: experts in turn; zipf: load skewed by "
+        "Zipf's law",
     )
     aux_loss_type: LossKinds = experts(
         "aux_loss",
@@ -190,40 +207,45 @@ class ModelSettings(BaseModel):
     z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(
         "auto",
-        "grouped GEMM of the experts; triton: our kernels in one function, on a CPU the same in plain torch",
+        "grouped GEMM of the experts; triton: this package's kernels in one autograd function, on a "
+        "CPU the same in plain torch",
     )
     routing_kernels: Literal["auto", "off"] = experts(
         "auto",
-        "router, drops and row order; auto: Triton kernels on GPUs that run them; off: plain torch "
-        "everywhere",
+        "implementation of router, token drops and row order; auto: Triton kernels on GPUs that run "
+        "them; off: plain torch everywhere",
     )
     dispatcher: Annotated[str, one_of(DISPATCHERS, "auto")] = experts(
         "auto", "token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
     )
     upcycle_from: PathText = experts(
         "",
-        "start from the weights of a dense run: its checkpoints folder, or that of one iteration; empty: no",
+        "start from the weights of a dense run: its checkpoints folder, or the folder of one "
+        "iteration; empty: no upcycling",
         costs=False,
         measured="",
     )
     upcycle_granularity: Positive = experts(
         1,
-        "parts that each dense MLP is split into, of which the experts are copies (UPCYCLE_FROM)",
+        "number of parts that each dense MLP is split into; the experts are copies of the parts "
+        "(UPCYCLE_FROM)",
         costs=False,
         measured=1,
     )
     cross_entropy: Literal["megatron", "triton"] = model(
         "megatron",
-        "loss of the output layer: Megatron's, or our kernel, which keeps logits and no probabilities"
-        " for backward",
+        "loss of the output layer; megatron: Megatron's; triton: this package's kernel, which keeps "
+        "logits and no probabilities for backward",
     )
     impl: Literal["auto", "local", "te"] = model(
-        "auto", "parts around the MoE layer: ours, or Transformer Engine's"
+        "auto",
+        "implementation of the layers around the MoE layer; local: this package's; te: Transformer "
+        "Engine's; auto: te with GPUs if it is installed",
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "Transformer Engine's matrix products in FP8: e4m3, or hybrid with gradients in e5m2; experts"
-        " need EXPERT_BACKEND=te",
+        "Transformer Engine's matrix products in FP8; e4m3: all in e4m3; hybrid: gradients in e5m2; "
+        "experts need EXPERT_BACKEND=te",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",

@@ -78,15 +78,15 @@ class Config(ModelSettings):
     tp: NumRanks = layout(1, "tensor parallel size")
     pp: NumRanks = layout(1, "pipeline parallel size")
     first_stage_layers: NonNegative = layout(
-        0, "layers of the first pipeline stage, with the embedding; 0: as the others have"
+        0, "number of layers of the first pipeline stage, which has the embedding; 0: as the other stages"
     )
     last_stage_layers: NonNegative = layout(
-        0, "layers of the last pipeline stage, with the output layer; 0: as the others have"
+        0, "number of layers of the last pipeline stage, which has the output layer; 0: as the other stages"
     )
     pipeline_layers: StageLayers = layout(
         "",
-        "instead of the two: layers of every pipeline stage, such as '8,9*10,8'; the first and the last "
-        "may have 0",
+        "number of layers of every pipeline stage, such as '8,9*10,8', instead of FIRST_STAGE_LAYERS "
+        "and LAST_STAGE_LAYERS; the first and the last may be 0",
     )
     vpp: OptionalPositive = layout(None, "model chunks per pipeline rank (interleaved schedule), or none")
     ep: NumRanks = experts(1, "expert parallel size")
@@ -130,17 +130,18 @@ class Config(ModelSettings):
     muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)", costs=False)
     weight_decay: Rate = learning(
         0.1,
-        "decoupled with Adam and Muon, part of the gradient with SGD; never on norms and biases",
+        "weight decay; decoupled with Adam and Muon, added to the gradient with SGD; never applied to "
+        "norms and biases",
         costs=False,
     )
     adam_beta1: Probability = learning(0.9, "AdamW beta 1", costs=False)
     adam_beta2: Probability = learning(0.95, "AdamW beta 2", costs=False)
     adam_eps: float = learning(1e-08, "AdamW epsilon", gt=0, costs=False)
-    clip_grad: Rate = learning(1.0, "largest gradient norm; 0: no clipping", costs=False)
+    clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping", costs=False)
     seed: Seed = learning(1234, "seed of weights, data order and dropout", costs=False)
     deterministic: bool = learning(
         False,
-        "the same bits in every start on the same GPUs, software and layout: deterministic "
+        "bit-identical results in every start on the same GPUs, software and layout, by deterministic "
         "algorithms, which may be slower; an operation without one ends the run",
     )
     dtype: Literal["fp32", "bf16", "fp16"] = learning(
@@ -153,7 +154,7 @@ class Config(ModelSettings):
         "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded "
         "corpus",
     )
-    valid_data: Blend = data("", "the same for validation")
+    valid_data: Blend = data("", "prefixes of the validation data, written as in TRAIN_DATA")
     split: OptionalNumbers = data(
         "",
         "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: "
@@ -161,15 +162,16 @@ class Config(ModelSettings):
     )
     data_order: Literal["stream", "megatron"] = data(
         "stream",
-        "order of the samples; stream: it does not depend on TRAIN_ITERS; megatron: that of "
-        "Megatron-LM's GPTDataset",
+        "order of the samples; stream: independent of TRAIN_ITERS; megatron: that of Megatron-LM's "
+        "GPTDataset",
     )
     allow_other_data: bool = data(
         False, "resume from a checkpoint of other data or another order, at the same sample number"
     )
     num_workers: NonNegative = data(
         ...,
-        "processes per rank that read training data ahead; 0: the rank itself (default: 2 with GPUs, else 0)",
+        "processes per rank that read training data ahead; 0: the rank reads it itself (default: 2 "
+        "with GPUs, else 0)",
         default_factory=lambda: 2 if count_gpus() else 0,
         compared=False,
     )
@@ -297,8 +299,8 @@ class Config(ModelSettings):
     )
     hang_timeout_other: OptionalPositive = care(
         1500,
-        "the same for each part of the start, for the first iterations, a batch of an evaluation and "
-        "a save; none: never",
+        "timeout in seconds, as HANG_TIMEOUT, for each part of the start, the first iterations, a "
+        "batch of an evaluation and a save; none: never",
     )
     trace_calls_from: NonNegative = care(
         0,

@@ -1,5 +1,7 @@
 """Which code each part runs on this host and why: decided by the parts, collected here for display."""
 
+from collections.abc import Sequence
+
 import torch
 
 from moe_exp.config import Config
@@ -8,7 +10,7 @@ from moe_exp.engine.model import DTYPES, moe_options, transformer_config, use_te
 from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import choose_communication
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.kernels.choice import choose_routing
+from moe_exp.layers.kernels.choice import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.attention import choose_attention
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.norm import choose_norm
@@ -17,8 +19,13 @@ from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
 
 
-def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
-    """Backends of a run on `cpu` or `cuda`: part to (what runs, why)."""
+def backends_of(
+    config: Config, device_type: str, kernel_failures: Sequence[KernelFailure] = ()
+) -> dict[str, tuple[str, str]]:
+    """Backends of a run on `cpu` or `cuda`: part to (what runs, why).
+
+    `kernel_failures`: parts of the model that do not use their kernels, from `kernel_checks.check_run`.
+    """
     found = chosen_backends(
         device_type=device_type,
         dtype=DTYPES[config.dtype],
@@ -34,6 +41,7 @@ def backends_of(config: Config, device_type: str) -> dict[str, tuple[str, str]]:
             config.optimizer_state_dtype,
             getattr(config, OPTIMIZERS[config.optimizer].momentum or "sgd_momentum"),
         ),
+        kernel_failures=kernel_failures,
     )
     if config.use_moe and config.token_rounding:
         rounded = (
@@ -66,6 +74,7 @@ def chosen_backends(
     use_te: bool = False,
     other_value_size: bool = False,
     optimizer: tuple[str, str, float] = ("adam", "fp32", 0.9),
+    kernel_failures: Sequence[KernelFailure] = (),
 ) -> dict[str, tuple[str, str]]:
     """Part to (what runs, why).
 
@@ -76,6 +85,7 @@ def chosen_backends(
         use_te: the parts around the MoE layer are Transformer Engine's.
         other_value_size: value heads differ in size from query heads (MULTI_LATENT_ATTENTION).
         optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and its momentum.
+        kernel_failures: parts that do not use their kernels.
     """
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")
     return {
@@ -85,9 +95,18 @@ def chosen_backends(
         ),
         "norm": te if use_te else choose_norm(device_type),
         "grouped GEMM": choose_backend(
-            expert_backend, device_type=device_type, dtype=dtype, bias=expert_bias
+            expert_backend,
+            device_type=device_type,
+            dtype=dtype,
+            bias=expert_bias,
+            failure=failure_of("experts", kernel_failures),
         ),
-        "routing": choose_routing(routing_kernels, device_type=device_type, router_problem=router_problem),
+        "routing": choose_routing(
+            routing_kernels,
+            device_type=device_type,
+            router_problem=router_problem,
+            failure=failure_of("routing", kernel_failures),
+        ),
         "cross entropy": choose_cross_entropy(cross_entropy, device_type=device_type),
         "optimizer": choose_optimizer(*optimizer),
     }

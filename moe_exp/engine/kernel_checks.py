@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.kernels.choice import choose_routing, distrust
+from moe_exp.layers.kernels.choice import KernelFailure as KernelFailure
+from moe_exp.layers.kernels.choice import and_more, choose_routing, failure_of
 from moe_exp.layers.kernels.launch import missing
 from moe_exp.layers.kernels.self_test import Sizes, can_check, check_kernels
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
@@ -29,25 +30,13 @@ logger = logging.getLogger(__name__)
 PARTS = {"experts": "EXPERT_BACKEND", "routing": "ROUTING_KERNELS", "cross entropy": "CROSS_ENTROPY"}
 
 
-@dataclass(frozen=True)
-class KernelFailure:
-    """A part of the model whose kernels are not used.
-
-    Args:
-        part: one of PARTS.
-        problems: one line per kernel, with the first rank and host that found it.
-        backend: what runs instead.
-    """
-
-    part: str
-    problems: list[str]
-    backend: str
-
-
 def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
-    """Compares the kernels of a run with their twins, and disables those of a part if one is wrong.
+    """Compares the kernels of a run with their twins.
 
     Called by every rank before the model is built; returns immediately if no kernel runs.
+
+    Returns:
+        The parts with a wrong kernel, for `build_model` and `backends_of`, which then use none there.
 
     Raises:
         ConfigError: on every rank, if a kernel requested by name is wrong on any.
@@ -73,16 +62,18 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
     parts = []
     if config.use_moe and _expert_backend(config, device) == "triton":
         parts.append("experts")
-    # The interpreter does not move rows of a layer, see `kernels.choice`.
+    # The interpreter does not move rows of a layer, see `choose_routing`.
     routing = choose_routing(config.routing_kernels, device_type=device.type)
     if config.use_moe and routing[0] == "triton":
         parts.append("routing")
     return [*parts, *(["cross entropy"] if config.cross_entropy == "triton" else [])]
 
 
-def _expert_backend(config: Config, device: torch.device) -> str:
+def _expert_backend(config: Config, device: torch.device, failure: str = "") -> str:
     dtype, bias = DTYPES[config.dtype], config.add_bias_linear
-    return choose_backend(config.expert_backend, device_type=device.type, dtype=dtype, bias=bias)[0]
+    return choose_backend(
+        config.expert_backend, device_type=device.type, dtype=dtype, bias=bias, failure=failure
+    )[0]
 
 
 def sizes_of(config: Config) -> Sizes:
@@ -130,16 +121,17 @@ def _of_all_ranks(found: list[list[str]], runtime: Runtime) -> list[list[str]]:
 
 def _without_kernels(config: Config, device: torch.device, part: str, problems: list[str]) -> KernelFailure:
     name = PARTS[part]
-    more = f"; and {len(problems) - 1} more" if len(problems) > 1 else ""
     if part == "cross entropy" or (part == "experts" and config.expert_backend != "auto"):
         fix = "set CROSS_ENTROPY=megatron" if part == "cross entropy" else "set EXPERT_BACKEND=auto"
-        line = f"{name}=triton: the self-test of its kernels has failed: {problems[0]}{more}. Fix: {fix}."
+        line = f"{name}=triton: the self-test of its kernels has failed: {and_more(problems)}. Fix: {fix}."
         raise ConfigError([line])
-    distrust(part, f"the self-test has failed: {problems[0]}{more}")
-    backend = "torch" if part == "routing" else _expert_backend(config, device)
+    failure = KernelFailure(part, problems, backend="torch")
+    if part == "experts":
+        backend = _expert_backend(config, device, failure_of(part, [failure]))
+        failure = replace(failure, backend=backend)
     for line in problems:
-        logger.warning("%s=auto continues with %s: %s", name, backend, line)
-    return KernelFailure(part, problems, backend)
+        logger.warning("%s=auto continues with %s: %s", name, failure.backend, line)
+    return failure
 
 
 # For `moe-exp doctor --kernels`, which has no model.

@@ -1,7 +1,7 @@
 """From Config to Megatron's GPTModel with our layers and topology-independent initial weights."""
 
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from moe_exp.config import Config
 from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
-from moe_exp.layers.kernels.choice import set_routing_kernels
+from moe_exp.layers.kernels.choice import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
 
@@ -197,14 +197,23 @@ def _rotary_settings(config: Config) -> dict[str, Any]:
     }
 
 
-def moe_options(config: Config) -> dict[str, Any]:
-    """Settings that TransformerConfig has no field for."""
+def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -> dict[str, Any]:
+    """Settings that TransformerConfig has no field for; `kernel_failures`: see `build_model`."""
     normalize = {"auto": None, "true": True, "false": False}[config.router_normalize]
-    router: dict[str, Any] = {"normalize": normalize}
+    routing, _ = choose_routing(
+        config.routing_kernels, device_type=_device_type(), failure=failure_of("routing", kernel_failures)
+    )
+    router: dict[str, Any] = {"normalize": normalize, "use_kernels": routing == "triton"}
     if config.force_routing != "none":
         router["assignment"] = config.force_routing
     of_layer = {"min_capacity": config.min_capacity, "token_rounding": config.token_rounding}
-    return {"backend": config.expert_backend, "dispatcher": config.dispatcher, "router": router, **of_layer}
+    instead = [failure.backend for failure in kernel_failures if failure.part == "experts"]
+    backend = instead[0] if instead else config.expert_backend
+    return {"backend": backend, "dispatcher": config.dispatcher, "router": router, **of_layer}
+
+
+def _device_type() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _recompute_settings(config: Config) -> dict[str, Any]:
@@ -225,10 +234,18 @@ def _leave_as_is(weight: Tensor) -> Tensor:
     return weight
 
 
-def build_model(config: Config, runtime: Runtime) -> list[DistributedDataParallel]:
-    """Model chunks of this rank (one, or VPP), with initial weights, wrapped for data parallelism."""
+def build_model(
+    config: Config, runtime: Runtime, kernel_failures: Sequence[KernelFailure] = ()
+) -> list[DistributedDataParallel]:
+    """Model chunks of this rank (one, or VPP), with initial weights, wrapped for data parallelism.
+
+    `kernel_failures`: parts of the model that must not use their kernels, from `kernel_checks.check_run`.
+    """
     settings = transformer_config(config)
-    chunks = [build_chunk(config, settings, runtime, stage) for stage in range(config.vpp or 1)]
+    chunks = [
+        build_chunk(config, settings, runtime, stage, kernel_failures=kernel_failures)
+        for stage in range(config.vpp or 1)
+    ]
     for chunk in chunks:
         chunk.to(runtime.device)
     if config.dtype != "fp32":
@@ -248,17 +265,15 @@ def build_chunk(
     vp_stage: int,
     *,
     initial_weights: bool = True,
+    kernel_failures: Sequence[KernelFailure] = (),
 ) -> GPTModel:
     """One model chunk; `initial_weights` False if they will be read from a checkpoint."""
-    set_routing_kernels(config.routing_kernels)
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None
-    kind, _ = choose_cross_entropy(
-        config.cross_entropy, device_type="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type())
     chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(
         settings,
-        _decoder_spec(config, settings, stage),
+        _decoder_spec(config, settings, stage, kernel_failures),
         vocab_size=config.padded_vocab_size,
         max_sequence_length=config.seq_len,
         pre_process=pp_rank == 0 and vp_stage == 0,
@@ -274,7 +289,10 @@ def build_chunk(
 
 
 def _decoder_spec(
-    config: Config, settings: TransformerConfig, vp_stage: int | None
+    config: Config,
+    settings: TransformerConfig,
+    vp_stage: int | None,
+    kernel_failures: Sequence[KernelFailure],
 ) -> TransformerBlockSubmodules:
     over_all_heads = config.qk_norm and config.qk_norm_scope == "all"
     return decoder_spec(
@@ -282,7 +300,7 @@ def _decoder_spec(
         use_te=use_te(config),
         vp_stage=vp_stage,
         projection_norm=over_all_heads,
-        **moe_options(config),
+        **moe_options(config, kernel_failures),
     )
 
 

@@ -8,11 +8,12 @@ Differences from torchrun:
 - SIGTERM, SIGINT, SIGHUP and SIGUSR1 are only passed on to the ranks; torchrun would end them within 30 s,
   too short for a checkpoint. So a signal may reach every process of a job. Ranks start with these signals
   blocked, so that one that arrives during imports waits for their handler (`faults.stop_signal`).
-- After a failure the ranks restart on every node, up to --max-restarts times per job, by `rendezvous.Rounds`.
+- After a failure the ranks restart on every node, up to --max-restarts times per job, by
+  `rendezvous.RestartRendezvous`.
 - Ranks that request it (exit code START_AGAIN, see host/devices.py) restart too, which is no failure.
 - Node 0 writes failures to the run's metrics.jsonl, as the events `rank_failed` and `restart`.
 
-Uses the overridable methods of torchrun's agent, and `_pcontext`, which has its processes.
+docs/architecture.md lists the private names of torchrun's agent that this file uses, and why.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Agent(LocalElasticAgent):
     def _invoke_run(self, role: str = "default") -> RunResult:
         failed = RunResult(WorkerState.FAILED)
         try:
-            self._initialize_workers(self._worker_group)
+            self._initialize_workers(self.get_worker_group())
             while True:
                 time.sleep(self._spec.monitor_interval)
                 show_alive()
@@ -108,7 +109,7 @@ class Agent(LocalElasticAgent):
             complain(f"node 0 is gone: {str(error).splitlines()[0]}")
         except ConnectionError as error:
             complain(f"node 0 is gone: {error.strerror}")
-        self._stop_workers(self._worker_group)
+        self._stop_workers(self.get_worker_group())
         return failed
 
     def _has_moved(self) -> bool:
@@ -139,7 +140,7 @@ class Agent(LocalElasticAgent):
             # torch's agent is not asked: its result would mix a rank that dies now with those it ends
             return None
         with _quiet_if_explained():
-            result = self._monitor_workers(self._worker_group)
+            result = self._monitor_workers(self.get_worker_group())
         if result.state is WorkerState.SUCCEEDED:
             if reported_exit_code() == START_AGAIN:
                 self._rounds.move_on()
@@ -154,7 +155,7 @@ class Agent(LocalElasticAgent):
     def _exit_codes(self) -> dict[int, int | None]:
         """Exit code of each local rank, or None while it is running."""
         handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        workers = self._worker_group.workers
+        workers = self.get_worker_group().workers
         return {workers[number].global_rank: handler.proc.poll() for number, handler in handlers.items()}
 
     def _may_start_again(self, result: RunResult) -> bool:
@@ -175,14 +176,14 @@ class Agent(LocalElasticAgent):
 
     def _failure(self, rank: int) -> ProcessFailure:
         pcontext: Any = self._pcontext
-        workers = enumerate(self._worker_group.workers)
+        workers = enumerate(self.get_worker_group().workers)
         number = next(number for number, worker in workers if worker.global_rank == rank)
         process = pcontext.subprocess_handlers[number].proc
         return ProcessFailure(number, process.pid, process.poll(), pcontext.error_files[number])
 
     def _described(self, failure: ProcessFailure) -> dict[str, Any]:
         device = f"cuda:{failure.local_rank}" if count_gpus() else "cpu"
-        rank = self._worker_group.workers[failure.local_rank].global_rank
+        rank = self.get_worker_group().workers[failure.local_rank].global_rank
         return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
 
     def _start_again(self) -> bool:
@@ -192,12 +193,12 @@ class Agent(LocalElasticAgent):
             self._rounds.set_closed()
         if reported_exit_code() == START_AGAIN or (self._received and not self._rounds.has_failed(ended)):
             report_exit_code(TO_BE_CONTINUED)  # in case no other round follows
-        self._stop_workers(self._worker_group)
-        delay = self._report(ended) if self._worker_group.group_rank == 0 else 0.0
+        self._stop_workers(self.get_worker_group())
+        delay = self._report(ended) if self.get_worker_group().group_rank == 0 else 0.0
         if self._rounds.is_over:
             return False
         self._sleep(delay)
-        self._initialize_workers(self._worker_group)
+        self._initialize_workers(self.get_worker_group())
         return True
 
     def _report(self, ended: int) -> float:

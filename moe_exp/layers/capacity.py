@@ -52,28 +52,40 @@ def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: 
     return place_N
 
 
-def keep_most_probable(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
+def keep_most_probable(
+    expert_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    num_experts: int,
+    capacity: int,
+    use_kernels: bool | None = None,
+) -> Tensor:
     """Slots that remain when every expert keeps its `capacity` slots of highest router weight, bool [T, K].
 
     Args:
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
         weights_TK: router weights; detached.
+        use_kernels: see RouterConfig.
     """
-    if takes_kernels(expert_TK):
+    if takes_kernels(expert_TK, use_kernels):
         return keep_within(expert_TK, weights_TK.detach(), _limits(expert_TK, num_experts, capacity))
     place_N = rank_in_expert(expert_TK.flatten(), weights_TK.detach().flatten(), num_experts=num_experts)
     return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)
 
 
-def keep_first(expert_TK: Tensor, *, num_experts: int, capacity: int) -> Tensor:
+def keep_first(
+    expert_TK: Tensor, *, num_experts: int, capacity: int, use_kernels: bool | None = None
+) -> Tensor:
     """Like `keep_most_probable`, but every expert keeps its first `capacity` slots in the sequence."""
-    if takes_kernels(expert_TK):
+    if takes_kernels(expert_TK, use_kernels):
         return keep_within(expert_TK, None, _limits(expert_TK, num_experts, capacity))
     place_N = rank_in_expert(expert_TK.flatten(), None, num_experts=num_experts)
     return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)
 
 
-def keep_full_tiles(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int) -> Tensor:
+def keep_full_tiles(
+    expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, tile: int, use_kernels: bool | None = None
+) -> Tensor:
     """Slots that remain when every expert's row count is rounded down to a multiple of `tile`, bool [T, K].
 
     A grouped GEMM computes whole tiles of rows, and an expert's last tile is half empty on average. Each
@@ -85,11 +97,12 @@ def keep_full_tiles(expert_TK: Tensor, weights_TK: Tensor, *, num_experts: int, 
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
         weights_TK: router weights; detached.
         tile: rows per tile.
+        use_kernels: see RouterConfig.
     """
     expert_N, weights_TK = expert_TK.flatten(), weights_TK.detach()
     counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
     limits_E = torch.where(counts_E < tile, counts_E, counts_E // tile * tile)
-    if takes_kernels(expert_TK):
+    if takes_kernels(expert_TK, use_kernels):
         return keep_within(expert_TK, weights_TK, limits_E.int())
     place_N = rank_in_expert(expert_N, weights_TK.flatten(), num_experts=num_experts)
     return (place_N < torch.cat([limits_E, limits_E.new_zeros(1)])[expert_N]).view_as(expert_TK)

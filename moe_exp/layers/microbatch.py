@@ -130,15 +130,18 @@ class MicrobatchCapacity:
         return kept_TK[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
 
     def _keep(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        num_experts = self.config.num_experts
+        num_experts, use_kernels = self.config.num_experts, self.config.use_kernels
         if self.settings.token_rounding:
+            tile = self.settings.token_rounding
             return keep_full_tiles(
-                expert_TK, weights_TK, num_experts=num_experts, tile=self.settings.token_rounding
+                expert_TK, weights_TK, num_experts=num_experts, tile=tile, use_kernels=use_kernels
             )
         capacity = self._capacity(expert_TK.size(0))
         if self.settings.drop_policy == "position":
-            return keep_first(expert_TK, num_experts=num_experts, capacity=capacity)
-        return keep_most_probable(expert_TK, weights_TK, num_experts=num_experts, capacity=capacity)
+            return keep_first(expert_TK, num_experts=num_experts, capacity=capacity, use_kernels=use_kernels)
+        return keep_most_probable(
+            expert_TK, weights_TK, num_experts=num_experts, capacity=capacity, use_kernels=use_kernels
+        )
 
     def _capacity(self, num_tokens: int) -> int:
         settings, config = self.settings, self.config

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.ranks import run_on_ranks
 from moe_exp.config import load_config
-from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
-from moe_exp.engine.model import build_model
+from moe_exp.engine.model import moe_options
 from moe_exp.layers.kernels import choice
+from moe_exp.layers.kernels.choice import KernelFailure
 
 TINY = {
     "preset": "cpu", "gpus_per_node": 1, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48,
@@ -43,22 +42,27 @@ def test_the_row_on_routing_is_that_of_the_settings(monkeypatch, settings, route
     )
 
 
-def built_models(values):
-    """Whether kernels are switched off in this process after a model of each value of ROUTING_KERNELS was
-    built.
-    """
-    found = []
-    for value in values:
-        config = load_config(TINY | {"routing_kernels": value}, {})
-        rank = runtime.start_alone(config)
-        build_model(config, rank)
-        found.append(choice._switched_off)
-        runtime.stop()
-    return found
+@pytest.mark.parametrize(
+    ("value", "has_gpu", "failures", "expected"),
+    [
+        ("auto", True, [], True),
+        ("auto", True, [KernelFailure("experts", ["grouped_matmul is wrong"], "loop")], True),
+        ("auto", True, [KernelFailure("routing", ["slot_sort is wrong"], "torch")], False),
+        ("off", True, [], False),
+        ("auto", False, [], False),
+    ],
+)
+def test_the_router_of_a_model_has_the_choice_of_kernels(monkeypatch, value, has_gpu, failures, expected):
+    monkeypatch.setattr(choice, "missing", lambda: "")
+    monkeypatch.setattr("moe_exp.engine.model._device_type", lambda: "cuda" if has_gpu else "cpu")
+    options = moe_options(load_config(TINY | {"routing_kernels": value}, {}), failures)
+    assert options["router"]["use_kernels"] == expected
 
 
-def test_a_model_switches_the_kernels_of_its_process():
-    assert run_on_ranks(1, built_models, ["off", "auto"], join=False) == [[True, False]]
+def test_experts_whose_kernels_are_wrong_have_another_backend():
+    failures = [KernelFailure("experts", ["grouped_matmul is wrong"], "loop")]
+    assert moe_options(load_config(TINY, {}))["backend"] == "auto"
+    assert moe_options(load_config(TINY, {}), failures)["backend"] == "loop"
 
 
 def test_a_dense_model_has_no_experts_with_biases():

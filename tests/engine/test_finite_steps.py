@@ -62,7 +62,9 @@ def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
         )
         with _faulty(job, fault) if has_fault else contextlib.nullcontext():
             step = train.train_step(job, progress, interval, count_zeros=True)
-        found["steps"].append((step.updated, step.grad_norm, job.trained.optimizer.param_groups[0]["lr"]))
+        found["steps"].append(
+            (step.done.updated, step.done.grad_norm, job.trained.optimizer.param_groups[0]["lr"])
+        )
         found["states"].append(before == _state(job))
     found["state"] = _state(job)
     found["record"] = interval.record(

@@ -17,7 +17,8 @@ from moe_exp.config import ConfigError, load_config
 from moe_exp.engine import kernel_checks, runtime
 from moe_exp.layers.experts import grouped_gemm
 from moe_exp.layers.experts.experts import Experts
-from moe_exp.layers.kernels import choice, grouped_matmul, launch
+from moe_exp.layers.kernels import grouped_matmul, launch
+from moe_exp.layers.kernels.choice import KernelFailure
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 
@@ -120,15 +121,15 @@ def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):
     assert kernel_checks.check_run(named, rank) == []
 
 
-def test_routing_does_without_kernels_that_are_wrong(monkeypatch):
-    monkeypatch.setattr(choice, "missing", lambda: "")
-    monkeypatch.setattr(choice, "_distrusted", {})
-    with choice.interpreted_kernels():
-        assert choice.takes_kernels(torch.zeros(1))
-        choice.distrust("routing", "it was wrong")
-        assert not choice.takes_kernels(torch.zeros(1))
-    assert choice.choose_routing("auto", device_type="cuda") == (
-        "torch",
-        "not triton: it was wrong",
+def test_wrong_kernels_of_routing_are_reported_and_torch_runs(monkeypatch):
+    config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
+    rank: Any = type("Rank", (), {"device": torch.device("cpu"), "rank": 0, "host": "here"})
+    wrong: Any = type("Check", (), {"problem": "wrong", "line": lambda self, device: "slot_sort is wrong"})
+    monkeypatch.setattr(kernel_checks, "parts_with_kernels", lambda *args: ["experts", "routing"])
+    monkeypatch.setattr(kernel_checks, "can_check", lambda device: True)
+    monkeypatch.setattr(
+        kernel_checks, "check_kernels", lambda part, *args: [wrong()] if part == "routing" else []
     )
-    assert grouped_gemm.fused_problem(dtype=torch.bfloat16, bias=False) == ""
+    assert kernel_checks.check_run(config, rank) == [
+        KernelFailure("routing", ["slot_sort is wrong"], "torch")
+    ]

@@ -51,9 +51,9 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
         found["scales"].append(
             [float(part.get_loss_scale()) for part in job.trained.optimizer.chained_optimizers]
         )
-        found["updated"].append(step.updated)
-        found["grad_norms"].append(step.grad_norm)
-        return step.updated
+        found["updated"].append(step.done.updated)
+        found["grad_norms"].append(step.done.grad_norm)
+        return step.done.updated
 
     while not iterate():
         pass

@@ -46,7 +46,7 @@ class AllGatherDispatcher(SpreadDispatcher):
     ) -> Pending:
         weights_TK, kept_TK = decision.weights_TK, decision.kept_TK
         expert_TK = without_dropped(decision.expert_TK.to(torch.int32), kept_TK, self.num_experts)
-        travelling = None if kept_TK is None else _tokens_with_a_slot(kept_TK)
+        travelling = None if kept_TK is None else _tokens_with_a_slot(kept_TK, decision.use_kernels)
         sizes = self._exchange_sizes(decision, travelling)
         order = None
         if travelling is not None:
@@ -55,10 +55,15 @@ class AllGatherDispatcher(SpreadDispatcher):
             expert_TK = expert_TK.index_select(0, order.slot_R)
         gather = GatherRows(group=self.ep_group, sizes=sizes.tokens_ep)
         departed = depart(gather, x_TD, weights_TK, expert_TK)
-        return Pending(partial(self._land, departed, order, sizes, rows_per_expert))
+        return Pending(partial(self._land, departed, order, sizes, rows_per_expert, decision.use_kernels))
 
     def _land(
-        self, departed: Departed, order: RowOrder | None, sizes: _Sizes, rows_per_expert: int | None
+        self,
+        departed: Departed,
+        order: RowOrder | None,
+        sizes: _Sizes,
+        rows_per_expert: int | None,
+        use_kernels: bool | None,
     ) -> Dispatched:
         x_AD, weights_AK, expert_AK = arrive(departed)
         back: tuple[Exchange, ...] = (departed.flight.exchange.reverse,)
@@ -67,23 +72,33 @@ class AllGatherDispatcher(SpreadDispatcher):
             x_AD, weights_AK, expert_AK = arrive(depart(gather, x_AD, weights_AK, expert_AK))
             back = (gather.reverse, *back)
         by_expert, counts_L, splits = self._local_rows(
-            expert_AK.long() - self.first_expert, sizes, rows_per_expert
+            expert_AK.long() - self.first_expert, sizes, rows_per_expert, use_kernels
         )
         record = DispatchRecord(order, back, by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
 
     def _local_rows(
-        self, local_AK: Tensor, sizes: _Sizes, rows_per_expert: int | None
+        self, local_AK: Tensor, sizes: _Sizes, rows_per_expert: int | None, use_kernels: bool | None
     ) -> tuple[RowOrder, Tensor, tuple[int, ...]]:
         """Order of the rows of this rank's experts (other ranks' slots count as dropped), rows per expert."""
         here_AK = (local_AK >= 0) & (local_AK < self.num_local_experts)
         if rows_per_expert is None:
             slots = sort_by_expert(
-                local_AK, here_AK, num_experts=self.num_local_experts, counts_E=sizes.rows_L
+                local_AK,
+                here_AK,
+                num_experts=self.num_local_experts,
+                counts_E=sizes.rows_L,
+                use_kernels=use_kernels,
             )
             return slots.order(sum(sizes.splits)), sizes.rows_L, sizes.splits
         rows = self.ep * self.etp * rows_per_expert
-        order = pad_by_expert(local_AK, here_AK, num_experts=self.num_local_experts, rows_per_expert=rows)
+        order = pad_by_expert(
+            local_AK,
+            here_AK,
+            num_experts=self.num_local_experts,
+            rows_per_expert=rows,
+            use_kernels=use_kernels,
+        )
         return order, torch.full_like(sizes.rows_L, rows), (rows,) * self.num_local_experts
 
     def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> _Sizes:
@@ -124,7 +139,8 @@ class _Sizes(NamedTuple):
     rows_L: Tensor
 
 
-def _tokens_with_a_slot(kept_TK: Tensor) -> SortedSlots:
+def _tokens_with_a_slot(kept_TK: Tensor, use_kernels: bool | None) -> SortedSlots:
     """Tokens with a kept slot, as slots of a single expert; the other tokens are dropped."""
     kept_T1 = kept_TK.any(dim=1, keepdim=True)
-    return sort_by_expert(torch.zeros_like(kept_T1, dtype=torch.int64), kept_T1, num_experts=1)
+    expert_T1 = torch.zeros_like(kept_T1, dtype=torch.int64)
+    return sort_by_expert(expert_T1, kept_T1, num_experts=1, use_kernels=use_kernels)

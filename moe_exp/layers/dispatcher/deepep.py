@@ -66,14 +66,20 @@ class DeepEPDispatcher(Dispatcher):
         buffer = shared_buffer(self.ep_group, x_TD.size(1) * x_TD.element_size())
         exchange = _Send(buffer, sent_experts(decision), self.num_experts)
         departed = depart(exchange, x_TD, decision.weights_TK)
-        return Pending(partial(self._land, departed, exchange, rows_per_expert))
+        return Pending(partial(self._land, departed, exchange, rows_per_expert, decision.use_kernels))
 
-    def _land(self, departed: Departed, exchange: _Send, rows_per_expert: int | None) -> Dispatched:
+    def _land(
+        self,
+        departed: Departed,
+        exchange: _Send,
+        rows_per_expert: int | None,
+        use_kernels: bool | None,
+    ) -> Dispatched:
         x_AD, weights_AK = arrive(departed)
         if rows_per_expert is not None:
             rows_per_expert *= self.ep_group.size()
         by_expert, splits = received_order(
-            exchange.expert_AK, exchange.splits, rows_per_expert=rows_per_expert
+            exchange.expert_AK, exchange.splits, rows_per_expert=rows_per_expert, use_kernels=use_kernels
         )
         counts_L = torch.tensor(splits, device=x_AD.device)
         record = DispatchRecord(None, (exchange.reverse,), by_expert)
@@ -123,7 +129,11 @@ def sent_experts(decision: RoutingDecision) -> Tensor:
 
 
 def received_order(
-    expert_AK: Tensor, splits: Sequence[int], *, rows_per_expert: int | None = None
+    expert_AK: Tensor,
+    splits: Sequence[int],
+    *,
+    rows_per_expert: int | None = None,
+    use_kernels: bool | None = None,
 ) -> tuple[RowOrder, tuple[int, ...]]:
     """Order of the received slots, and rows per expert [L] of this rank.
 
@@ -131,16 +141,20 @@ def received_order(
         expert_AK: DeepEP's expert of every received slot, counted from this rank's first; -1: elsewhere.
         splits: rows per expert of this rank, as counted by DeepEP.
         rows_per_expert: pad every expert to this number of rows.
+        use_kernels: see RouterConfig.
     """
     num_experts, here_AK = len(splits), expert_AK >= 0
     if rows_per_expert is not None:
         order = pad_by_expert(
-            expert_AK.long(), here_AK, num_experts=num_experts, rows_per_expert=rows_per_expert
+            expert_AK.long(),
+            here_AK,
+            num_experts=num_experts,
+            rows_per_expert=rows_per_expert,
+            use_kernels=use_kernels,
         )
         return order, (rows_per_expert,) * num_experts
-    return sort_by_expert(expert_AK.long(), here_AK, num_experts=num_experts).order(sum(splits)), tuple(
-        splits
-    )
+    slots = sort_by_expert(expert_AK.long(), here_AK, num_experts=num_experts, use_kernels=use_kernels)
+    return slots.order(sum(splits)), tuple(splits)
 
 
 @cache

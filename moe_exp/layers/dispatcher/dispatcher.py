@@ -225,7 +225,9 @@ class AllToAllDispatcher(SpreadDispatcher):
         by_expert = None
         # Rows arrive by source rank, and by expert within each source.
         if self.num_local_experts > 1 and self.ep * self.etp > 1:
-            by_expert = regroup_chunks(route.rows_SL, num_rows=sum(route.splits))
+            by_expert = regroup_chunks(
+                route.rows_SL, num_rows=sum(route.splits), use_kernels=order.use_kernels
+            )
             rows, weights = by_expert.rows(rows), by_expert.rows(weights)
         return Dispatched(
             rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits
@@ -311,13 +313,23 @@ def local_row_order(
 def sort_slots(decision: RoutingDecision, *, num_experts: int) -> SortedSlots:
     """`sort_by_expert` of a decision."""
     counts_E = decision.tokens_per_expert_E if decision.kept_TK is None else None
-    return sort_by_expert(decision.expert_TK, decision.kept_TK, num_experts=num_experts, counts_E=counts_E)
+    return sort_by_expert(
+        decision.expert_TK,
+        decision.kept_TK,
+        num_experts=num_experts,
+        counts_E=counts_E,
+        use_kernels=decision.use_kernels,
+    )
 
 
 def pad_slots(decision: RoutingDecision, *, num_experts: int, rows_per_expert: int) -> RowOrder:
     """`pad_by_expert` of a decision."""
     return pad_by_expert(
-        decision.expert_TK, decision.kept_TK, num_experts=num_experts, rows_per_expert=rows_per_expert
+        decision.expert_TK,
+        decision.kept_TK,
+        num_experts=num_experts,
+        rows_per_expert=rows_per_expert,
+        use_kernels=decision.use_kernels,
     )
 
 

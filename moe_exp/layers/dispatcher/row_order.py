@@ -2,6 +2,7 @@
 
 Both ways are gathers and transposes of each other: without atomics, results are bitwise reproducible. On a
 CUDA device Triton kernels do it (see `kernels.choice`), with int32 indices and the same order and sums.
+The argument `use_kernels` is that of RouterConfig.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class RowOrder:
         topk: slots per token.
         has_padding: some rows may have no slot.
         has_drops: some slots may have no row.
+        use_kernels: move rows by Triton kernels.
     """
 
     slot_R: Tensor
@@ -38,6 +40,7 @@ class RowOrder:
     topk: int
     has_padding: bool = False
     has_drops: bool = False
+    use_kernels: bool | None = None
 
     def rows(self, x_TD: Tensor) -> Tensor:
         """[T, D] to [R, D]; padding is zero."""
@@ -49,7 +52,7 @@ class RowOrder:
 
     def weights(self, weights_TK: Tensor) -> Tensor:
         """[T, K] to [R]; padding is zero."""
-        if takes_kernels(weights_TK):
+        if takes_kernels(weights_TK, self.use_kernels):
             return _TokensToRows.apply(weights_TK.reshape(-1), replace(self, topk=1))
         return _take(weights_TK.reshape(-1), self.slot_R, self.has_padding)
 
@@ -64,6 +67,7 @@ class SortedSlots:
         topk: slots per token.
         has_drops: some slots may be dropped.
         row_N: row of each slot, N if dropped; None if not computed yet.
+        use_kernels: of the row order.
     """
 
     slot_N: Tensor
@@ -71,19 +75,28 @@ class SortedSlots:
     topk: int
     has_drops: bool
     row_N: Tensor | None = None
+    use_kernels: bool | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
         """The row order. `num_rows`: sum of rows_per_expert_E; with drops, None synchronizes to get it."""
         row_N = _inverse(self.slot_N) if self.row_N is None else self.row_N
         if not self.has_drops:
-            return RowOrder(self.slot_N, row_N, self.topk)
+            return RowOrder(self.slot_N, row_N, self.topk, use_kernels=self.use_kernels)
         if num_rows is None:
             num_rows = int(self.rows_per_expert_E.sum())
-        return RowOrder(self.slot_N[:num_rows], row_N.clamp(max=num_rows), self.topk, has_drops=True)
+        row_N = row_N.clamp(max=num_rows)
+        return RowOrder(
+            self.slot_N[:num_rows], row_N, self.topk, has_drops=True, use_kernels=self.use_kernels
+        )
 
 
 def sort_by_expert(
-    expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, counts_E: Tensor | None = None
+    expert_TK: Tensor,
+    kept_TK: Tensor | None = None,
+    *,
+    num_experts: int,
+    counts_E: Tensor | None = None,
+    use_kernels: bool | None = None,
 ) -> SortedSlots:
     """Sorts the slots by expert.
 
@@ -92,18 +105,24 @@ def sort_by_expert(
         kept_TK: bool, slots that are not dropped; None for all.
         counts_E: kept slots per expert, int64, if already known.
     """
-    if takes_kernels(expert_TK):
+    if takes_kernels(expert_TK, use_kernels):
         slot_N, row_N, offsets_E1 = slot_sort(expert_TK, num_experts, kept_TK)
         counts_E = offsets_E1.diff().long() if counts_E is None else counts_E
-        return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N)
+        return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N, use_kernels)
     expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
     if counts_E is None:
         counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
-    return SortedSlots(torch.argsort(expert_N, stable=True), counts_E, expert_TK.size(1), kept_TK is not None)
+    slot_N = torch.argsort(expert_N, stable=True)
+    return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, use_kernels=use_kernels)
 
 
 def pad_by_expert(
-    expert_TK: Tensor, kept_TK: Tensor | None = None, *, num_experts: int, rows_per_expert: int
+    expert_TK: Tensor,
+    kept_TK: Tensor | None = None,
+    *,
+    num_experts: int,
+    rows_per_expert: int,
+    use_kernels: bool | None = None,
 ) -> RowOrder:
     """Row order with `rows_per_expert` rows for every expert, zero-padded: shapes do not depend on the data.
 
@@ -112,9 +131,9 @@ def pad_by_expert(
         rows_per_expert: at least the number of kept slots of any expert; more are not detected and corrupt
             the rows of other experts.
     """
-    if takes_kernels(expert_TK):
+    if takes_kernels(expert_TK, use_kernels):
         order = padded_order(expert_TK, num_experts, rows_per_expert, kept_TK)
-        return RowOrder(*order, expert_TK.size(1), has_padding=True, has_drops=True)
+        return RowOrder(*order, expert_TK.size(1), has_padding=True, has_drops=True, use_kernels=use_kernels)
     expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
     num_slots, num_rows = expert_N.numel(), num_experts * rows_per_expert
     place_N = rank_in_expert(expert_N, None, num_experts=num_experts)
@@ -122,18 +141,25 @@ def pad_by_expert(
     slot_R = torch.full((num_rows + 1,), num_slots, device=row_N.device, dtype=row_N.dtype)
     slot_R[row_N] = torch.arange(num_slots, device=row_N.device)
     # A padding row's slot is N, one past the last: divided by K it must remain one past the last token.
-    return RowOrder(slot_R[:num_rows], row_N, expert_TK.size(1), has_padding=True, has_drops=True)
+    return RowOrder(
+        slot_R[:num_rows],
+        row_N,
+        expert_TK.size(1),
+        has_padding=True,
+        has_drops=True,
+        use_kernels=use_kernels,
+    )
 
 
-def regroup_chunks(rows_SL: Tensor, *, num_rows: int) -> RowOrder:
+def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None = None) -> RowOrder:
     """Row order from chunks by source and expert to chunks by expert and source.
 
     Args:
         rows_SL: rows per source and expert, int64, on the device.
         num_rows: R, their sum.
     """
-    if takes_kernels(rows_SL):
-        return RowOrder(*chunk_order(rows_SL, num_rows), topk=1)
+    if takes_kernels(rows_SL, use_kernels):
+        return RowOrder(*chunk_order(rows_SL, num_rows), topk=1, use_kernels=use_kernels)
     ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
     # A row keeps its place in its chunk, so each chunk has one shift and no sort is needed.
@@ -141,7 +167,7 @@ def regroup_chunks(rows_SL: Tensor, *, num_rows: int) -> RowOrder:
     slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + torch.arange(
         num_rows, device=rows_SL.device
     )
-    return RowOrder(slot_R, _inverse(slot_R), topk=1)
+    return RowOrder(slot_R, _inverse(slot_R), topk=1, use_kernels=use_kernels)
 
 
 class _TokensToRows(torch.autograd.Function):
@@ -167,7 +193,7 @@ class _RowsToTokens(torch.autograd.Function):
 
 
 def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
-    if takes_kernels(x_TD):
+    if takes_kernels(x_TD, order.use_kernels):
         return gather_rows(x_TD, order.slot_R, order.topk)
     token_R = order.slot_R if order.topk == 1 else order.slot_R // order.topk
     return _take(x_TD, token_R, order.has_padding)
@@ -175,7 +201,7 @@ def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
 
 def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
     """Sums each token's rows in the accumulation dtype of y, without the [N, D] of a gather and a sum."""
-    if takes_kernels(y_RD):
+    if takes_kernels(y_RD, order.use_kernels):
         return (
             gather_rows(y_RD, order.row_N)
             if order.topk == 1

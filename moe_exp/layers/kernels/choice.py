@@ -1,39 +1,69 @@
-"""Which parts of the layer use kernels instead of plain torch: all on a CUDA device, none on a CPU.
+"""Which code routes and moves rows: Triton kernels or plain torch.
 
-The switch is per process and not an argument of the layer: row orders and drops are functions of tensors,
-called forward and backward, and a process trains one model.
+`RouterConfig.use_kernels` says it. The router passes it on in its RoutingDecision to the drops and the
+dispatcher, and these pass it on in the RowOrder, which both directions and their gradients follow.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import missing, runs_kernel
+from moe_exp.layers.kernels.launch import missing
 
 ROUTING_KERNELS = ("auto", "off")
 
-_asked_for = False
-_switched_off = False
-_distrusted: dict[str, str] = {}  # see `distrust`
+
+@dataclass(frozen=True)
+class KernelFailure:
+    """A part of the model whose kernels are not used, because they have failed their self-test.
+
+    Args:
+        part: `experts`, `routing` or `cross entropy`.
+        problems: one line per kernel, with the first rank and host that found it.
+        backend: what runs instead.
+    """
+
+    part: str
+    problems: list[str]
+    backend: str
 
 
-def choose_routing(name: str, *, device_type: str, router_problem: str = "") -> tuple[str, str]:
+def failure_of(part: str, failures: Sequence[KernelFailure]) -> str:
+    """Why the kernels of `part` are not used, in words; empty if they did not fail."""
+    problems = next((failure.problems for failure in failures if failure.part == part), [])
+    return f"the self-test has failed: {and_more(problems)}" if problems else ""
+
+
+def and_more(problems: Sequence[str]) -> str:
+    """The first problem, and the number of the others."""
+    return problems[0] + (f"; and {len(problems) - 1} more" if len(problems) > 1 else "")
+
+
+def choose_routing(
+    name: str, *, device_type: str, router_problem: str = "", failure: str = ""
+) -> tuple[str, str]:
     """Implementation of router, drops and row orders, and the reason in words.
 
     Args:
-        name: one of ROUTING_KERNELS.
+        name: `auto`: kernels on a GPU that can run them; `off`: plain torch everywhere.
         device_type: `cpu` or `cuda`.
         router_problem: why the router itself takes no kernel, see `router.kernel_problem`.
+        failure: why the kernels must not run, see `failure_of`.
+
+    Raises:
+        ValueError: for another name.
     """
+    if name not in ROUTING_KERNELS:
+        raise ValueError(f"routing_kernels={name}: is not a choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
     if name == "off":
         return "torch", "asked for by ROUTING_KERNELS"
     if device_type == "cpu":
         return "torch", "the kernels are for GPUs"
-    if rule := distrusted("routing") or missing():
+    if rule := failure or missing():
         return "torch", f"not triton: {rule}"
     if router_problem:
         return (
@@ -43,52 +73,11 @@ def choose_routing(name: str, *, device_type: str, router_problem: str = "") -> 
     return "triton", "Triton kernels for the router, row order and drops"
 
 
-def set_routing_kernels(name: str) -> None:
-    """Switches the kernels of routing and row order for this process; the last model built wins.
-
-    Args:
-        name: `auto`: on a GPU that can run them; `off`: plain torch everywhere.
-
-    Raises:
-        ValueError: for another name.
-    """
-    global _switched_off
-    if name not in ROUTING_KERNELS:
-        raise ValueError(f"routing_kernels={name}: is not a choice. Fix: use {' or '.join(ROUTING_KERNELS)}.")
-    _switched_off = name == "off"
-
-
-def distrust(part: str, reason: str) -> None:
-    """Disables the kernels of `experts` or `routing` in this process after a failed self-test."""
-    _distrusted[part] = reason
-
-
-def distrusted(part: str) -> str:
-    """Why the kernels of `experts` or `routing` are disabled, in words; empty if they are not."""
-    return _distrusted.get(part, "")
-
-
-def takes_kernels(x: Tensor) -> bool:
-    """Whether routing and row order of `x` use kernels.
-
-    On a CPU only inside `interpreted_kernels`: Triton's interpreter is far slower than plain torch.
-    """
-    if _switched_off or _distrusted.get("routing"):
-        return False
-    return runs_kernel(x) and not _missing() if x.is_cuda else _asked_for and runs_kernel(x)
-
-
-@contextmanager
-def interpreted_kernels() -> Iterator[None]:
-    """Context for tests: kernels also on CPU tensors, if TRITON_INTERPRET=1 was set before the first
-    import.
-    """
-    global _asked_for
-    before, _asked_for = _asked_for, True
-    try:
-        yield
-    finally:
-        _asked_for = before
+def takes_kernels(x: Tensor, use_kernels: bool | None) -> bool:
+    """Whether routing and row order of `x` use kernels; `use_kernels`: see RouterConfig."""
+    if use_kernels is None:
+        return x.is_cuda and not _missing()
+    return use_kernels
 
 
 @functools.cache

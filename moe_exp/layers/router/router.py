@@ -47,6 +47,9 @@ class RouterConfig:
         assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or for benchmarks `balanced` and `zipf`
             (FORCE_ROUTING), which ignore the scores.
         zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
+        use_kernels: use Triton kernels for the router, drops and row orders, False: plain torch. None:
+            kernels on a CUDA device that can run them. True on a CPU only makes sense in tests: it runs
+            Triton's interpreter with TRITON_INTERPRET=1, else the kernels' plain-torch twins.
 
     Raises:
         ValueError: for an invalid value or combination.
@@ -68,6 +71,7 @@ class RouterConfig:
     jitter: float = 0.0
     assignment: str = "topk"
     zipf_exponent: float = 1.0
+    use_kernels: bool | None = None
 
     def __post_init__(self) -> None:
         for field, choices in (
@@ -154,6 +158,7 @@ class RoutingDecision:
             dropped slots once MoELayer.route has applied the capacity.
         valid_T: bool, tokens that are not padding; None for all.
         sums: what losses and statistics need of scores and logits, if a kernel routed; else None.
+        use_kernels: of RouterConfig, for the dispatcher.
     """
 
     expert_TK: Tensor
@@ -164,6 +169,7 @@ class RoutingDecision:
     kept_TK: Tensor | None = None
     valid_T: Tensor | None = None
     sums: TopK | None = None
+    use_kernels: bool | None = None
 
 
 class Router(nn.Module):
@@ -253,7 +259,7 @@ class Router(nn.Module):
     def _takes_kernel(self, logits_TE: Tensor) -> bool:
         """Whether kernels/topk.py routes: on CUDA, if it supports the rule and sums of the scores suffice."""
         problem = kernel_problem(self.config, needs_scores=self.needs_scores)
-        return problem == "" and self.replay is None and takes_kernels(logits_TE)
+        return problem == "" and self.replay is None and takes_kernels(logits_TE, self.config.use_kernels)
 
     def _route_with_kernel(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
@@ -267,17 +273,30 @@ class Router(nn.Module):
             bias_E=self.expert_bias if config.expert_bias else None,
             valid_T=valid_T,
         )
-        kept_TK = _kept_of_valid(valid_T, sums.expert_TK)
         return RoutingDecision(
-            sums.expert_TK, sums.weights_TK, None, None, sums.tokens_per_expert_E, kept_TK, valid_T, sums
+            expert_TK=sums.expert_TK,
+            weights_TK=sums.weights_TK,
+            scores_TE=None,
+            logits_TE=None,
+            tokens_per_expert_E=sums.tokens_per_expert_E,
+            kept_TK=_kept_of_valid(valid_T, sums.expert_TK),
+            valid_T=valid_T,
+            sums=sums,
+            use_kernels=config.use_kernels,
         )
 
     def _route_with_torch(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
         kept_TK = _kept_of_valid(valid_T, expert_TK)
-        tokens_per_expert_E = count_kept(expert_TK, kept_TK, self.config.num_experts)
         return RoutingDecision(
-            expert_TK, weights_TK, scores_TE, logits_TE, tokens_per_expert_E, kept_TK, valid_T
+            expert_TK=expert_TK,
+            weights_TK=weights_TK,
+            scores_TE=scores_TE,
+            logits_TE=logits_TE,
+            tokens_per_expert_E=count_kept(expert_TK, kept_TK, self.config.num_experts),
+            kept_TK=kept_TK,
+            valid_T=valid_T,
+            use_kernels=self.config.use_kernels,
         )
 
     @torch.no_grad()

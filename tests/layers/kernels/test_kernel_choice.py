@@ -2,61 +2,52 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
 from helpers.layers.kernel_device import DEVICE, needs_kernels
-from moe_exp.layers.dispatcher.row_order import sort_by_expert
+from moe_exp.layers.dispatcher import sort_slots
+from moe_exp.layers.dispatcher.row_order import RowOrder
 from moe_exp.layers.kernels import choice
-from moe_exp.layers.kernels.choice import (
-    choose_routing,
-    interpreted_kernels,
-    set_routing_kernels,
-    takes_kernels,
-)
-from moe_exp.layers.router import Router, RouterConfig, kernel_problem
+from moe_exp.layers.kernels.choice import KernelFailure, choose_routing, failure_of, takes_kernels
+from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, kernel_problem
 
 
-@pytest.fixture
-def switch(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """set_routing_kernels, undone after the test."""
-    monkeypatch.setattr(choice, "_switched_off", False)
-    return set_routing_kernels
+def test_without_a_choice_the_device_decides():
+    x = torch.zeros(1)
+    assert not takes_kernels(x, None) and not takes_kernels(x, False)
+    assert takes_kernels(x, True)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+@needs_kernels
+def test_without_a_choice_a_gpu_takes_kernels():
+    x = torch.zeros(1, device=DEVICE)
+    assert takes_kernels(x, None) and takes_kernels(x, True)
+    assert not takes_kernels(x, False)
 
 
 @needs_kernels
-def test_off_takes_no_kernel(switch):
-    of_gpu: Any = SimpleNamespace(is_cuda=True)
-    assert takes_kernels(of_gpu)
-    switch("off")
-    assert not takes_kernels(of_gpu)
-    with interpreted_kernels():
-        assert not takes_kernels(torch.zeros(1))
-    switch("auto")
-    assert takes_kernels(of_gpu)
-    with pytest.raises(ValueError, match=r"routing_kernels=on: is not a choice\. Fix: use auto or off\."):
-        switch("on")
-
-
-@needs_kernels
-def test_the_same_routing_and_order_on_both_paths(switch):
+def test_the_same_routing_and_order_on_both_paths():
     """Indices of a kernel are int32, those of plain torch int64: so it is seen which of the two has run."""
-    router = Router(RouterConfig(hidden_size=16, num_experts=4, topk=2), device=DEVICE)
-    router.needs_scores = False
     x_TD = torch.randn(12, 16, device=DEVICE)
-    with interpreted_kernels():
-        decision = router(x_TD)
-        order = sort_by_expert(decision.expert_TK, num_experts=4).order()
-        switch("off")
-        decision_off = router(x_TD)
-        order_off = sort_by_expert(decision_off.expert_TK, num_experts=4).order()
+    decision, order = routed(x_TD, use_kernels=True)
+    decision_off, order_off = routed(x_TD, use_kernels=False)
     assert decision.sums is not None and decision_off.sums is None
     assert (order.slot_R.dtype, order_off.slot_R.dtype) == (torch.int32, torch.int64)
     assert order.slot_R.tolist() == order_off.slot_R.tolist()
     torch.testing.assert_close(decision.weights_TK, decision_off.weights_TK)
+
+
+def routed(x_TD: torch.Tensor, *, use_kernels: bool) -> tuple[RoutingDecision, RowOrder]:
+    torch.manual_seed(5)
+    config = RouterConfig(hidden_size=16, num_experts=4, topk=2, use_kernels=use_kernels)
+    router = Router(config, device=DEVICE)
+    router.needs_scores = False
+    decision = router(x_TD)
+    order = sort_slots(decision, num_experts=4).order()
+    assert decision.use_kernels == order.use_kernels == use_kernels
+    return decision, order
 
 
 @pytest.mark.parametrize(
@@ -88,3 +79,14 @@ def test_the_reason_in_words(monkeypatch):
     assert choose_routing("auto", device_type="cuda", router_problem=rule) == ("triton", reason)
     monkeypatch.setattr(choice, "missing", lambda: "triton is not installed")
     assert choose_routing("auto", device_type="cuda") == ("torch", "not triton: triton is not installed")
+    with pytest.raises(ValueError, match=r"routing_kernels=on: is not a choice\. Fix: use auto or off\."):
+        choose_routing("on", device_type="cuda")
+
+
+def test_a_failed_self_test_is_the_reason_of_its_part_alone(monkeypatch):
+    monkeypatch.setattr(choice, "missing", lambda: "")
+    failures = [KernelFailure("routing", ["slot_sort is wrong", "combine is wrong"], "torch")]
+    assert failure_of("experts", failures) == ""
+    rule = failure_of("routing", failures)
+    assert rule == "the self-test has failed: slot_sort is wrong; and 1 more"
+    assert choose_routing("auto", device_type="cuda", failure=rule) == ("torch", f"not triton: {rule}")

@@ -6,7 +6,6 @@ import torch
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 from moe_exp.layers.capacity import keep_first, keep_full_tiles, keep_most_probable
 from moe_exp.layers.dispatcher.row_order import pad_by_expert
-from moe_exp.layers.kernels.choice import interpreted_kernels
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch, padded_order, padded_order_torch
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
@@ -36,8 +35,10 @@ def test_the_same_slots_stay_as_in_capacity(num_tokens, topk, num_experts, kind)
             keep_most_probable(expert_TK.cpu(), weights_TK.cpu(), **sizes),
             keep_first(expert_TK.cpu(), **sizes),
         )
-        with interpreted_kernels():
-            ours = keep_most_probable(expert_TK, weights_TK, **sizes), keep_first(expert_TK, **sizes)
+        ours = (
+            keep_most_probable(expert_TK, weights_TK, **sizes, use_kernels=True),
+            keep_first(expert_TK, **sizes, use_kernels=True),
+        )
         for kept_TK, reference, value in zip(ours, expected, (weights_TK, None), strict=True):
             assert kept_TK.dtype == torch.bool and torch.equal(kept_TK.cpu(), reference)
             assert torch.equal(keep_within_torch(expert_TK, value, limits_E).cpu(), reference)
@@ -86,5 +87,5 @@ def test_full_tiles_stay(tile):
     expert_TK = (torch.rand(70, 2, device=DEVICE) ** 2 * 6).long()  # 5 is none
     weights_TK = weights("ties", 70, 2)
     expected = keep_full_tiles(expert_TK.cpu(), weights_TK.cpu(), num_experts=5, tile=tile)
-    with interpreted_kernels():
-        assert torch.equal(keep_full_tiles(expert_TK, weights_TK, num_experts=5, tile=tile).cpu(), expected)
+    kept_TK = keep_full_tiles(expert_TK, weights_TK, num_experts=5, tile=tile, use_kernels=True)
+    assert torch.equal(kept_TK.cpu(), expected)

@@ -1,10 +1,6 @@
-"""The layer with the kernels of routing and row order, and without: on a CPU they are interpreted, because
-the test asks for them.
-"""
+"""The layer with the kernels of routing and row order, and without; on a CPU they are interpreted."""
 
 from __future__ import annotations
-
-import copy
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
-from moe_exp.layers.kernels.choice import interpreted_kernels
 from moe_exp.layers.kernels.launch import INTERPRETED
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
@@ -85,31 +80,29 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_change_nothing_that_the_layer_computes(case, padding):
     plain = layer(**CASES[case])
-    ours = copy.deepcopy(plain).to(DEVICE)
+    ours = layer(**CASES[case], use_kernels=True).to(DEVICE)
     x, mask = torch.randn(3, 9, HIDDEN), torch.rand(3, 9) > 0.7 if padding else None
     expected = run(plain, x, mask)
-    with interpreted_kernels():
-        assert ours.route(x.flatten(0, 1).to(DEVICE)).sums is not None
-        ours.router.load_state_dict(plain.router.state_dict())
-        actual = run(ours, x.to(DEVICE), None if mask is None else mask.to(DEVICE))
+    assert ours.route(x.flatten(0, 1).to(DEVICE)).sums is not None
+    ours.load_state_dict(plain.state_dict())
+    actual = run(ours, x.to(DEVICE), None if mask is None else mask.to(DEVICE))
     assert_equal_to(1e-5, actual, expected)
     assert ours.statistics.sums[0] == plain.statistics.sums[0]
     assert plain.statistics.sums[0] > 0 or "settings" not in CASES[case]
 
 
 def decision_of(made: MoELayer):
-    with interpreted_kernels():
-        return made.to(DEVICE).route(torch.randn(8, HIDDEN, device=DEVICE))
+    return made.to(DEVICE).route(torch.randn(8, HIDDEN, device=DEVICE))
 
 
 @pytest.mark.parametrize(
     "made",
     [
-        lambda: layer(num_groups=5, group_topk=3),
-        lambda: layer(assignment="sinkhorn"),
-        lambda: layer(assignment="balanced"),
-        lambda: layer(dtype="fp64"),
-        lambda: layer(losses=(AuxLoss("seq_aux_loss", 1.0),)),
+        lambda: layer(num_groups=5, group_topk=3, use_kernels=True),
+        lambda: layer(assignment="sinkhorn", use_kernels=True),
+        lambda: layer(assignment="balanced", use_kernels=True),
+        lambda: layer(dtype="fp64", use_kernels=True),
+        lambda: layer(losses=(AuxLoss("seq_aux_loss", 1.0),), use_kernels=True),
     ],
 )
 def test_what_the_kernel_does_not_know_goes_step_by_step(made):
@@ -118,26 +111,22 @@ def test_what_the_kernel_does_not_know_goes_step_by_step(made):
 
 
 def test_a_replay_and_a_router_of_its_own_go_step_by_step():
-    replayed = layer()
+    replayed = layer(use_kernels=True)
     replayed.router.replay = RoutingReplay()
     assert decision_of(replayed).scores_TE is not None
-    with interpreted_kernels():
-        assert (
-            Router(layer().router.config).to(DEVICE)(torch.randn(4, HIDDEN, device=DEVICE)).scores_TE
-            is not None
-        )
+    router = Router(replayed.router.config).to(DEVICE)
+    assert router(torch.randn(4, HIDDEN, device=DEVICE)).scores_TE is not None
 
 
 def test_a_cpu_goes_step_by_step_unless_asked():
     assert layer().route(torch.randn(8, HIDDEN)).sums is None
-    assert decision_of(layer()).scores_TE is None
+    assert decision_of(layer(use_kernels=True)).scores_TE is None
 
 
 def test_jitter_is_in_the_logits_before_the_kernel():
-    made = layer(jitter=0.5)
-    with interpreted_kernels():
-        x_TD = torch.randn(8, HIDDEN, device=DEVICE)
-        first, second = (made.to(DEVICE).route(x_TD).weights_TK for _ in range(2))
+    made = layer(jitter=0.5, use_kernels=True).to(DEVICE)
+    x_TD = torch.randn(8, HIDDEN, device=DEVICE)
+    first, second = (made.route(x_TD).weights_TK for _ in range(2))
     assert not torch.equal(first, second)
 
 
@@ -149,9 +138,9 @@ EXCHANGED = ({}, {"capacity_factor": 1.5, "pad_to_capacity": True}, {"token_roun
 def outputs_of_rank() -> list[torch.Tensor]:
     group = dist.group.WORLD
     x_TD = random(24, TINY_HIDDEN, seed=4).chunk(group.size())[group.rank()]
-    with interpreted_kernels():
-        layers = [tiny_layer(ep_group=group, microbatch_group=group, **settings) for settings in EXCHANGED]
-        return [layer(x_TD)[0].detach() for layer in layers]
+    options = {"ep_group": group, "microbatch_group": group, "router": {"use_kernels": True}}
+    layers = [tiny_layer(**options, **settings) for settings in EXCHANGED]
+    return [layer(x_TD)[0].detach() for layer in layers]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="Triton does not interpret here")

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 from helpers.relative_error import relative_error
 from moe_exp.layers.dispatcher.row_order import RowOrder, pad_by_expert, regroup_chunks, sort_by_expert
-from moe_exp.layers.kernels.choice import interpreted_kernels, takes_kernels
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows, gather_rows_torch
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
@@ -49,14 +50,15 @@ def test_chunks_are_sorted_as_by_the_layer(sources, experts, most):
         assert slot_R.tolist() == order.slot_R.tolist() and row_R.tolist() == order.row_N.tolist()
 
 
-def orders(expert_TK: torch.Tensor, kept_TK: torch.Tensor) -> dict[str, RowOrder]:
+def orders(expert_TK: torch.Tensor, kept_TK: torch.Tensor, *, use_kernels: bool) -> dict[str, RowOrder]:
     most = int(torch.bincount(expert_TK.flatten(), minlength=4).max())
     rows_SL = torch.bincount(expert_TK.flatten(), minlength=12).view(3, 4)
+    sizes: dict[str, Any] = {"num_experts": 4, "use_kernels": use_kernels}
     return {
-        "sorted": sort_by_expert(expert_TK, num_experts=4).order(),
-        "dropped": sort_by_expert(expert_TK, kept_TK, num_experts=4).order(int(kept_TK.sum())),
-        "padded": pad_by_expert(expert_TK, kept_TK, num_experts=4, rows_per_expert=most + 1),
-        "chunks": regroup_chunks(rows_SL, num_rows=expert_TK.numel()),
+        "sorted": sort_by_expert(expert_TK, **sizes).order(),
+        "dropped": sort_by_expert(expert_TK, kept_TK, **sizes).order(int(kept_TK.sum())),
+        "padded": pad_by_expert(expert_TK, kept_TK, rows_per_expert=most + 1, **sizes),
+        "chunks": regroup_chunks(rows_SL, num_rows=expert_TK.numel(), use_kernels=use_kernels),
     }
 
 
@@ -64,16 +66,14 @@ def orders(expert_TK: torch.Tensor, kept_TK: torch.Tensor) -> dict[str, RowOrder
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_row_orders_of_the_layer_with_kernels_and_without(topk, dtype):
     expert_TK, kept_TK = torch.randint(4, (17, topk)), torch.rand(17, topk) > 0.3
-    plain = orders(expert_TK, kept_TK)
-    with interpreted_kernels():
-        ours = orders(expert_TK.to(DEVICE), kept_TK.to(DEVICE))
+    plain = orders(expert_TK, kept_TK, use_kernels=False)
+    ours = orders(expert_TK.to(DEVICE), kept_TK.to(DEVICE), use_kernels=True)
     for name, order in plain.items():
         num_sources = order.row_N.numel() // order.topk
         x_TD, weights_TK = torch.randn(num_sources, 24, dtype=dtype), torch.rand(num_sources, order.topk)
         y_RD, seed_R = torch.randn(order.slot_R.numel(), 24, dtype=dtype), torch.rand(order.slot_R.numel())
         expected = moved(order, x_TD, weights_TK, y_RD, seed_R)
-        with interpreted_kernels():
-            actual = moved(ours[name], *(x.to(DEVICE) for x in (x_TD, weights_TK, y_RD, seed_R)))
+        actual = moved(ours[name], *(x.to(DEVICE) for x in (x_TD, weights_TK, y_RD, seed_R)))
         assert (
             ours[name].slot_R.tolist() == order.slot_R.tolist()
             and ours[name].row_N.tolist() == order.row_N.tolist()
@@ -89,11 +89,3 @@ def moved(order: RowOrder, x_TD, weights_TK, y_RD, seed_R) -> list[torch.Tensor]
     outs = order.rows(x_TD), order.tokens(y_RD), order.weights(weights_TK)
     seeds = y_RD.detach(), x_TD.detach(), seed_R
     return [out.detach() for out in outs] + list(torch.autograd.grad(outs, (x_TD, y_RD, weights_TK), seeds))
-
-
-def test_a_cpu_takes_no_kernel_unless_asked():
-    x = torch.zeros(1)
-    assert not takes_kernels(x)
-    with interpreted_kernels():
-        assert takes_kernels(x) == (DEVICE == "cpu")
-    assert not takes_kernels(x)

@@ -438,7 +438,7 @@ def train_alone(settings: dict[str, Any]) -> int:
     job: Any = SimpleNamespace(
         config=config, runtime=rank, trained=Trained(model, optimizer, build_scheduler(config, optimizer))
     )
-    train.connect(model, job.trained)
+    train.set_megatron_hooks(model, job.trained)
     for _ in range(2):
         for chunk in model:
             chunk.zero_grad_buffer()
