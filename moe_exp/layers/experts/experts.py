@@ -206,8 +206,8 @@ class Experts(nn.Module):
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
         """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it.
 
-        It recognizes the tensor by its address and shape, so the grouped GEMM has to save it as it is; the
-        tests measure that every backend does.
+        It recognizes the tensor by its address and shape. A grouped GEMM that saves a copy instead would keep
+        both; the saved bytes are tested with the `torch` backend.
         """
         if not self.recompute_activation:
             return nullcontext()
