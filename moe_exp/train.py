@@ -47,7 +47,7 @@ from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
 from moe_exp.training.samples import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
-from moe_exp.training.saving import CheckpointManager, choose_source, own_source, resume
+from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 
@@ -168,7 +168,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     heartbeat.enter("load")
     progress = resume(config, rank, folder, source, trained)
     progress.sample_order, progress.skipped_samples = sample_order, [list(pair) for pair in samples.skipped]
-    if changes or own_source(source, folder) is None:
+    if changes or iteration_in_this_run(source, folder) is None:
         progress.spike_windows = None  # the loss differs on other data
     runtime.freeze_garbage()
     return job, progress
@@ -202,7 +202,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
     saver = CheckpointWriter(
-        config, job.runtime, job.folder.checkpoints, loaded=own_source(job.source, job.folder)
+        config, job.runtime, job.folder.checkpoints, loaded=iteration_in_this_run(job.source, job.folder)
     )
     saves = CheckpointManager(config, saver, job.trained, metrics)
     check_replicas(config, job.runtime, job.trained, progress, metrics)

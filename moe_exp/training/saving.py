@@ -146,13 +146,13 @@ def resume(
             )
         raise
     logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
-    if source.damages and runtime.is_first and own_source(source, folder) is not None:
+    if source.damages and runtime.is_first and iteration_in_this_run(source, folder) is not None:
         # Damaged ones are kept for inspection; training will reach their iterations again.
         set_latest(folder.checkpoints, iteration_of(source.folder))
     return progress
 
 
-def own_source(source: Source | None, folder: RunFolder) -> int | None:
+def iteration_in_this_run(source: Source | None, folder: RunFolder) -> int | None:
     """Iteration of this run's checkpoint that training resumes from; not that of a Megatron-LM checkpoint."""
     return (
         iteration_of(source.folder)

@@ -189,6 +189,24 @@ class SpreadDispatcher(Dispatcher):
         return self.ep_group, self.etp_group
 
 
+class _ExchangeSizes(NamedTuple):
+    """Rows of one all-to-all, as this rank knows them.
+
+    Args:
+        send: per rank of the expert parallel group, [EP].
+        receive: per rank of the expert parallel group, [EP].
+        gathered: per rank of the expert tensor parallel group after its gather, [ETP].
+        splits: per local expert, [L].
+        rows_SL: per source (ETP * EP) and local expert, on the device.
+    """
+
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
+    gathered: tuple[int, ...]
+    splits: tuple[int, ...]
+    rows_SL: Tensor
+
+
 class AllToAllDispatcher(SpreadDispatcher):
     """Sends rows to the ranks of their experts by all-to-all.
 
@@ -201,7 +219,7 @@ class AllToAllDispatcher(SpreadDispatcher):
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
         super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
-        self._padded: tuple[int, _Route] | None = None
+        self._padded: tuple[int, _ExchangeSizes] | None = None
 
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
@@ -213,11 +231,13 @@ class AllToAllDispatcher(SpreadDispatcher):
             route = self._padded_route(rows_per_expert, x_TD.device)
         there = AllToAll(group=self.ep_group, send=route.send, receive=route.receive)
         departed = depart(there, order.rows(x_TD), order.weights(decision.weights_TK))
-        return Pending(partial(self._land, departed, order, route))
+        return Pending(partial(self._land, departed, there, order, route))
 
-    def _land(self, departed: Departed, order: RowOrder, route: _Route) -> Dispatched:
+    def _land(
+        self, departed: Departed, there: Exchange, order: RowOrder, route: _ExchangeSizes
+    ) -> Dispatched:
         rows, weights = arrive(departed)
-        back: tuple[Exchange, ...] = (departed.flight.exchange.reverse,)
+        back: tuple[Exchange, ...] = (there.reverse,)
         if self.etp > 1:
             gather = GatherRows(group=self.etp_group, sizes=route.gathered)
             rows, weights = arrive(depart(gather, rows, weights))
@@ -233,7 +253,7 @@ class AllToAllDispatcher(SpreadDispatcher):
             rows, weights, route.rows_SL.sum(dim=0), DispatchRecord(order, back, by_expert), route.splits
         )
 
-    def _sorted(self, decision: RoutingDecision) -> tuple[RowOrder, _Route]:
+    def _sorted(self, decision: RoutingDecision) -> tuple[RowOrder, _ExchangeSizes]:
         """Synchronizes for the counts: one exchange and one copy give all sizes."""
         slots = sort_slots(decision, num_experts=self.num_experts)
         rows_SL = self._receive_counts(slots.rows_per_expert_E)
@@ -254,15 +274,17 @@ class AllToAllDispatcher(SpreadDispatcher):
             counts = gathered
         return counts.view(-1, self.num_local_experts)
 
-    def _route(self, sent_E: list[int], received: list[int], rows_SL: Tensor) -> _Route:
+    def _route(self, sent_E: list[int], received: list[int], rows_SL: Tensor) -> _ExchangeSizes:
+        # `received` is [ETP, EP, L], flattened. The all-to-all brings this rank's row of ETP; the gather over
+        # the expert tensor parallel group brings all of them.
         per_rank = self.num_local_experts
         send = _sums(sent_E, per_rank)
         by_source = _sums(received, per_rank)
         receive = by_source[self.etp_rank * self.ep : (self.etp_rank + 1) * self.ep]
         splits = tuple(sum(received[expert::per_rank]) for expert in range(per_rank))
-        return _Route(send, receive, _sums(by_source, self.ep), splits, rows_SL)
+        return _ExchangeSizes(send, receive, _sums(by_source, self.ep), splits, rows_SL)
 
-    def _padded_route(self, rows_per_expert: int, device: torch.device) -> _Route:
+    def _padded_route(self, rows_per_expert: int, device: torch.device) -> _ExchangeSizes:
         # The same in every call, so cached.
         if self._padded is None or self._padded[0] != rows_per_expert:
             sources = self.ep * self.etp
@@ -274,16 +296,6 @@ class AllToAllDispatcher(SpreadDispatcher):
             )
             self._padded = rows_per_expert, route
         return self._padded[1]
-
-
-class _Route(NamedTuple):
-    """Rows per EP rank sent and received, per ETP rank gathered, per local expert; and rows_SL."""
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    gathered: tuple[int, ...]
-    splits: tuple[int, ...]
-    rows_SL: Tensor
 
 
 def experts_per_rank(num_experts: int, ep: int) -> int:

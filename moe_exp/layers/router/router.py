@@ -359,12 +359,12 @@ class Router(nn.Module):
     def _weights(self, raw_TE: Tensor, log_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
         config = self.config
         if config.assignment == "sinkhorn" and config.topk == 1 and config.score == "softmax":
-            # as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
+            # w = sigmoid(z), as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
             weights_TK = logits_TE.sigmoid().gather(1, expert_TK)
-        elif config.score == "softmax" and not config.pre_softmax:
+        elif config.score == "softmax" and not config.pre_softmax:  # softmax over the chosen
             weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
         elif config.score != "softmax" and config.normalizes:
-            # raw / sum of the chosen raw, exact also if all of them vanish
+            # s / sum of the chosen s, normalized already: exact also if all of them vanish
             return log_TE.gather(1, expert_TK).softmax(dim=-1) * config.scaling_factor
         else:
             weights_TK = raw_TE.gather(1, expert_TK)
