@@ -127,8 +127,8 @@ MEGATRON_FLAGS = {
 HEADER = """\
 # Settings
 
-Every setting of a training run, with its default, its values and Megatron-LM's flag for the same thing. All
-commands that train, plan or submit a run take these settings.
+This page lists every setting of a training run, with its default, its values and Megatron-LM's flag for the
+same thing. All commands that train, plan or submit a run accept these settings.
 
 ```bash
 export GPUS_PER_NODE=8 USE_MOE=true NUM_EXPERTS=64 TOPK=1 MOE_TYPE=dmoe TP=1 PP=1 VPP=none EP=4
@@ -139,26 +139,27 @@ bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run
 ## How settings are read
 
 - A setting is an environment variable (`NUM_EXPERTS=64`) or a flag (`--num-experts 64`).
-- The value is taken from the first of: command line, environment, preset, default.
-- `--dry-run` prints the merged settings with the source of each, the torchrun command and the parameter
-  report, and starts nothing.
+- If a setting is given in several places, the first of these applies: command line, environment, preset,
+  default.
+- `--dry-run` prints the resulting settings, where each of them comes from, the torchrun command and the
+  parameter report. It starts nothing.
 - A value that cannot run is refused before anything starts, with exit code 2. Each problem is one line with
   the variable, its value, the rule and a fix; all problems are reported at once.
-- A variable that looks like a misspelt setting (`NUM_EXPRTS`) is reported as a warning.
+- A variable that looks like a misspelt setting (`NUM_EXPRTS`) causes a warning.
 - The last column of the tables names Megatron-LM's flag for the same thing. It is empty if Megatron-LM has
   none.
 
 ## Presets
 
 A preset is a named set of defaults: `PRESET=mixtral-8x7b`. `USE_MOE=false` makes any of them dense. The
-values are in `moe_exp/config/presets.py`.
+values of the presets are in `moe_exp/config/presets.py`.
 
 {presets}
 
 ## Layouts
 
 GPUS_PER_NODE is the number of ranks on a node: GPUs, or processes on a machine without GPUs. TP, PP, VPP,
-EP, ETP and CP work with both, so you can try a layout on a laptop:
+EP, ETP and CP work on both kinds of machine, so you can try a layout on a laptop:
 
 ```bash
 GPUS_PER_NODE=4 TP=2 PP=2 EP=2 TRAIN_ITERS=20 bash moe_exp/scripts/run_moe_from_scratch.sh
@@ -169,7 +170,7 @@ the layout ([architecture.md](architecture.md#what-makes-a-run-the-same-in-every
 run the same command on each node with NNODES, MASTER_ADDR and that node's NODE_RANK; with SLURM see
 [slurm.md](slurm.md).
 
-This file is written by `PYTHONPATH=. python docs/generate_settings.py`.
+`PYTHONPATH=. python docs/generate_settings.py` generates this file.
 """
 
 # What docs/settings.md says about each preset.
