@@ -140,10 +140,10 @@ def megatron(config: Config, rank: Runtime) -> tuple[Step, str]:
     has_te = torch.cuda.is_available() and moe_utils.HAVE_TE
     megatron_cpu.patch_router(moe_utils)
     if rank.device.type == "cpu":
-        # mends its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
+        # patches its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
         start_megatron()
 
-    def stock_spec(config: Config, settings: Any, vp_stage: int | None) -> Any:
+    def stock_spec(config: Config, settings: Any, vp_stage: int | None, kernel_failures: Any) -> Any:
         settings.moe_grouped_gemm = has_te and config.use_moe
         return get_gpt_decoder_block_spec(
             settings, use_transformer_engine=has_te, normalization=config.normalization, vp_stage=vp_stage
