@@ -128,7 +128,8 @@ def _run(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.tables import PlanPrinter
 
     hardware, constants = _hardware_and_constants(arguments)
-    config = load_config(_settings(arguments, hardware))
+    flags = _settings(arguments, hardware)
+    config = _with_vocabulary(load_config(flags), flags)
     if problems := check_config(config):
         raise ConfigError(problems)
     cost = cost_of(config, hardware, constants=constants, **_budget(arguments))
@@ -277,7 +278,7 @@ def _hardware(arguments: argparse.Namespace) -> None:
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
     """Settings given before a command that has none would have no effect."""
-    names = (*Config.model_fields, "gpus", "gpu", "tokens", "price")
+    names = ("config", *Config.model_fields, "gpus", "gpu", "tokens", "price")
     if given := [name for name in names if getattr(arguments, name) is not None]:
         fix = f"leave it out of moe-exp plan {arguments.plan_command}"
         lines = (problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
@@ -292,14 +293,14 @@ def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Co
 
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Flags of settings by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    from moe_exp.config.loading import with_file
     from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.planner.search.layout_text import world_of
 
     warn_of_misspelt()
-    flags = {
-        name: getattr(arguments, name) for name in Config.model_fields if getattr(arguments, name) is not None
-    }
+    given = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
+    flags = with_file(given, os.environ)
     if "preset" not in flags and not os.environ.get("PRESET"):
         # as on a host with such devices, whatever this one has
         flags["preset"] = "cpu" if hardware.is_cpu else "reference"
@@ -324,19 +325,29 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
     from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
     flags = _settings(arguments, hardware)
-    fixed = {name: str(flags.pop(name)) for name in LAYOUT_SETTINGS if name in flags}
-    ignored = [
-        f"{name.upper()}={os.environ[name.upper()]}"
-        for name in LAYOUT_SETTINGS
-        if os.environ.get(name.upper()) and name not in fixed
-    ]
-    if ignored:
-        rule = "searched all the same, a flag would fix it"
-        print(f"moe-exp plan: {', '.join(ignored)} of the environment: {rule}", file=sys.stderr)
+    asked = {name: flags.pop(name) for name in LAYOUT_SETTINGS if name in flags}
+    fixed = {name: str(value) for name, value in asked.items() if getattr(arguments, name) is not None}
+    from_environ = {name: os.environ.get(name.upper(), "") for name in LAYOUT_SETTINGS if name not in fixed}
+    from_file = {name: value for name, value in asked.items() if name not in fixed}
+    for values, place in ((from_environ, "the environment"), (from_file, arguments.config)):
+        if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
+            rule = "searched all the same, a flag would fix it"
+            print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node
-    return load_config(flags, environ), fixed
+    return _with_vocabulary(load_config(flags, environ), flags), fixed
+
+
+def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
+    """The settings with VOCAB_SIZE of the data, as training would have it."""
+    from moe_exp.config.loading import given_values
+    from moe_exp.data.tokens.vocabulary import with_vocab_size
+
+    config, place = with_vocab_size(config, given_values(flags, os.environ))
+    if place:
+        print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: the vocabulary of {place}", file=sys.stderr)
+    return config
 
 
 def _budget(arguments: argparse.Namespace) -> dict[str, Any]:
