@@ -344,9 +344,9 @@ def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
     from moe_exp.config.loading import given_values
     from moe_exp.data.tokens.vocabulary import with_vocab_size
 
-    config, place = with_vocab_size(config, given_values(flags, os.environ))
-    if place:
-        print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: the vocabulary of {place}", file=sys.stderr)
+    config, reason = with_vocab_size(config, given_values(flags, os.environ))
+    if reason:
+        print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: {reason}", file=sys.stderr)
     return config
 
 

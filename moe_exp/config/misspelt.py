@@ -70,5 +70,5 @@ def _described(words: Sequence[str], known: Iterable[str]) -> list[str]:
         text = re.findall("[a-z]+", (Config.model_fields[setting].description or "").lower())
         start = " ".join(text[: len(words) + 1])
         scores[setting] = difflib.SequenceMatcher(None, " ".join(words), start).ratio()
-    cutoff = 0.75 if len(words) > 1 else 0.95
+    cutoff = 0.73 if len(words) > 1 else 0.95
     return sorted((one for one in scores if scores[one] >= cutoff), key=lambda one: (-scores[one], one))[:2]

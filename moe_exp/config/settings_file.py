@@ -50,7 +50,7 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     for written, value in found:
         name = written.strip().lower().replace("-", "_")
         if name not in Config.model_fields and name not in also:
-            problems.append(problem(written.upper(), value, "is not a setting", _fix(name)))
+            problems.append(problem(written.upper(), value, "is not a setting of this command", _fix(name)))
         elif name in values:
             problems.append(problem(name, value, "is in the file twice", "remove one of the two"))
         values[name] = value
@@ -66,7 +66,7 @@ def is_run_record(values: Iterable[str]) -> bool:
 
 def _fix(name: str) -> str:
     near = " or ".join(one.upper() for one in similar_settings(name))
-    return f"write {near}, if that is meant" if near else "remove it; moe-exp train --help lists all settings"
+    return f"write {near}, if that is meant" if near else "remove it; --help lists all settings"
 
 
 def _unreadable(path: Path, reason: object) -> ConfigError:

@@ -74,7 +74,7 @@ def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False) 
         if not dry_run:
             _warn(space_warnings(config))
             if vocabulary and config.node_rank == 0:
-                print(f"VOCAB_SIZE={config.vocab_size}: the vocabulary of {vocabulary}", flush=True)
+                print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
         return _dry_run(config, given, sources) if dry_run else launch(config, given)
     except ConfigError as error:
         for line in error.problems:

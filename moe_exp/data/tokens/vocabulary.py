@@ -16,7 +16,7 @@ from moe_exp.host.files import read_yaml
 def with_vocab_size(
     config: Config, given: Container[str], recorded: Path | None = None
 ) -> tuple[Config, str]:
-    """`config` with the vocabulary of its data, and where that is from; unchanged, and '', if VOCAB_SIZE is
+    """`config` with the vocabulary of its data, and the reason in words; unchanged, and '', if VOCAB_SIZE is
     `given` or the data's vocabulary is not known. Every rank and node gets the same.
 
     Args:
@@ -26,12 +26,12 @@ def with_vocab_size(
     """
     if "vocab_size" in given or (found := _of_data(config)) is None:
         return config, ""
-    size, place = found
+    size, reason = found[0], f"vocabulary of {found[1]}"
     if recorded is not None and (before := _recorded(recorded)):
-        size, place = before, str(recorded)
+        size, reason = before, f"recorded in {recorded}"
     config = config.model_copy(update={"vocab_size": size})
     padding = f", {config.padded_vocab_size} with padding" if config.padded_vocab_size > size else ""
-    return config, place + padding
+    return config, reason + padding
 
 
 def _of_data(config: Config) -> tuple[int, str] | None:
