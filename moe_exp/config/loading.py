@@ -14,10 +14,11 @@ from pydantic import BaseModel, ValidationError
 
 from moe_exp.config.choices import choices_of
 from moe_exp.config.presets import PRESETS, preset_values
-from moe_exp.config.setting_types import ONE_LINE_FIX
+from moe_exp.config.setting_types import ONE_LINE_FIX, shown
 from moe_exp.config.settings import Config, ConfigError, problem, sections
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
 from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import complain
 
 
 def add_arguments(
@@ -92,7 +93,12 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
     if is_record and preset != values.get("preset"):
         rule = f"{path} has all settings of a run, so that another preset changes none"
         raise ConfigError([problem("preset", preset, rule, f"leave it out, or set {values.get('preset')}")])
-    return {name: value for name, value in values.items() if not environ.get(name.upper())} | given
+    exported = {name: environ[name.upper()] for name in values if environ.get(name.upper())}
+    differing = [name for name in exported if name not in given and exported[name] != values[name]]
+    if differing:
+        ours = ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing)
+        complain(f"warning: {ours} of the environment: used instead of what {path} has")
+    return {name: value for name, value in values.items() if name not in exported} | given
 
 
 def settings_path(text: str) -> Path:
