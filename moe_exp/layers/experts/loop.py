@@ -99,8 +99,8 @@ class _ExpertLoop(torch.autograd.Function):
         # Saved tensors are read once: under torch.utils.checkpoint a second access is an error.
         x, *saved = ctx.saved_tensors
         tokens = _with_padding(grads[0].contiguous(), order), _with_padding(x, order)
-        options = ctx.bias2_start, ctx.activation, _tokens(order), needs
-        computed: Sequence[Tensor] = _backward(*tokens, *saved, *options)
+        arguments: tuple[Any, ...] = *tokens, *saved, ctx.bias2_start, ctx.activation, _tokens(order), needs
+        computed = _backward(*arguments)
         dx, *others = (grad if is_needed else None for grad, is_needed in zip(computed, needs, strict=True))
         if dx is not None and order is not None:
             dx = sum_slots(dx, order)
