@@ -14,6 +14,7 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, module_arguments
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
@@ -58,7 +59,7 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         if not dry_run:
-            _warn(space_warnings(config))
+            _warn([*schedule_warnings(config), *space_warnings(config)])
         return _dry_run(config, flags) if dry_run else launch(config, flags)
     except ConfigError as error:
         for line in error.problems:
@@ -128,7 +129,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
     print(dry_run_text(config, flags), flush=True)
     problems = check_files(config, with_space=False)
     new = (line for line in check_files(config) if line not in problems)
-    _warn([*check_machine(config), *new, *space_warnings(config)])
+    _warn([*check_machine(config), *new, *schedule_warnings(config), *space_warnings(config)])
     if problems:
         raise ConfigError(problems)
     return 0
@@ -146,12 +147,12 @@ def dry_run_text(
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     lines = []
     for name, value in config.model_dump().items():
-        source = _source(name, config.preset, flags, os.environ if environ is None else environ)
+        source = _source(name, value, config.preset, flags, os.environ if environ is None else environ)
         setting = f"{name.upper()}={_shown(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     folder = f"run folder: {RunFolder.of(config).path}"
-    return "\n".join([*lines, "", folder, command, "", startup_report(config)])
+    return "\n".join([*lines, "", folder, command, "", startup_report(config), learning_rate_text(config)])
 
 
 def _shown(value: object) -> str:
@@ -160,9 +161,14 @@ def _shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _source(name: str, preset: str, flags: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+def _source(
+    name: str, value: object, preset: str, flags: Mapping[str, Any], environ: Mapping[str, str]
+) -> str:
     if name in flags:
         return "command line"
     if environ.get(name.upper()):
         return "environment"
+    default = preset_values(preset).get(name, Config.model_fields[name].default)
+    if name in ("warmup_iters", "decay_iters") and value != default:
+        return "from TRAIN_ITERS"
     return f"preset {preset}" if name in preset_values(preset) else ""
