@@ -183,7 +183,8 @@ def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
     source = choose_source(config, folder)
     if source is not None:
         loading.compare_model(config, source.folder)
-    from_first_rank(lambda: open_run_folder(config, sys.argv))
+    resumed_from = iteration_in_this_run(source, folder)
+    from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
     return folder, source
 
 

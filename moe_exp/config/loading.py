@@ -61,6 +61,9 @@ def given_values(
 def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
     """Resolves default < preset < environment < `flags` into one Config.
 
+    The preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. With another one, unless they are
+    given, DECAY_ITERS follows it and WARMUP_ITERS is at most a tenth of the decay.
+
     Args:
         flags: field name to value, as parsed from the command line; None counts as not given.
         environ: os.environ by default.
@@ -72,10 +75,18 @@ def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, st
     preset = str(given.get("preset") or ("reference" if count_gpus() else "cpu"))
     if preset not in PRESETS:
         raise ConfigError([problem("preset", preset, "is not a preset", "use one of " + ", ".join(PRESETS))])
+    values = preset_values(preset)
     try:
-        return Config(**(preset_values(preset) | given | {"preset": preset}))
+        config = Config(**(values | given | {"preset": preset}))
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+    if config.train_iters == values.get("train_iters", Config.model_fields["train_iters"].default):
+        return config
+    if "decay_iters" not in given:
+        config = config.model_copy(update={"decay_iters": 0})
+    if "warmup_iters" not in given:
+        config = config.model_copy(update={"warmup_iters": min(config.warmup_iters, config.decay_end // 10)})
+    return config
 
 
 def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[str]:
