@@ -7,6 +7,7 @@ torchrun themselves.
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,9 +26,11 @@ from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.loading import given_values
 from moe_exp.data.samples.dataset import Samples, context_part, split_batch
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
+from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
@@ -80,7 +83,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:
-        config = load_config(vars(parser.parse_args(argv)))
+        given = given_values(vars(parser.parse_args(argv)), os.environ)
+        config = load_config(given, {})
+        # a launcher has given it
+        config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
         if problems := check_config(config):
             raise ConfigError(problems)
     except ConfigError as error:

@@ -1,9 +1,9 @@
 """Every setting of a run, once.
 
-Resolved in the order default < preset < environment < command line. A field's environment variable is its
-name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case (`--num-experts`). Settings
-of launch, model and experts are in config/model_settings.py. Imports neither torch nor megatron, so that
-`--help`, `--dry-run` and the planner answer at once.
+Resolved in the order default < preset < settings file < environment < command line. A field's environment
+variable is its name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case
+(`--num-experts`). Settings of launch, model and experts are in config/model_settings.py. Imports neither
+torch nor megatron, so that `--help`, `--dry-run` and the planner answer at once.
 """
 
 from __future__ import annotations
