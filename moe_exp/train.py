@@ -41,11 +41,12 @@ from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
+from moe_exp.training.console import setup_logging
 from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.exchange import IterationEnd, end_of_iteration
 from moe_exp.training.interval import Interval, PhaseTimers, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
-from moe_exp.training.metrics import Metrics, setup_logging
+from moe_exp.training.metrics import Metrics
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
@@ -189,7 +190,8 @@ def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
     source = choose_source(config, folder)
     if source is not None:
         loading.compare_model(config, source.folder)
-    from_first_rank(lambda: open_run_folder(config, sys.argv))
+    resumed_from = iteration_in_this_run(source, folder)
+    from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
     return folder, source
 
 

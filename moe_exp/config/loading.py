@@ -86,9 +86,13 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
     if is_record:
         values = {name: value for name, value in values.items() if name not in NOT_TAKEN_OVER}
     try:
-        load_config({name: value for name, value in values.items() if name in Config.model_fields}, {})
+        config = load_config(
+            {name: value for name, value in values.items() if name in Config.model_fields}, {}
+        )
     except ConfigError as error:
         raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
+    if is_record:
+        values = _without_following(values, config)
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
         rule = f"{path} has all settings of a run, so that another preset changes none"
@@ -101,6 +105,13 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
     return {name: value for name, value in values.items() if name not in exported} | given
 
 
+def _without_following(values: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Settings of a run without those that followed TRAIN_ITERS, so that they follow another one, too."""
+    usual = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
+    followed = [one for one in ("decay_iters", "warmup_iters") if getattr(config, one) == getattr(usual, one)]
+    return {name: value for name, value in values.items() if name not in followed}
+
+
 def settings_path(text: str) -> Path:
     """The file that --config names, itself or by its run folder."""
     path = Path(text).expanduser()
@@ -109,6 +120,9 @@ def settings_path(text: str) -> Path:
 
 def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
     """Resolves default < preset < file < environment < `flags` into one Config.
+
+    The preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. With another one, unless they are
+    given, DECAY_ITERS follows it and WARMUP_ITERS is at most a tenth of the decay.
 
     Args:
         flags: field name to value, as parsed from the command line; None counts as not given. `config` is
@@ -122,10 +136,18 @@ def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, st
     preset = str(given.get("preset") or ("reference" if count_gpus() else "cpu"))
     if preset not in PRESETS:
         raise ConfigError([problem("preset", preset, "is not a preset", "use one of " + ", ".join(PRESETS))])
+    values = preset_values(preset)
     try:
-        return Config(**(preset_values(preset) | given | {"preset": preset}))
+        config = Config(**(values | given | {"preset": preset}))
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+    if config.train_iters == values.get("train_iters", Config.model_fields["train_iters"].default):
+        return config
+    if "decay_iters" not in given:
+        config = config.model_copy(update={"decay_iters": 0})
+    if "warmup_iters" not in given:
+        config = config.model_copy(update={"warmup_iters": min(config.warmup_iters, config.decay_end // 10)})
+    return config
 
 
 def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[str]:

@@ -14,9 +14,11 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.presets import preset_values
+from moe_exp.config.setting_types import as_given
 from moe_exp.config.settings_file import read_settings
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.tokens.vocabulary import with_vocab_size
@@ -41,7 +43,7 @@ from moe_exp.launch.torchrun_job import (
 )
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
-from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text
 from moe_exp.watch.hangs.monitor import HangWatch
 
 
@@ -72,7 +74,8 @@ def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False) 
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         if not dry_run:
-            _warn(space_warnings(config))
+            _warn([*schedule_warnings(config), *space_warnings(config)])
+            _report_changes(config)
             if vocabulary and config.node_rank == 0:
                 print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
         return _dry_run(config, given, sources) if dry_run else launch(config, given)
@@ -185,10 +188,17 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     print(dry_run_text(config, flags, sources=sources), flush=True)
     problems = check_files(config, with_space=False)
     new = (line for line in check_files(config) if line not in problems)
-    _warn([*check_machine(config), *new, *space_warnings(config)])
+    _warn([*check_machine(config), *new, *schedule_warnings(config), *space_warnings(config)])
+    _report_changes(config)
     if problems:
         raise ConfigError(problems)
     return 0
+
+
+def _report_changes(config: Config) -> None:
+    """Prints what a resume changes, before its ranks start; `open_run_folder` records it."""
+    if config.node_rank == 0 and (changes := changes_of_resume(config)):
+        complain(changes_text(changes))
 
 
 def _warn(lines: Iterable[str]) -> None:
@@ -213,24 +223,23 @@ def dry_run_text(
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     lines = []
     for name, value in config.model_dump().items():
-        found = _source(name, config.preset, flags, os.environ if environ is None else environ)
+        found = _source(name, value, config.preset, flags, os.environ if environ is None else environ)
         source = (sources or {}).get(name, found)
-        setting = f"{name.upper()}={_shown(value)}"
+        setting = f"{name.upper()}={as_given(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     folder = f"run folder: {RunFolder.of(config).path}"
-    return "\n".join([*lines, "", folder, command, "", startup_report(config)])
+    return "\n".join([*lines, "", folder, command, "", startup_report(config), learning_rate_text(config)])
 
 
-def _shown(value: object) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _source(name: str, preset: str, flags: Mapping[str, Any], environ: Mapping[str, str]) -> str:
+def _source(
+    name: str, value: object, preset: str, flags: Mapping[str, Any], environ: Mapping[str, str]
+) -> str:
     if name in flags:
         return "command line"
     if environ.get(name.upper()):
         return "environment"
+    default = preset_values(preset).get(name, Config.model_fields[name].default)
+    if name in ("warmup_iters", "decay_iters") and value != default:
+        return "from TRAIN_ITERS"
     return f"preset {preset}" if name in preset_values(preset) else ""
