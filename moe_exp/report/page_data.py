@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.report.comparison import BITS, NATS, bits_per_nat, common_loss, loss_unit, smoothed, window_of
+from moe_exp.report.headline import baseline_of, grouped_by_seed
 from moe_exp.report.load_history import NUM_COLUMNS, Floats
 from moe_exp.report.run_data import AXES, VALID_CURVES, Run
 from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
@@ -52,6 +53,8 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
     found = common_loss(runs)[0] if loss is None else loss
     return {
         "unit": unit or NATS,
+        "groups": grouped_by_seed(runs),
+        "baseline": baseline_of(runs),
         "window_tokens": _rounded(window),
         "loss": _rounded(found),
         "runs": [
@@ -111,6 +114,8 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
         return None
     found = bucketed(values, starts)
     curve: dict[str, Any] = {"mean": _list(found.mean), "gaps": np.flatnonzero(found.num_missing).tolist()}
+    if len(starts) < len(values):  # else the page has every record
+        curve["last"] = _rounded(values[np.isfinite(values)][-1])
     if with_range and len(starts) < len(values):
         curve |= {"low": _list(found.low), "high": _list(found.high)}
     return curve

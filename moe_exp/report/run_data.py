@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
+from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
 _LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
+_MOST_TEXT = 200_000  # characters of notes.md and of generated.jsonl
 _PROGRESS_BYTES, _STEP_BYTES = 1 << 26, 1 << 22
 
 
@@ -53,6 +55,9 @@ class Run:
         events: records of kind event, in the file's order.
         load: expert load over time; false without experts.
         notes: what could not be read, a sentence each.
+        starts: entries of provenance.json, oldest first.
+        text: the content of notes.md.
+        samples: prompt and generated text of each line of generated.jsonl.
         written: when metrics.jsonl was last written, with time zone.
         ended: how the latest start ended; None if no end is recorded.
     """
@@ -66,6 +71,9 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)
     load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
     notes: list[str] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    samples: list[tuple[str, str]] = field(default_factory=list)
     written: datetime | None = None
     ended: str | None = None
 
@@ -119,6 +127,34 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     return runs
 
 
+def expanded(texts: Sequence[str]) -> list[Path]:
+    """Run folders by name, and those that match a pattern such as `runs/*`.
+
+    Raises:
+        ConfigError: a pattern that matches no run folder; a line for each.
+    """
+    found: list[Path] = []
+    problems = []
+    for text in texts:
+        if Path(text).exists() or not has_magic(text):
+            found.append(Path(text))
+            continue
+        names = sorted(glob(text, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute pattern
+        matches = [path for name in names if _is_run(path := Path(name))]
+        if not matches:
+            fix = "check the pattern; runs/* matches the runs in the folder runs"
+            problems.append(problem("run", text, "matches no run folder", fix))
+        found += matches
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _is_run(path: Path) -> bool:
+    folder = RunFolder(path)
+    return folder.config.exists() or folder.metrics.exists()
+
+
 def run_problems(paths: Sequence[Path]) -> list[str]:
     """A line for each path that is not a run folder; reads none of them."""
     return [line for path in dict.fromkeys(paths) for line in _folder_problems(path)]
@@ -129,12 +165,12 @@ def _folder_problems(path: Path) -> list[str]:
     if not path.is_dir():
         rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
         return [problem("run", path, rule, fix)]
-    folder = RunFolder(path)
-    if folder.config.exists() or folder.metrics.exists():
+    if _is_run(path):
         return []
     inside = sorted(child.parent.name for child in path.glob("*/metrics.jsonl"))
     if inside:
         fix = f"give the run folders in it: {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}"
+        fix += f", or the pattern '{path}/*' in quotes"
     return [problem("run", path, "is no run folder: it has neither config.yaml nor metrics.jsonl", fix)]
 
 
@@ -164,7 +200,30 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
             reader.add(record)
     reader.finish()
     run.ended = _ended(run, folder)
+    _read_extras(run, folder)
     return run
+
+
+def _read_extras(run: Run, folder: RunFolder) -> None:
+    """Provenance, and the files that users put into a run folder for the report."""
+    starts = _json_of(folder.provenance).get("starts")
+    run.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    run.text = _text_of(run, "notes.md").strip()
+    for line in _text_of(run, "generated.jsonl").splitlines():
+        sample = parsed_record(line) or {}
+        if isinstance(text := sample.get("text"), str):
+            run.samples.append((str(sample.get("prompt", "")), text))
+
+
+def _text_of(run: Run, name: str) -> str:
+    try:
+        with regular(run.path / name).open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_TEXT)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror or error})")
+        return ""
 
 
 def _ended(run: Run, folder: RunFolder) -> str | None:

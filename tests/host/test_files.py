@@ -6,8 +6,8 @@ import re
 import pytest
 
 from helpers import ROOT
+from moe_exp.host import quantities
 from moe_exp.host.files import bytes_text, read_json, read_yaml
-from moe_exp.report import quantities
 
 
 @pytest.mark.parametrize(
@@ -24,6 +24,25 @@ def test_bytes_have_a_unit_and_no_exponent(num_bytes, text):
 
 def test_no_number_of_bytes_is_a_dash():
     assert quantities.bytes_text(float("nan")) == "–"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(4_375_732_736, "4.38B"), (1_165_888, "1.17M"), (12_345, "12.3K"), (12, "12")]
+)
+def test_counts(number, text):
+    assert quantities.count_text(number, 3) == text
+
+
+def test_quantities_round_before_they_choose_a_unit():
+    assert [quantities.count_text(number) for number in (999.96, 999_960, 2.5e18)] == [
+        "1K",
+        "1M",
+        "2,500,000T",
+    ]
+    assert [quantities.flops_text(number) for number in (2.5e18, 0)] == ["2.5E", "0"]
+    assert [quantities.duration(seconds) for seconds in (1.0404, 119, 200, 100_000)] == [
+        "1.04 s", "119 s", "0:03:20", "1 day, 3:46:40",
+    ]  # fmt: skip
 
 
 def test_no_other_place_writes_sizes():
