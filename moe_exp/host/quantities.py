@@ -10,6 +10,7 @@ from datetime import timedelta
 
 from moe_exp.host import files
 
+_ONLY_DAYS = 1e10  # seconds, three centuries: beyond that no hour matters
 _COUNTS = ("", "K", "M", "B", "T")
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E", "Z", "Y")
 
@@ -60,9 +61,11 @@ def percent(value: float, places: int = 1) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Three digits of seconds below two minutes, else `H:MM:SS`, with the days in front."""
+    """Three digits of seconds below two minutes, else `H:MM:SS` with the days in front, or days alone."""
     if not math.isfinite(seconds):
         return "–"
+    if seconds >= _ONLY_DAYS:
+        return f"{seconds / 86400:.4g} days"
     return f"{seconds:.3g} s" if seconds < 120 else str(timedelta(seconds=round(seconds)))
 
 

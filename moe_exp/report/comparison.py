@@ -246,8 +246,8 @@ def _validated_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
     return ("valid_data",) if settings.get("valid_data") else ("train_data", "split")
 
 
-def throughput_note(run: Run) -> str:
-    """A warning if tokens per second varied by more than 20% within a run; empty otherwise."""
+def _throughput_note(run: Run) -> str:
+    """By how much tokens per second varied within a run, if by more than 20%; empty otherwise."""
     rates = run.train["tokens_per_second"][1:]  # the first one contains compilation and caches
     rates = rates[np.isfinite(rates)]
     if len(rates) < _FEWEST_RATES:
@@ -256,8 +256,8 @@ def throughput_note(run: Run) -> str:
     if not median or high - low <= _STEADY * median:
         return ""
     return (
-        f"{run.name}: throughput varied by {(high - low) / median:.0%} within the run, from {rate_text(low)}"
-        f" to {rate_text(high)} tokens/s (5th to 95th percentile): its times say little about the model"
+        f"{run.name} by {(high - low) / median:.0%} of its median, from {rate_text(low)} to {rate_text(high)}"
+        " tokens/s"
     )
 
 
@@ -377,6 +377,11 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
         found.append(f"The runs have different tokenizers ({which}): {use}.")
     if not is_validated_alike(runs):
         found.append("The runs were validated on different data: they are ranked by their training losses.")
+    if uneven := [note for run in runs if (note := _throughput_note(run))]:
+        found.append(
+            "Throughput varied by more than 20% (5th to 95th percentile) within a run, so that its times say"
+            f" little about the model: {'; '.join(uneven)}."
+        )
     window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):
@@ -388,7 +393,5 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
             found.append(f"{run.name}: no train records yet.")
         elif has_loss(run) and (reason := why_not_compared(run, window)):
             found.append(f"{run.name} {reason}; it is left out of what a loss costs.")
-        if note := throughput_note(run):
-            found.append(f"{note}.")
         found += [f"{run.name}: {note}." for note in run.notes]
     return found

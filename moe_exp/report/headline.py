@@ -153,13 +153,17 @@ def amount_text(axis: Axis, amount: float) -> str:
     return f"{count_text(amount)} tokens" if axis == "consumed_tokens" else f"{flops_text(amount)} FLOPs"
 
 
-def headline(runs: Sequence[Run]) -> str:
-    """Which run is better and by how much at equal tokens, or the loss of a single run; never empty."""
+def headline(runs: Sequence[Run]) -> tuple[str, str]:
+    """Which run is better and by how much at equal tokens, or the loss of a single run.
+
+    Returns:
+        One sentence, and what the seeds say about it; the second is empty with one seed of each.
+    """
     if len(runs) == 1:
-        return _single(runs[0])
+        return _single(runs[0]), ""
     found = ranking(runs)
     if found is None:
-        return f"No two of the runs can be compared at equal tokens{_reasons(runs)}."
+        return f"No two of the runs can be compared at equal tokens{_reasons(runs)}.", ""
     best, second = found.standings[:2]
     number, after = len(found.standings), f"after {amount_text(found.axis, found.at)} each"
     losses = f"{found.what} {loss_text(best.loss)} against {loss_text(second.loss)} {found.unit}, {after}"
@@ -178,7 +182,7 @@ def headline(runs: Sequence[Run]) -> str:
             f"{best.group.name} is the best of {number} by {found.lead:.4f} at equal tokens, before"
             f" {second.group.name}: {losses}"
         )
-    return text + "." + _seeds(best, second)
+    return f"{text}.", _seeds(best, second)
 
 
 def _single(run: Run) -> str:
@@ -213,11 +217,8 @@ def _seeds(best: Standing, second: Standing) -> str:
         for one in (best, second)
         if len(one.group.runs) > 1
     ]
-    overlap = second.low <= best.high
-    verdict = (
-        "the ranges overlap, so the difference may be chance" if overlap else "the ranges do not overlap"
-    )
-    return f" These are means over seeds: {in_words(ranges)}; the ranges {verdict}."
+    verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
+    return f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}."
 
 
 RANKING_RULE = (
@@ -229,8 +230,22 @@ RANKING_RULE = (
 
 
 def pairs(runs: Sequence[Run]) -> list[Parity]:
-    """Compares every MoE run with every dense one; without both kinds, every run with the baseline."""
+    """Compares every MoE run with every dense one; without both kinds, every run with the baseline.
+
+    Where several dense runs differ only in SEED, an MoE run is compared with that of its own seed, if it is
+    there.
+    """
     if found := parities(runs):
-        return found
+        seeds = {
+            id(run): [one.settings.get("seed") for one in group.runs]
+            for group in seed_groups(runs)
+            for run in group.runs
+        }
+        return [
+            one
+            for one in found
+            if one.run.settings.get("seed") == one.other.settings.get("seed")
+            or one.run.settings.get("seed") not in seeds[id(one.other)]
+        ]
     baseline = runs[baseline_of(runs)]
     return [parity(run, baseline) for run in runs if run is not baseline]

@@ -132,7 +132,7 @@ def report_markdown(
         views,
         title or title_of(runs),
         notes,
-        [headline(runs), *(parity_text(one) for one in (pairs(runs) if len(runs) > 1 else []))],
+        [*headline(runs), *(parity_text(one) for one in (pairs(runs) if len(runs) > 1 else []))],
         warnings_of(runs),
         differing_settings(runs),
         chosen,
@@ -152,8 +152,7 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
         ),
         "notes": f'<p class="own">{escape(notes)}</p>' if notes else "",
         "contents": parts.contents_html(sections),
-        "warnings": parts.warnings_html(warnings_of(runs)),
-        "result": parts.result_html(runs),
+        "result": parts.result_html(runs, warnings_of(runs)),
         "sections": "".join(map(parts.section_html, sections)),
         **_assets(),
     }
@@ -237,7 +236,7 @@ def markdown(
     lines = [MARKER, f"### {plain(title)}", ""]
     lines += [plain(notes), ""] * bool(notes)
     lines += [f"> **Note:** {plain(text)}" for text in warnings] + [""] * bool(warnings)
-    lines += [f"**{plain(results[0])}**\n", *(f"{plain(text)}\n" for text in results[1:])]
+    lines += [f"**{plain(results[0])}**\n", *(f"{plain(text)}\n" for text in results[1:] if text)]
     lines += table(["", *(view.run.name for view in views)], rows)
     if settings and len(views) > 1:
         lines += [

@@ -90,7 +90,10 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
         "bits_per_nat": _rounded(bits_per_nat(run)) if unit == BITS else None,
         "x": {key: _list(train[key][ends]) for key in AXES},
         "curves": {key: curve for key, curve in curves.items() if curve},
-        "valid": {key: _list(run.valid[key][every]) for key in (*AXES, *VALID_CURVES)},
+        "valid": {
+            **{key: _list(run.valid[key][every]) for key in AXES},
+            **{key: [_rounded(value, 9) for value in run.valid[key][every]] for key in VALID_CURVES},
+        },
         "reach": _reach(best, {key: train[key] for key in AXES}, new_minima(best, max(20, points // 3))),
         "spikes": {
             "value": _list(train["grad_norm"][spiked]),

@@ -97,13 +97,14 @@ def how(rule: str) -> str:
     return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
 
 
-def result_html(runs: Sequence[Run]) -> str:
-    """The headline, the losses at equal tokens, FLOPs and time, and what the same loss costs."""
-    parts = [f'<p class="headline">{escape(headline(runs))}</p>']
+def result_html(runs: Sequence[Run], warnings: Sequence[str]) -> str:
+    """The headline, warnings, the losses at equal tokens, FLOPs and time, and what the same loss costs."""
+    text, about_seeds = headline(runs)
+    parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
     if len(runs) == 1:
-        return parts[0]
+        return "".join([*parts, warnings_html(warnings)])
     found = [one for axis in AXES if (one := ranking(runs, axis))]
-    parts.append(how(RANKING_RULE))
+    parts += [how(RANKING_RULE), warnings_html(warnings)]
     if found:
         parts.append(_equal_table(found))
     return "".join(parts) + parity_html(pairs(runs))
@@ -121,7 +122,8 @@ def _equal_table(found: Sequence[Ranking]) -> str:
         )
         where = f"equal {AXES[one.axis]}: {one.what} after {amount_text(one.axis, one.at)}"
         rows.append(f'<tr><th scope="row">{escape(where)}</th>{cells}</tr>')
-    return table(["", *map(escape, names)], rows, "Losses at equal tokens, FLOPs and time")
+    head = [f'<span class="run" title="{escape(name)}">{escape(name)}</span>' for name in names]
+    return table(["", *head], rows, "Losses at equal tokens, FLOPs and time")
 
 
 _PARITY_RULE = (

@@ -34,6 +34,7 @@ Report.percent = value => (value == null ? "–" : `${Report.digits(100 * value,
 Report.duration = seconds => {
   if (seconds == null) return "–";
   if (seconds < 120) return `${Report.digits(seconds, 3)} s`;
+  if (seconds >= 1e10) return `${Report.digits(seconds / 86400)} days`;
   const whole = Math.round(seconds), days = Math.floor(whole / 86400), two = number => String(number).padStart(2, "0");
   const clock = `${Math.floor((whole % 86400) / 3600)}:${two(Math.floor((whole % 3600) / 60))}:${two(whole % 60)}`;
   return days ? `${days} ${days === 1 ? "day" : "days"}, ${clock}` : clock;

@@ -47,15 +47,18 @@ Report.grouped = (list, groups, axis) => groups.flatMap(group => {
   }];
 });
 
-// Every curve minus that of the baseline, or of the group that it belongs to.
+// Every curve minus that of the baseline, or of the group that it belongs to: seed by seed if both have as many seeds.
 Report.differences = (list, baseline, axis) => {
   const base = list.find(one => one.runs.includes(baseline));
   if (!base) return [];
   return list.filter(one => one !== base).map(one => {
-    const theirs = Report.interpolated(base.x[axis], base.y, one.x[axis]);
-    const minus = values => values.map((value, index) => (value == null || theirs[index] == null ? null : value - theirs[index]));
-    const members = one.members?.map(minus);
-    return { ...one, y: minus(one.y), members, ...(members ? Report.spread(members) : { low: undefined, high: undefined }), gaps: [], marks: undefined, last: undefined };
+    const minus = (values, other) => {
+      const theirs = Report.interpolated(base.x[axis], other, one.x[axis]);
+      return values.map((value, index) => (value == null || theirs[index] == null ? null : value - theirs[index]));
+    };
+    const isPaired = one.members?.length === base.members?.length;
+    const members = one.members?.map((member, index) => minus(member, isPaired ? base.members[index] : base.y));
+    return { ...one, y: minus(one.y, base.y), members, ...(members ? Report.spread(members) : { low: undefined, high: undefined }), gaps: [], marks: undefined, last: undefined };
   }).filter(one => one.y.some(value => value != null));
 };
 

@@ -65,7 +65,7 @@ Report.tools = owner => {
     full.setAttribute("aria-pressed", String(on));
     full.textContent = on ? "leave full screen" : "full screen";
     menu.open = false;
-    if (on) owner.box.requestFullscreen?.().catch(() => {}); // refused in some frames: it then fills the window
+    if (on && navigator.userActivation?.isActive) owner.box.requestFullscreen?.().catch(() => {}); // else it fills the window
     else if (document.fullscreenElement) document.exitFullscreen();
     owner.redraw();
     top.focus();
