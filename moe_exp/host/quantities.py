@@ -11,28 +11,17 @@ from datetime import timedelta
 from moe_exp.host import files
 
 _ONLY_DAYS = 1e10  # seconds, three centuries: beyond that no hour matters
-_COUNTS = ("", "K", "M", "B", "T")
 _PREFIXES = ("", "K", "M", "G", "T", "P", "E", "Z", "Y")
 
 
-def count_text(value: float, digits: int = 4) -> str:
-    """Significant digits of a number of tokens or parameters: 16384 is `16.38K`, 3e9 is `3B`."""
-    return _scaled(value, _COUNTS, digits)
+def count_text(value: float) -> str:
+    """Four digits of a number of tokens or parameters: 16384 is `16.38K`, 3e9 is `3B`."""
+    return files.count_text(value, 4) if math.isfinite(value) else "–"
 
 
 def flops_text(value: float) -> str:
     """Four digits of a number of FLOPs with a decimal prefix: 2.5e18 is `2.5E`."""
-    return _scaled(value, _PREFIXES, 4)
-
-
-def _scaled(value: float, letters: tuple[str, ...], digits: int) -> str:
-    if not math.isfinite(value):
-        return "–"
-    power = 0
-    # Rounded first: 999,999 is 1M, not 1000K.
-    while power < len(letters) - 1 and float(f"{abs(value):.{digits}g}") >= 1000:
-        value, power = value / 1000, power + 1
-    return f"{value:,.0f}{letters[power]}" if abs(value) >= 1000 else f"{value:.{digits}g}{letters[power]}"
+    return files.scaled_text(value, _PREFIXES, 4) if math.isfinite(value) else "–"
 
 
 def rate_text(value: float) -> str:

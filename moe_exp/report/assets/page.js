@@ -17,7 +17,7 @@
       const curve = run.curves[key], factor = options.loss ? run.bits_per_nat : null;
       return {
         label: run.name, ...style(run), x: run.x, y: scaled(curve.mean, factor), low: scaled(curve.low, factor), high: scaled(curve.high, factor),
-        last: scaled([curve.last ?? null], factor)[0], gaps: curve.gaps, marks: options.marks ? run.spikes : undefined,
+        last: scaled([curve.last ?? null], factor)[0], gaps: curve.gaps, marks: options.marks ? run.spikes : undefined, changes: options.changes ? run.changes : undefined,
       };
     }));
   }
@@ -43,7 +43,7 @@
   const isDark = matchMedia("(prefers-color-scheme: dark)");
   const hue = part => `hsl(${Math.round(215 + 190 * part) % 360} 70% ${isDark.matches ? 66 : 42}%)`;
   const { percent, bytes, rate, loss: exact } = Report;
-  const losses = ofRuns("lm_loss", { loss: true }), validated = ofValidation("lm_loss", run => run.bits_per_nat);
+  const losses = ofRuns("lm_loss", { loss: true, changes: true }), validated = ofValidation("lm_loss", run => run.bits_per_nat);
   const tflops = value => Report.digits(value, 3);
 
   const charts = {
@@ -54,7 +54,7 @@
     ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl"), keep: true },
     bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte"), exact, keep: true },
     grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },
-    learning_rate: { title: "Learning rate", series: ofRuns("learning_rate") },
+    learning_rate: { title: "Learning rate", series: ofRuns("learning_rate", { changes: true }) },
     tokens_per_second: { title: "Tokens per second, all ranks", series: ofRuns("tokens_per_second"), show: rate, smooth: true, zero: true },
     tflops_per_gpu: { title: "Model TFLOP/s per rank", series: ofRuns("tflops_per_gpu"), show: tflops, smooth: true, zero: true },
     memory_bytes: { title: "Peak memory of a rank", series: ofRuns("memory_bytes"), show: bytes, zero: true },

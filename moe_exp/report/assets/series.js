@@ -43,7 +43,7 @@ Report.grouped = (list, groups, axis) => groups.flatMap(group => {
   const [first] = found, members = found.map(one => Report.interpolated(one.x[axis], one.y, first.x[axis]));
   return [{
     ...first, label: `${first.label} (${found.length} seeds)`, x: { [axis]: first.x[axis] }, members, ...Report.spread(members),
-    gaps: [], marks: undefined, last: undefined,
+    gaps: [], marks: undefined, changes: undefined, last: undefined,
   }];
 });
 
@@ -58,7 +58,7 @@ Report.differences = (list, baseline, axis) => {
     };
     const isPaired = one.members?.length === base.members?.length;
     const members = one.members?.map((member, index) => minus(member, isPaired ? base.members[index] : base.y));
-    return { ...one, y: minus(one.y, base.y), members, ...(members ? Report.spread(members) : { low: undefined, high: undefined }), gaps: [], marks: undefined, last: undefined };
+    return { ...one, y: minus(one.y, base.y), members, ...(members ? Report.spread(members) : { low: undefined, high: undefined }), gaps: [], marks: undefined, changes: undefined, last: undefined };
   }).filter(one => one.y.some(value => value != null));
 };
 

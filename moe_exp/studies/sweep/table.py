@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.host.quantities import count_text
+from moe_exp.host.files import count_text
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import count_parameters
@@ -213,7 +213,7 @@ def _layout_cells(row: Row, optional: Sequence[str]) -> list[str]:
         c.mbsz,
         c.gbsz,
     ]
-    return [str(c.nnodes), str(c.world_size), count_text(count_parameters(c).total, 3), *map(str, sizes)]
+    return [str(c.nnodes), str(c.world_size), count_text(count_parameters(c).total), *map(str, sizes)]
 
 
 def _result_cells(row: Row) -> list[str]:
