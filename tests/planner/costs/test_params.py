@@ -68,10 +68,9 @@ def test_flops_of_the_reference_runs(settings):
 
 def test_startup_report_of_the_reference():
     report = startup_report(reference(ep=4))
-    assert "Total number of parameters in billions: 4.38 (4375732736)" in report
+    assert "Parameters: 4.38B (4,375,732,736), 214M (213,934,592) active per token\n" in report
     assert "number of parameters on (tensor, pipeline) model parallel rank (0, 0): 1204838912" in report
     assert "weight and optimizer=13153.68 MB" in report
-    assert "active per token in billions: 0.21 (213934592)" in report
     assert "135755326291968" in report
 
 
