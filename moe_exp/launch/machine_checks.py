@@ -24,7 +24,7 @@ from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
 from moe_exp.host.files import bytes_text, read_yaml
-from moe_exp.host.processes import free_port
+from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
@@ -236,9 +236,8 @@ def _optimizer(c: Config) -> Iterator[str]:
 
 
 def _port(c: Config) -> Iterator[str]:
-    if c.node_rank == 0 and (reason := _port_problem(c.master_port)):
-        fix = f"set MASTER_PORT to a free port, for instance {free_port()}"
-        yield problem("master_port", c.master_port, reason, fix)
+    if c.node_rank == 0 and (reason := _port_problem(c.rendezvous_port)):
+        yield port_problem(c.rendezvous_port, reason, num_nodes=c.nnodes)
 
 
 def _port_problem(port: int) -> str:
