@@ -14,10 +14,9 @@ _EXAMPLES = "examples:"
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "moe-exp train                                        # a small MoE on an embedded corpus",
-        "moe-exp train --train-data data/my_text_document --num-experts 16 --topk 2",
-        "moe-exp train --gpus-per-node 8 --ep 8 --dry-run      # settings and checks, starts nothing",
+        "moe-exp train --train-data data/my_text_document --num-experts 16 --topk 2 --dry-run",
         "moe-exp train --resume runs/NAME --train-iters 1000   # continue a run with its own settings",
-        "moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr",
+        "moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr   # a run with settings of another",
     ),
     "data list": ("moe-exp data list",),
     "data download": ("moe-exp data download fineweb_edu_10bt --dry-run",),

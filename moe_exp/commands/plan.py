@@ -362,6 +362,8 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
 
 def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
     """The settings with VOCAB_SIZE of the data, as training would have it."""
+    if not config.train_data and not config.tokenizer:
+        return config  # without loading numpy
     from moe_exp.config.loading import given_values
     from moe_exp.data.tokens.vocabulary import with_vocab_size
 
