@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import sys
 
 from moe_exp.config import Config, add_arguments
 
@@ -25,6 +28,13 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from moe_exp.host.processes import own_command
     from moe_exp.launch.launch import train
 
-    return train({name: getattr(arguments, name) for name in Config.model_fields}, dry_run=arguments.dry_run)
+    # The script of this name sets the variable to its own command line.
+    command = os.environ.get("MOE_EXP_COMMAND") or shlex.join([*own_command(), *sys.argv[1:]])
+    return train(
+        {name: getattr(arguments, name) for name in Config.model_fields},
+        dry_run=arguments.dry_run,
+        command=command,
+    )

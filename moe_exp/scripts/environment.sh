@@ -40,6 +40,10 @@ moe_exp() {
     done
     # shellcheck disable=SC2119  # no extras
     find_python
+    if [ "$1" = train ]; then # for the commands that a run suggests at its end
+        MOE_EXP_COMMAND="$(printf ' %q' bash "$0" "${@:2}")"
+        export MOE_EXP_COMMAND="${MOE_EXP_COMMAND# }"
+    fi
     exec "$PYTHON" -m moe_exp "$@"
 }
 
