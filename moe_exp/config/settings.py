@@ -353,6 +353,11 @@ class Config(ModelSettings):
         return self.nnodes * self.gpus_per_node
 
     @property
+    def rendezvous_port(self) -> int:
+        """MASTER_PORT; 0: one that is free when the agent of the only node listens on it."""
+        return self.master_port or (23456 if self.nnodes > 1 else 0)
+
+    @property
     def data_parallel_size(self) -> int:
         """Replicas of the dense part of the model."""
         return self.world_size // (self.tp * self.pp * self.cp)

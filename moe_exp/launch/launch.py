@@ -175,7 +175,9 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
     """`module_arguments` plus the rendezvous, which the ranks' environment replaces by their own store's."""
-    return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
+    return module_arguments(
+        {**flags, "master_addr": config.master_addr, "master_port": config.rendezvous_port}
+    )
 
 
 _STOPPING_UNSAVED = (

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
 from moe_exp.host.files import bytes_text, read_yaml
-from moe_exp.host.processes import free_port
+from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
@@ -143,7 +144,21 @@ def _traced_modules(c: Config) -> Iterator[str]:
             yield problem("trace_calls_in", name, rule, fix)
 
 
+def training_problem() -> str:
+    """A line if this Python lacks the packages of the extra `train`, else ""."""
+    missing = [
+        name for name in ("torch", "megatron", "safetensors") if importlib.util.find_spec(name) is None
+    ]
+    if not missing:
+        return ""
+    rule = f"lacks {', '.join(missing)}, which training needs"
+    fix = 'pip install "moe-exp[train]", in a checkout pip install -c constraints.txt -e ".[train]"'
+    return problem("python", sys.executable, rule, fix)
+
+
 def _packages(c: Config) -> Iterator[str]:
+    if lacking := training_problem():
+        yield lacking
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield problem("impl", "te", "transformer_engine is not installed", fix)
@@ -221,9 +236,8 @@ def _optimizer(c: Config) -> Iterator[str]:
 
 
 def _port(c: Config) -> Iterator[str]:
-    if c.node_rank == 0 and (reason := _port_problem(c.master_port)):
-        fix = f"set MASTER_PORT to a free port, for instance {free_port()}"
-        yield problem("master_port", c.master_port, reason, fix)
+    if c.node_rank == 0 and (reason := _port_problem(c.rendezvous_port)):
+        yield port_problem(c.rendezvous_port, reason, num_nodes=c.nnodes)
 
 
 def _port_problem(port: int) -> str:

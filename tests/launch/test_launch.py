@@ -278,6 +278,16 @@ def test_values_that_cannot_be_read_end_with_2(monkeypatch, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "port"), [({}, "0"), ({"nnodes": 2}, "23456"), ({"master_port": 25000}, "25000")]
+)
+def test_the_port_of_a_job(settings, port):
+    config = cpu(**settings)
+    command = torchrun_command(config, rank_arguments(config, {}))
+    assert command[command.index("--master-port") + 1] == port
+    assert f"--master-port={port}" in command
+
+
 def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
