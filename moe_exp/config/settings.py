@@ -251,6 +251,11 @@ class Config(ModelSettings):
     )
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
     eval_iters: NonNegative = output(10, "global batches per evaluation")
+    tensorboard_axes: bool = output(
+        False,
+        "TensorBoard: repeat the losses over tokens, FLOPs and training time, as runs named by_*",
+        compared=False,
+    )
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
     wandb_mode: Literal["online", "offline", "disabled"] = output("online", "wandb mode", compared=False)
 
