@@ -35,7 +35,7 @@ def run_data_command(arguments: argparse.Namespace) -> int:
 
 
 def _data_guard(work: Callable[[], int | None]) -> int:
-    from moe_exp.data.documents import BadDocument
+    from moe_exp.data.kinds import BadDocument
 
     def explained() -> int | None:
         try:
@@ -52,6 +52,10 @@ def _data_guard(work: Callable[[], int | None]) -> int:
 
 
 def _fix_of(reason: str) -> str:
+    from moe_exp.data.kinds import FIX_OF_TEXT
+
+    if reason.startswith("the file is"):
+        return f"Fix: {FIX_OF_TEXT}."
     if "file is damaged" in reason:
         return "Fix: fetch or make the file again; --skip-bad skips lines, not files."
     return (

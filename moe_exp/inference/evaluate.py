@@ -16,6 +16,7 @@ from moe_exp.checkpoint.format.folders import iteration_of, one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text import find_prepared_text
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import parse_blend
@@ -149,6 +150,7 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
 
 def _own_data(saved: Config) -> list[str]:
     """Prefixes of the run's validation data."""
+    saved = find_prepared_text(saved)
     if saved.valid_data:
         return [prefix for _, prefix in parse_blend(saved.valid_data)]
     if saved.train_data:

@@ -14,20 +14,30 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, module_arguments
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.loading import given_values
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text import facts_for_ranks, plan_text, with_prepared_text
+from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
     FAILED,
     FINISHED,
     LAUNCH_TIME,
     METRICS_FILE,
+    PREPARED_TEXT,
     RENDEZVOUS_KEY,
     complain,
 )
 from moe_exp.host.processes import signals_handled
-from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
+from moe_exp.launch.machine_checks import (
+    check_environment,
+    check_files,
+    check_machine,
+    data_problems,
+    space_warnings,
+)
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
@@ -74,13 +84,15 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
         module: what each rank runs.
 
     Raises:
-        ConfigError: the embedded corpus, or the key that several nodes share, cannot be made.
+        ConfigError: the embedded corpus, the token files of TRAIN_DATA's text, or the key that several nodes
+            share, cannot be made.
     """
     if not config.train_data:
         try:
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
+    config, flags, prepared = _with_text(config, flags)
     if config.preflight and module == TRAIN_MODULE:
         # imported here, as it uses functions of this module
         from moe_exp.launch.preflight.report import passes
@@ -90,6 +102,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config)
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
+    environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     if config.nnodes > 1:
         try:
             environ[RENDEZVOUS_KEY] = shared_key(folder.rendezvous_key)
@@ -113,6 +126,23 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     return FINISHED if status == "finished" else code or FAILED
 
 
+def _with_text(config: Config, flags: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any], Config]:
+    """Prepares text that the data settings name; returns config and flags with the vocabulary of its
+    tokenizer, unless VOCAB_SIZE is given, and the config with token files in place of the text.
+    """
+    is_given = "vocab_size" in given_values(flags, os.environ)
+    prepared = with_prepared_text(config, vocab_size=config.vocab_size if is_given else None)
+    if prepared is config:
+        return config, flags, config
+    if not is_given:
+        size = {"vocab_size": tokenizer_vocab_size(prepared.tokenizer)}
+        config, prepared = config.model_copy(update=size), prepared.model_copy(update=size)
+        flags = {**flags, **size}
+    if problems := [*check_config(config), *data_problems(prepared)]:
+        raise ConfigError(problems)
+    return config, flags, prepared
+
+
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
     """`module_arguments` plus the rendezvous, which the ranks' environment replaces by their own store's."""
     return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
@@ -127,6 +157,10 @@ def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags), flush=True)
     problems = check_files(config, with_space=False)
+    if not problems:
+        is_given = "vocab_size" in given_values(flags, os.environ)
+        for line in plan_text(config, vocab_size=config.vocab_size if is_given else None):
+            print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
     _warn([*check_machine(config), *new, *space_warnings(config)])
     if problems:

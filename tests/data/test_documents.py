@@ -20,7 +20,7 @@ from moe_exp.data.documents import (
     BadDocument,
     Tally,
     estimate_line_bytes,
-    jsonl_files_in,
+    files_in,
     read_documents,
     read_lines,
     text_of,
@@ -234,7 +234,7 @@ def test_a_fifo_among_the_files_of_a_folder_is_refused(tmp_path, suffix):
     os.mkfifo(fifo)
     refusal = rf"input={re.escape(str(fifo))}: is not a regular file\. Fix: name files, or remove it"
     with pytest.raises(ValueError, match=refusal):
-        jsonl_files_in(tmp_path)
+        files_in(tmp_path)
     with pytest.raises(ValueError, match=refusal):
         next(read_lines(fifo))
 
