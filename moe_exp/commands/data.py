@@ -41,7 +41,8 @@ def _data_guard(work: Callable[[], int | None]) -> int:
         try:
             return work()
         except BadDocument as error:
-            raise ValueError(f"{error}. {_fix_of(error.reason)}") from None
+            fix = f"Fix: {error.fix}." if error.fix else _fix_of(error.reason)
+            raise ValueError(f"{error}. {fix}") from None
 
     return guarded(
         explained,
@@ -52,10 +53,6 @@ def _data_guard(work: Callable[[], int | None]) -> int:
 
 
 def _fix_of(reason: str) -> str:
-    from moe_exp.data.kinds import FIX_OF_TEXT
-
-    if reason.startswith("the file is"):
-        return f"Fix: {FIX_OF_TEXT}."
     if "file is damaged" in reason:
         return "Fix: fetch or make the file again; --skip-bad skips lines, not files."
     return (

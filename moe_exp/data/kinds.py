@@ -56,8 +56,15 @@ class TextRule:
 
 FILES = TextRule()
 
+_BINARY = "the file is binary, not text (a byte is 0)"
+_UTF16 = "the file is UTF-16, not UTF-8"
+_NOT_UTF8 = "the file is not UTF-8 text"
 # of a text file in another encoding, or of none
-FIX_OF_TEXT = "convert it, for instance with iconv -f latin1 -t utf-8 OLD > NEW, or leave it out"
+_FIXES = {
+    _BINARY: "leave it out",
+    _UTF16: "convert it: iconv -f utf-16 -t utf-8 OLD > NEW",
+    _NOT_UTF8: "convert it, for instance with iconv -f latin1 -t utf-8 OLD > NEW, or leave it out",
+}
 
 
 class BadDocument(ValueError):
@@ -72,6 +79,11 @@ class BadDocument(ValueError):
     def __init__(self, path: str | Path, line_number: int, reason: str):
         super().__init__(f"{path}:{line_number}: {reason}")
         self.path, self.line_number, self.reason = str(path), line_number, reason
+
+    @property
+    def fix(self) -> str:
+        """How to fix it, if the reason says enough."""
+        return _FIXES.get(self.reason, "")
 
     def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
         return type(self), (self.path, self.line_number, self.reason)
@@ -195,7 +207,7 @@ def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
         while chunk := file.read(max(_CHUNK_BYTES, rule.longest_bytes)):
             if num_lines == 1 and not buffer:
                 if chunk.startswith(_UTF16_BOMS):
-                    raise BadDocument(path, 1, "the file is UTF-16, not UTF-8")
+                    raise BadDocument(path, 1, _UTF16)
                 chunk = chunk.removeprefix(BOM)
             *documents, buffer = _cut(buffer + chunk, rule)
             for document in documents:
@@ -244,12 +256,12 @@ def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str
     """The text, of a block without blank lines around it; "" if it is blank. `num_lines`: its first line."""
     if (place := document.find(b"\0")) >= 0:
         line = num_lines + document.count(b"\n", 0, place)
-        raise BadDocument(path, line, "the file is binary, not text (a byte is 0)")
+        raise BadDocument(path, line, _BINARY)
     try:
         text = document.decode()
     except UnicodeDecodeError as error:
         line = num_lines + document.count(b"\n", 0, error.start)
-        raise BadDocument(path, line, "the file is not UTF-8 text") from error
+        raise BadDocument(path, line, _NOT_UTF8) from error
     if not text or text.isspace():
         return ""
     text = text.replace("\r\n", "\n")

@@ -30,7 +30,7 @@ from filelock import FileLock, Timeout
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.setting_types import blend_members, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
-from moe_exp.data.kinds import FIX_OF_TEXT, TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
+from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
 from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import sample_texts, tokenize_files
@@ -51,6 +51,7 @@ _TOKENIZER_BYTES = 300 * 10**6  # of text that a tokenizer is trained on
 _BYTES_PER_WORKER = 2**24
 _SAMPLE_BYTES = 2**16
 _MOST_NAMED = 3
+_MORE = "add more text, or set VALID_DATA to another text"
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class TextSource:
         text_field: field or column with the text.
         rule: what a document of a text file is.
         tokenizer: the given one; None: train one on the text.
-        vocab_size: of the tokenizer to train, at most.
+        vocab_size: of the tokenizer to train; 0: none.
         holds_out: whether some documents are kept for validation.
     """
 
@@ -107,16 +108,16 @@ class TextSource:
     text_field: str
     rule: TextRule
     tokenizer: TextTokenizer | None
-    vocab_size: int | None
+    vocab_size: int
     holds_out: bool
 
     @property
     def options(self) -> dict[str, Any]:
-        """Everything but the files that the result depends on, without the size of the vocabulary."""
+        """Everything but the files that the result depends on."""
         given = {"tokenizer": self.tokenizer.facts() if self.tokenizer else None}
         options = {"text_field": self.text_field, "documents": self.rule.documents}
         plain: dict[str, Any] = json.loads(json.dumps(given | options))
-        return plain | {"holds_out": self.holds_out, "format": _FORMAT}
+        return plain | {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
 
     @property
     def place(self) -> str:
@@ -133,14 +134,6 @@ class TextSource:
             found.append({"name": name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
         return found
 
-    @property
-    def wanted_vocab_size(self) -> int:
-        """A power of two of about a thousandth of the text's bytes, from 512 to 32768; at most the given."""
-        num_bytes, size = estimate_line_bytes(self.files), _SMALLEST_VOCAB
-        while size < _LARGEST_VOCAB and 2 * size * _BYTES_PER_TOKEN_TYPE <= num_bytes:
-            size *= 2
-        return min(size, self.vocab_size or size)
-
 
 def _place(name: str) -> str:
     return os.path.abspath(Path(name).expanduser())  # noqa: PTH100  # of a pattern, too
@@ -149,12 +142,25 @@ def _place(name: str) -> str:
 # From settings
 
 
-def with_prepared_text(config: Config, *, vocab_size: int | None) -> Config:
+def fitting_vocab_size(config: Config) -> int | None:
+    """VOCAB_SIZE for the tokenizer that would be trained on TRAIN_DATA; None if there is one, or no text.
+
+    A power of two of about a thousandth of the text's bytes, from 512 to 32768.
+    """
+    if config.tokenizer or not names_text(config.train_data):
+        return None
+    with suppress(ValueError, OSError):  # the checks of files name it
+        num_bytes, size = estimate_line_bytes(text_sources(config)[0].files), _SMALLEST_VOCAB
+        while size < _LARGEST_VOCAB and 2 * size * _BYTES_PER_TOKEN_TYPE <= num_bytes:
+            size *= 2
+        return size
+    return None
+
+
+def with_prepared_text(config: Config) -> Config:
     """`config` with token files and tokenizer in place of the text that it names; prepares what is missing.
 
-    Args:
-        config: settings of a run. If they name no text, they are returned as they are.
-        vocab_size: VOCAB_SIZE, if it is given: then a tokenizer that is trained has at most that many tokens.
+    A tokenizer that is trained has VOCAB_SIZE tokens, or fewer if the text gives no more.
 
     Raises:
         ConfigError: text or DATA_DIR cannot be used; a package is missing.
@@ -163,7 +169,7 @@ def with_prepared_text(config: Config, *, vocab_size: int | None) -> Config:
         return config
     with _as_config_error():
         ensure = partial(ensure_prepared, data_dir=Path(config.data_dir))
-        return _resolved(config, vocab_size, ensure, is_text)
+        return _resolved(config, ensure, is_text)
 
 
 def prepared_by_launcher(config: Config) -> Config:
@@ -172,7 +178,7 @@ def prepared_by_launcher(config: Config) -> Config:
         return config
     if made := os.environ.get(PREPARED_TEXT):
         return config.model_copy(update=json.loads(made))
-    return with_prepared_text(config, vocab_size=config.vocab_size)
+    return with_prepared_text(config)
 
 
 def facts_for_ranks(prepared: Config) -> str:
@@ -198,40 +204,39 @@ def find_prepared_text(config: Config) -> Config:
     ):
         return config
     find = partial(_find, data_dir=Path(config.data_dir))
-    return _resolved(config, config.vocab_size, find, is_known)
+    return _resolved(config, find, is_known)
 
 
 def text_problems(config: Config) -> list[str]:
     """Problems with the text that settings name, found without reading all of it."""
     try:
         for source in text_sources(config):
-            _check_first_documents(source)
+            with _named(source):
+                _check_first_documents(source)
     except ConfigError as error:
         return error.problems
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError) as error:
         return [_line(error)]
     return []
 
 
-def plan_text(config: Config, *, vocab_size: int | None) -> list[str]:
+def plan_text(config: Config) -> list[str]:
     """Lines about what a start of these settings would prepare, for a dry run. Writes nothing."""
     lines = []
-    for source in text_sources(config, vocab_size=vocab_size):
+    for source in text_sources(config):
         size = bytes_text(sum(path.stat().st_size for path in source.files))
         what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
         if found := _matching(source, Path(config.data_dir)):
             lines.append(f"{what}, prepared already in {found.folder}")
             continue
         tokenizer = source.tokenizer.name if source.tokenizer else ""
-        made = tokenizer or f"a tokenizer of {source.wanted_vocab_size} tokens, trained on it"
+        made = tokenizer or f"a tokenizer of {source.vocab_size} tokens, trained on it"
         held_out = ", documents held out for validation" if source.holds_out else ""
         lines.append(f"{what}, would be tokenized with {made}{held_out}, into {_folder(source, config)}")
     return lines
 
 
-def text_sources(
-    config: Config, *, vocab_size: int | None = None, is_text: Callable[[str], bool] = is_text
-) -> list[TextSource]:
+def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
     """The text of TRAIN_DATA and VALID_DATA. A tokenizer that would be trained on the first is None for both.
 
     Raises:
@@ -256,8 +261,7 @@ def text_sources(
         raise ConfigError(problems)
     sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
-    sources += [_source(config, "valid_data", name, tokenizer, holds_out=False) for name in valid]
-    return [replace(source, vocab_size=vocab_size) for source in sources]
+    return sources + [_source(config, "valid_data", name, tokenizer, holds_out=False) for name in valid]
 
 
 def _source(
@@ -271,18 +275,17 @@ def _source(
         num_bytes = sum(path.stat().st_size for path in files if path.name.endswith(TEXT_SUFFIXES))
         piece_bytes = max(_SHORTEST_PIECE, min(rule.longest_bytes, num_bytes // _PIECES))
         rule = TextRule(rule.documents, piece_bytes)
-    return TextSource(setting, name, files, config.text_field, rule, tokenizer, None, holds_out)
+    vocab_size = 0 if tokenizer else config.vocab_size
+    return TextSource(setting, name, files, config.text_field, rule, tokenizer, vocab_size, holds_out)
 
 
 def _resolved(
     config: Config,
-    vocab_size: int | None,
     prepare: Callable[[TextSource], Prepared],
     is_text: Callable[[str], bool],
 ) -> Config:
     valid_given, tokenizer = bool(config.valid_data), config.tokenizer
-    found = text_sources(config, vocab_size=vocab_size, is_text=is_text)
-    sources = {(source.setting, source.name): source for source in found}
+    sources = {(source.setting, source.name): source for source in text_sources(config, is_text)}
     blends: dict[str, list[str]] = {"train_data": [], "valid_data": []}
     for setting in ("train_data", "valid_data"):
         for weight, name in blend_members(getattr(config, setting)):
@@ -292,8 +295,9 @@ def _resolved(
                 blends[setting] += [*words, name]
                 continue
             if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
-                source = replace(source, tokenizer=_loaded(tokenizer))
-            made = prepare(source)
+                source = replace(source, tokenizer=_loaded(tokenizer), vocab_size=0)
+            with _named(source):
+                made = prepare(source)
             blends[setting] += [*words, made.train]
             tokenizer = tokenizer or made.tokenizer
             if setting == "train_data" and made.valid and not valid_given:
@@ -316,19 +320,28 @@ def _as_config_error() -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (ValueError, OSError, ModuleNotFoundError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(_line(error).splitlines()) from None
+
+
+@contextmanager
+def _named(source: TextSource) -> Iterator[None]:
+    """Errors of documents and of packages name the setting."""
+    try:
+        yield
+    except BadDocument as error:
+        path = os.path.relpath(error.path, Path(source.name).expanduser()) if source.name else error.path
+        where = error.path if path.startswith("..") or path == "." else path
+        rule, fix = f"{where}, line {error.line_number}: {error.reason}", error.fix
+        fixed = fix or "correct the line, or leave the file out"
+        raise ValueError(problem(source.setting, source.name, rule, fixed)) from error
+    except ModuleNotFoundError as error:
+        rule, fix = f"reading it needs the package {error.name}", 'pip install "moe-exp[data]"'
+        raise ValueError(problem(source.setting, source.name, rule, fix)) from error
 
 
 def _line(error: Exception) -> str:
     """What a user can fix, in a line."""
-    if isinstance(error, BadDocument):
-        where = f"{error.path}, line {error.line_number}: {error.reason}"
-        fix = FIX_OF_TEXT if error.reason.startswith("the file is") else "correct the line, or leave it out"
-        return f"{where}. Fix: {fix}."
-    if isinstance(error, ModuleNotFoundError):
-        fix = 'pip install "moe-exp[data]"'
-        return f"TRAIN_DATA: reading it needs the package {error.name}, which is not installed. Fix: {fix}."
     if isinstance(error, OSError):
         fix = "make it readable, or set DATA_DIR to a folder that you can write to"
         return f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."
@@ -375,7 +388,7 @@ def _folder(source: TextSource, config: Config) -> Path:
 
 def _folder_name(source: TextSource) -> str:
     """The same on every node: of the name, the options and the files."""
-    parts = [source.options, source.wanted_vocab_size if not source.tokenizer else 0, source.listing()]
+    parts = [source.options, source.listing()]
     key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:8]
     stem = Path(source.place).name.split(".")[0]
     if any(one in stem for one in "*?["):
@@ -397,11 +410,8 @@ def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
 
 def _matching(source: TextSource, data_dir: Path) -> Prepared | None:
     """What was made of the same files: by names, sizes and times, or if times differ by their contents."""
-    sizes = None if source.tokenizer else source.wanted_vocab_size
     listing = source.listing()
     for one in _known(source, data_dir):
-        if sizes is not None and sizes not in (one.facts["wanted_vocab_size"], one.vocab_size):
-            continue
         before = one.facts["files"]
         names = [[(file["name"], file["bytes"]) for file in files] for files in (listing, before)]
         if names[0] != names[1]:
@@ -435,9 +445,8 @@ def _known_places(data_dir: Path) -> set[str]:
 def _find(source: TextSource, data_dir: Path) -> Prepared:
     if found := _matching(source, data_dir) if source.files else None:
         return found
-    sizes = [source.vocab_size] if source.vocab_size and not source.tokenizer else []
     for one in _known(source, data_dir):
-        if one.facts["source"] == source.place and all(one.vocab_size <= size for size in sizes):
+        if one.facts["source"] == source.place:
             logger.warning(
                 "%s=%s: changed since it was prepared; %s is used", source.setting, source.name, one.folder
             )
@@ -546,10 +555,9 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
             file["hash"] = file_hash(path)
             advance(file["bytes"])
     documents = _shuffled(source, work / "documents")
-    tokenizer, trained = source.tokenizer, {"wanted_vocab_size": 0}
+    tokenizer = source.tokenizer
     if tokenizer is None:
-        trained["wanted_vocab_size"] = source.wanted_vocab_size
-        options: dict[str, Any] = {"vocab_size": source.wanted_vocab_size, "json_key": source.text_field}
+        options: dict[str, Any] = {"vocab_size": source.vocab_size, "json_key": source.text_field}
         train_tokenizer(documents["train"], work / "tokenizer", **options, max_bytes=_TOKENIZER_BYTES)
         tokenizer = load_named_tokenizer(str(work / "tokenizer"))
     settings = PartSettings(tokenizer, source.text_field, append_eod=True)
@@ -558,7 +566,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
         part: _counts(tokenize_files(paths, work / part, settings, workers=workers))
         for part, paths in documents.items()
     }
-    facts |= {"source": source.place, "options": source.options, "files": files, **trained}
+    facts |= {"source": source.place, "options": source.options, "files": files}
     facts |= {"tokenizer_path": source.tokenizer.name if source.tokenizer else ""}
     facts |= {"vocab_size": tokenizer.vocab_size, "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
     shutil.rmtree(work / "documents")
@@ -586,7 +594,7 @@ def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
         if "no document in the input" in str(error):
             rule, fix = "has no text", "give files with text"
         elif "for validation" in str(error):
-            rule, fix = "has one document, so that none can be held out for validation", "add more text"
+            rule, fix = "has one document, so that none can be held out for validation", _MORE
         else:
             raise
         raise ValueError(problem(source.setting, source.name, rule, fix)) from error

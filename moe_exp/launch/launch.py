@@ -18,8 +18,7 @@ from moe_exp.config.loading import given_values
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.own_text import facts_for_ranks, plan_text, with_prepared_text
-from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
+from moe_exp.data.own_text import facts_for_ranks, fitting_vocab_size, plan_text, with_prepared_text
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
     FAILED,
@@ -65,6 +64,9 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
     warn_of_misspelt()
     try:
         config = load_config(flags)
+        if "vocab_size" not in given_values(flags, os.environ) and (size := fitting_vocab_size(config)):
+            flags = {**flags, "vocab_size": size}
+            config = load_config(flags)
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         if not dry_run:
@@ -92,7 +94,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
-    config, flags, prepared = _with_text(config, flags)
+    prepared = _with_text(config)
     if config.preflight and module == TRAIN_MODULE:
         # imported here, as it uses functions of this module
         from moe_exp.launch.preflight.report import passes
@@ -126,21 +128,12 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     return FINISHED if status == "finished" else code or FAILED
 
 
-def _with_text(config: Config, flags: Mapping[str, Any]) -> tuple[Config, Mapping[str, Any], Config]:
-    """Prepares text that the data settings name; returns config and flags with the vocabulary of its
-    tokenizer, unless VOCAB_SIZE is given, and the config with token files in place of the text.
-    """
-    is_given = "vocab_size" in given_values(flags, os.environ)
-    prepared = with_prepared_text(config, vocab_size=config.vocab_size if is_given else None)
-    if prepared is config:
-        return config, flags, config
-    if not is_given:
-        size = {"vocab_size": tokenizer_vocab_size(prepared.tokenizer)}
-        config, prepared = config.model_copy(update=size), prepared.model_copy(update=size)
-        flags = {**flags, **size}
-    if problems := [*check_config(config), *data_problems(prepared)]:
+def _with_text(config: Config) -> Config:
+    """`config` with token files and tokenizer in place of the text that its data settings name, if any."""
+    prepared = with_prepared_text(config)
+    if prepared is not config and (problems := [*data_problems(prepared)]):
         raise ConfigError(problems)
-    return config, flags, prepared
+    return prepared
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
@@ -158,8 +151,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
     print(dry_run_text(config, flags), flush=True)
     problems = check_files(config, with_space=False)
     if not problems:
-        is_given = "vocab_size" in given_values(flags, os.environ)
-        for line in plan_text(config, vocab_size=config.vocab_size if is_given else None):
+        for line in plan_text(config):
             print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
     _warn([*check_machine(config), *new, *space_warnings(config)])

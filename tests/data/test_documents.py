@@ -247,7 +247,8 @@ def test_memory_of_a_file_that_compresses_well_is_that_of_its_chunks(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from moe_exp.data.documents import compression_ratio, read_chunks, read_lines
+from moe_exp.data.documents import compression_ratio, read_lines
+from moe_exp.data.kinds import read_chunks
 path = Path({str(path)!r})
 next(read_lines(path))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

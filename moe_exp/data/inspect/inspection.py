@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.inspect.hashes import Hashes
-from moe_exp.data.kinds import DATA_SUFFIXES, JSONL_SUFFIXES, check_regular
+from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, check_regular
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokens import tokenizer_vocab_size
 from moe_exp.host.progress import print_summary, progress, table_console
@@ -67,7 +67,7 @@ def data_files(path: Path) -> list[Path]:
     if not path.is_dir():
         check_regular([path])
         return [path]
-    found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES))
+    found = sorted(file for file in path.iterdir() if file.name.endswith(RECORD_SUFFIXES))
     check_regular(found)
     return found or find_inputs([path])
 
