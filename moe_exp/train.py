@@ -25,7 +25,7 @@ from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.data.own_text import prepared_by_launcher
+from moe_exp.data.own_text.settings import prepared_by_launcher
 from moe_exp.data.samples.dataset import Samples, context_part, split_batch
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start

@@ -193,7 +193,7 @@ TEXT_DATA_SUFFIXES = (
 def blend_members(value: str) -> list[tuple[str, str]]:
     """(weight as it is written, or '', and path) of each corpus in TRAIN_DATA or VALID_DATA."""
     text = value.strip()
-    if is_text(text) or Path(f"{text}.bin").is_file():  # with spaces, maybe
+    if text and (Path(text).exists() or Path(f"{text}.bin").is_file()):  # with spaces, maybe
         return [("", text)]
     members, weight = [], ""
     for word in text.split():

@@ -16,7 +16,7 @@ from moe_exp.checkpoint.format.folders import iteration_of, one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.own_text import find_prepared_text
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import parse_blend

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from moe_exp.config import Config, problem
 from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
-from moe_exp.data.own_text import find_prepared_text
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.encoders import Encoders
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 

@@ -18,7 +18,7 @@ from moe_exp.config.loading import given_values
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.presets import preset_values
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.data.own_text import facts_for_ranks, fitting_vocab_size, plan_text, with_prepared_text
+from moe_exp.data.own_text.settings import facts_for_ranks, fitting_vocab_size, plan_text, with_prepared_text
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
     FAILED,

@@ -19,7 +19,7 @@ from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.determinism import environment_problems
 from moe_exp.config.setting_types import names_text
-from moe_exp.data.own_text import text_problems
+from moe_exp.data.own_text.settings import text_problems
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend

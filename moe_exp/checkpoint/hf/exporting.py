@@ -31,7 +31,7 @@ from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
-from moe_exp.data.own_text import find_prepared_text
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
