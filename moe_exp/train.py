@@ -7,6 +7,7 @@ torchrun themselves.
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -25,10 +26,12 @@ from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.loading import given_values
 from moe_exp.data.own_text.settings import prepared_by_launcher
 from moe_exp.data.samples.dataset import Samples, context_part, split_batch
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
+from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
@@ -39,11 +42,12 @@ from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
+from moe_exp.training.console import setup_logging
 from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.exchange import IterationEnd, end_of_iteration
 from moe_exp.training.interval import Interval, PhaseTimers, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
-from moe_exp.training.metrics import Metrics, setup_logging
+from moe_exp.training.metrics import Metrics
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
@@ -81,7 +85,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:
-        config = load_config(vars(parser.parse_args(argv)))
+        given = given_values(vars(parser.parse_args(argv)), os.environ)
+        config = load_config(given, {})
+        # a launcher has given it
+        config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
         if problems := check_config(config):
             raise ConfigError(problems)
     except ConfigError as error:
@@ -185,7 +192,8 @@ def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
     source = choose_source(config, folder)
     if source is not None:
         loading.compare_model(config, source.folder)
-    from_first_rank(lambda: open_run_folder(config, sys.argv))
+    resumed_from = iteration_in_this_run(source, folder)
+    from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
     return folder, source
 
 

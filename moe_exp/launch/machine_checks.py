@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -145,7 +146,21 @@ def _traced_modules(c: Config) -> Iterator[str]:
             yield problem("trace_calls_in", name, rule, fix)
 
 
+def training_problem() -> str:
+    """A line if this Python lacks the packages of the extra `train`, else ""."""
+    missing = [
+        name for name in ("torch", "megatron", "safetensors") if importlib.util.find_spec(name) is None
+    ]
+    if not missing:
+        return ""
+    rule = f"lacks {', '.join(missing)}, which training needs"
+    fix = 'pip install "moe-exp[train]", in a checkout pip install -c constraints.txt -e ".[train]"'
+    return problem("python", sys.executable, rule, fix)
+
+
 def _packages(c: Config) -> Iterator[str]:
+    if lacking := training_problem():
+        yield lacking
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield problem("impl", "te", "transformer_engine is not installed", fix)
