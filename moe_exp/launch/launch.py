@@ -21,6 +21,7 @@ from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import as_given
 from moe_exp.config.settings_file import read_settings
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text.settings import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
@@ -28,11 +29,18 @@ from moe_exp.host.exit_codes import (
     FINISHED,
     LAUNCH_TIME,
     METRICS_FILE,
+    PREPARED_TEXT,
     RENDEZVOUS_KEY,
     complain,
 )
 from moe_exp.host.processes import own_command, signals_handled
-from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
+from moe_exp.launch.machine_checks import (
+    check_environment,
+    check_files,
+    check_machine,
+    data_problems,
+    space_warnings,
+)
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
@@ -137,13 +145,15 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE,
         command: see `train`.
 
     Raises:
-        ConfigError: the embedded corpus, or the key that several nodes share, cannot be made.
+        ConfigError: the embedded corpus, the token files of TRAIN_DATA's text, or the key that several nodes
+            share, cannot be made.
     """
     if not config.train_data:
         try:
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
+    prepared = _with_text(config)
     if config.preflight and module == TRAIN_MODULE:
         # imported here, as it uses functions of this module
         from moe_exp.launch.preflight.report import passes
@@ -153,6 +163,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE,
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config)
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
+    environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     if config.nnodes > 1:
         try:
             environ[RENDEZVOUS_KEY] = shared_key(folder.rendezvous_key)
@@ -188,6 +199,14 @@ def _caller(flags: Mapping[str, Any], command: str) -> Caller:
 _OF_THE_NODE = ("MASTER_ADDR", "NNODES", "NODE_RANK")
 
 
+def _with_text(config: Config) -> Config:
+    """`config` with token files and tokenizer in place of the text that its data settings name, if any."""
+    prepared = with_prepared_text(config)
+    if prepared is not config and (problems := [*data_problems(prepared)]):
+        raise ConfigError(problems)
+    return prepared
+
+
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
     """`module_arguments` plus the rendezvous, which the ranks' environment replaces by their own store's."""
     return module_arguments(
@@ -204,6 +223,9 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags, sources=sources), flush=True)
     problems = check_files(config, with_space=False)
+    if not problems:
+        for line in plan_text(config):
+            print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
     _warn([*check_machine(config), *new, *schedule_warnings(config), *space_warnings(config)])
     _report_changes(config)
