@@ -134,6 +134,13 @@ def generate(
 ) -> Iterator[Generated]:
     """Loads the model and yields a result per prompt; `show` gets text as it comes. Called by every rank."""
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    return continue_prompts(plan, stage, show=show)
+
+
+def continue_prompts(
+    plan: Plan, stage: Stage, *, show: Callable[[str], None] = lambda text: None
+) -> Iterator[Generated]:
+    """Like `generate`, with a model that is loaded. Called by every rank."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
     for index, (prompt, tokens) in enumerate(zip(plan.request.prompts, plan.prompt_tokens, strict=True)):
         result, stream = Generated(prompt, tokens), TextStream(decode, tokens, plan.request.stops)
@@ -153,7 +160,7 @@ def generate(
                     result.finish_reason = "stop"
                     break
         _grow(result, stream.finish(), show)
-        logger.info("%s", clock) if rank.is_first else None
+        logger.info("%s", clock) if stage.rank.is_first else None
         yield result
 
 

@@ -42,12 +42,13 @@ from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.hangs.monitor import HangWatch
 
 
-def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
+def train(flags: Mapping[str, Any], *, dry_run: bool = False, raises: bool = False) -> int:
     """Checks the settings and runs this node's job, or with `dry_run` prints what would run.
 
     Args:
         flags: settings from the command line by field name; None counts as not given.
         dry_run: starts and creates nothing; devices and packages missing on this machine are only warnings.
+        raises: for settings that cannot run, ConfigError instead of printed lines.
 
     Returns:
         Exit code: 0 finished, 75 stopped (the same command resumes), 2 settings cannot run, others failed.
@@ -61,6 +62,8 @@ def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
             _warn(space_warnings(config))
         return _dry_run(config, flags) if dry_run else launch(config, flags)
     except ConfigError as error:
+        if raises:
+            raise
         for line in error.problems:
             complain(line)
         return BAD_INPUT
