@@ -116,6 +116,7 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
         raise ConfigError(problems)
     if not config.train_data:
         ensure_embedded_corpus(Path(config.data_dir))
+    runtime.join_job(config)
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     try:
         with faults.stop_signal() as stop:

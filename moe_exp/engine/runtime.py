@@ -69,7 +69,12 @@ def start(config: Config) -> Runtime:
     device = _device(config, local_rank)
     if is_in_group():
         _found = torch.distributed.group.WORLD
-        return joined(config, rank, local_rank, device)
+    else:
+        _init_group(device, rank, world_size)
+    return joined(config, rank, local_rank, device)
+
+
+def _init_group(device: torch.device, rank: int, world_size: int) -> None:
     timeout = datetime.timedelta(minutes=30)
     # Only NCCL knows the device; given here, it connects at once and a missing GPU is noticed at the start.
     store, _, _ = next(rendezvous("env://", timeout=timeout))
@@ -78,7 +83,16 @@ def start(config: Config) -> Runtime:
         store=PrefixStore(os.environ.get(RENDEZVOUS_KEY, ""), store),
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
-    return joined(config, rank, local_rank, device)
+
+
+def join_job(config: Config) -> None:
+    """Starts the process group of torchrun's job if there is none, and keeps it for further runs: the ranks
+    could not connect a second time.
+    """
+    if not is_in_group():
+        atexit.register(_leave)
+        rank, world_size = _place()
+        _init_group(_device(config, int(os.environ["LOCAL_RANK"])), rank, world_size)
 
 
 # Default process groups: one that `start` found, and that of `share_alone`.
@@ -133,7 +147,7 @@ def share_alone(config: Config) -> Runtime:
     """
     global _alone
     if not torch.distributed.is_initialized():
-        atexit.register(stop)
+        atexit.register(_leave)
         rank = start_alone(config)
         _alone = torch.distributed.group.WORLD
         return rank
@@ -231,6 +245,12 @@ def stop() -> None:
         parallel_state.destroy_model_parallel()
         if torch.distributed.group.WORLD is not _found:
             torch.distributed.destroy_process_group()
+
+
+def _leave() -> None:
+    """Ends a process group that was kept, which NCCL asks for, at the end of the process."""
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 T = TypeVar("T")
