@@ -2,8 +2,8 @@
 
     python examples/own_loop.py            # a few seconds on a CPU
 
-It learns the bytes of this file with causal attention and 8 experts, and prints the loss, the load of the
-busiest expert, and a text that it generates. Nothing here needs Megatron.
+It learns the bytes of this file with causal attention and 8 experts, and prints the loss and a text that it
+generates. Nothing here needs Megatron.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 
-VOCAB, HIDDEN, HEADS, EXPERTS, TOPK, LAYERS, LENGTH, BATCH = 256, 64, 4, 8, 2, 2, 64, 16
+VOCAB, HIDDEN, HEADS, EXPERTS, TOPK, LAYERS, LENGTH, BATCH = 256, 64, 4, 8, 2, 2, 64, 8
 
 
 class Block(nn.Module):
@@ -35,7 +35,11 @@ class Block(nn.Module):
             router=Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)),
             dispatcher=LocalDispatcher(EXPERTS),
             experts=Experts(
-                num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=64, activation="swiglu", backend="loop"
+                num_local_experts=EXPERTS,
+                hidden_size=HIDDEN,
+                ffn_size=64,
+                activation="swiglu",
+                backend="loop",
             ),
             settings=MoESettings(losses=(AuxLoss("aux_loss", 1e-2),), z_loss_coeff=1e-3),
         )
@@ -68,7 +72,7 @@ class Model(nn.Module):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=60)
     num_steps = parser.parse_args().steps
     torch.manual_seed(1)
     text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
