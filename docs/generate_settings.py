@@ -141,8 +141,8 @@ bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run
 - A setting is an environment variable (`NUM_EXPERTS=64`) or a flag (`--num-experts 64`).
 - If a setting is given in several places, the first of these applies: command line, environment, preset,
   default.
-- `--dry-run` prints the resulting settings, where each of them comes from, the torchrun command and the
-  parameter report. It starts nothing.
+- `--dry-run` prints the resulting settings, where each of them comes from, the torchrun command, the
+  parameter report and the learning rate at 0, 25, 50, 75 and 100% of the run. It starts nothing.
 - A value that cannot run is refused before anything starts, with exit code 2. Each problem is one line with
   the variable, its value, the rule and a fix; all problems are reported at once.
 - A variable that looks like a misspelt setting (`NUM_EXPRTS`) causes a warning.
@@ -155,6 +155,14 @@ A preset is a named set of defaults: `PRESET=mixtral-8x7b`. `USE_MOE=false` make
 values of the presets are in `moe_exp/config/presets.py`.
 
 {presets}
+
+## The length of a run
+
+If you set TRAIN_ITERS, the learning rate follows: DECAY_ITERS=0 means that MIN_LR is reached at TRAIN_ITERS,
+and the warm-up of the preset is shortened to a tenth of the run if it is longer. The preset `reference`
+decays over 38000 of its 40000 iterations; with another TRAIN_ITERS it follows, too. If you set WARMUP_ITERS
+or DECAY_ITERS yourself, your value is used; a warning says if the run ends inside the warm-up, or if the
+decay ends before 90% or after 110% of the run.
 
 ## Layouts
 

@@ -37,7 +37,11 @@ class Layer(nn.Module):
             router=Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=TOPK)),
             dispatcher=AllToAllDispatcher(EXPERTS, ep_group=ep_mesh.get_group(), etp_group=None),
             experts=Experts(
-                EXPERTS // ep_mesh.size(), HIDDEN, ffn_size=128, activation="swiglu", backend="loop"
+                num_local_experts=EXPERTS // ep_mesh.size(),
+                hidden_size=HIDDEN,
+                ffn_size=128,
+                activation="swiglu",
+                backend="loop",
             ),
             settings=MoESettings(losses=(AuxLoss("aux_loss", 1e-2),)),
         )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, load_config
-from moe_exp.config.loading import explain
+from moe_exp.config.loading import explain, given_values, with_file
 from moe_exp.host.exit_codes import BAD_INPUT, FINISHED, REASONS_FILE, TO_BE_CONTINUED
 from moe_exp.host.files import read_json, read_yaml
 from moe_exp.runs.records import EXPERT_KEYS, TRAIN_KEYS, VALID_KEYS, Record, read_metrics
@@ -114,15 +114,16 @@ class Run:
         return [record for record in self.records if record.get("kind") == kind]
 
 
-def train(**settings: Any) -> Run:
+def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> Run:
     """Trains a model, or resumes its run, as `moe-exp train` does, and returns the run.
 
     In a process group, or under torchrun, this process trains as one of the ranks, so call it on every rank.
     Otherwise it launches the ranks on this machine and waits for them.
 
     Args:
-        settings: by the names of docs/settings.md in lower case: `num_experts=16`. They come before variables
-            of the environment; None counts as not given.
+        resume: run folder to continue with its own settings.
+        settings: by the names of docs/settings.md in lower case, such as `num_experts=16`, or `config`, the
+            path of a settings file. They come before variables of the environment; None counts as not given.
 
     Returns:
         The run; `summary["status"]` is finished, or stopped if a signal or a setting ended it early.
@@ -135,16 +136,18 @@ def train(**settings: Any) -> Run:
     _package("torch", _INSTALL)
     from moe_exp.engine import runtime
     from moe_exp.launch.launch import train as launch
+    from moe_exp.launch.launch import with_run_folder
 
     flags = _flags(settings)
+    folder = with_run_folder(flags, str(resume)) if resume else flags
     if runtime.is_rank():
         # by name: that module imports this one
-        return Run(importlib.import_module("moe_exp.train").train_here(flags).path)
-    run = Run(RunFolder.of(load_config(flags)).path)
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ[REASONS_FILE] = str(Path(folder) / "reasons")
+        return Run(importlib.import_module("moe_exp.train").train_here(folder).path)
+    run = Run(RunFolder.of(load_config(folder)).path)
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ[REASONS_FILE] = str(Path(temporary) / "reasons")
         try:
-            code = launch(flags, raises=True)
+            code = launch(flags, resume=str(resume or ""), raises=True)
             reasons = _lines(Path(os.environ[REASONS_FILE]))
         finally:
             del os.environ[REASONS_FILE]
@@ -216,16 +219,17 @@ def plan(
     Raises:
         ValueError: a value is wrong; one line for each.
     """
-    from moe_exp.planner.run_plan import plan_run
+    from moe_exp.data.tokens.vocabulary import with_vocab_size
+    from moe_exp.planner.hardware import DEFAULT_GPU, load_hardware
+    from moe_exp.planner.prediction import CONSTANTS, load_constants
+    from moe_exp.planner.run_plan import plan_run, settings_for
+    from moe_exp.planner.search.layout_text import parse_budget
 
-    return plan_run(
-        _flags(settings),
-        gpu=gpu,
-        gpus=gpus,
-        tokens=None if tokens is None else str(tokens),
-        price=None if price is None else str(price),
-        profile=None if profile is None else Path(profile),
-    )
+    hardware, constants = load_hardware(gpu or DEFAULT_GPU), load_constants(Path(profile or CONSTANTS))
+    budget = parse_budget(*(None if value is None else str(value) for value in (tokens, price)))
+    flags = settings_for(hardware, with_file(_flags(settings), os.environ), gpus)
+    config, _ = with_vocab_size(load_config(flags), given_values(flags, os.environ))
+    return plan_run(config, hardware, constants, **budget)
 
 
 def _flags(settings: Mapping[str, Any]) -> dict[str, str]:

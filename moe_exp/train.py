@@ -7,6 +7,7 @@ torchrun themselves.
 
 import argparse
 import logging
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -28,10 +29,12 @@ from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.loading import given_values
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.samples.dataset import Samples, context_part, split_batch
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
+from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
@@ -43,11 +46,12 @@ from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
+from moe_exp.training.console import end_logging, setup_logging
 from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.exchange import IterationEnd, end_of_iteration
 from moe_exp.training.interval import Interval, PhaseTimers, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
-from moe_exp.training.metrics import Metrics, setup_logging
+from moe_exp.training.metrics import Metrics
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
@@ -85,9 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:
-        config = load_config(vars(parser.parse_args(argv)))
-        if problems := check_config(config):
-            raise ConfigError(problems)
+        config = checked_config(vars(parser.parse_args(argv)))
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         sys.exit(2)
@@ -104,6 +106,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(exit_code)
 
 
+def checked_config(flags: Mapping[str, Any]) -> Config:
+    """The settings of `flags` and the environment; ConfigError if they cannot run."""
+    given = given_values(flags, os.environ)
+    config = load_config(given, {})
+    # a launcher has given it
+    config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    return config
+
+
 def train_here(flags: Mapping[str, Any]) -> RunFolder:
     """Trains as a rank of a job that another program has started, for `moe_exp.train`; called by every rank.
 
@@ -111,9 +124,7 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
         ValueError: the settings cannot run, or what they name cannot be used.
         SaveError, ReplicaError, GuardEnd: why the run has ended, on every rank.
     """
-    config = load_config({**flags, **runtime.world_settings()})
-    if problems := check_config(config):
-        raise ConfigError(problems)
+    config = checked_config({**flags, **runtime.world_settings()})
     if not config.train_data:
         ensure_embedded_corpus(Path(config.data_dir))
     runtime.join_job(config)
@@ -126,6 +137,7 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
         raise
     finally:
         is_first = bool(release_run_folders())
+        end_logging()
     seconds = time.monotonic() - start
     if is_first and (ended := finish_run(config, folder, since=started, wall_seconds=seconds, code=code)):
         print(f"\n{ended[1]}", flush=True)
@@ -216,7 +228,8 @@ def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
     source = choose_source(config, folder)
     if source is not None:
         loading.compare_model(config, source.folder)
-    from_first_rank(lambda: open_run_folder(config, sys.argv))
+    resumed_from = iteration_in_this_run(source, folder)
+    from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
     return folder, source
 
 

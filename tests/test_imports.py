@@ -37,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {*FILES, "data", "watch"},
     "inference": {*LOW, "layers", "data", "engine", "checkpoint"},
     "studies": {*FILES, "data", "report", "launch"},
-    "api": {*FILES, "engine", "launch", "inference", "report"},
+    "api": {*FILES, "data", "engine", "launch", "inference", "report"},
     "train": {*FILES, "data", "engine", "checkpoint", "watch", "training", "api"},
     "commands": {
         *FILES,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import json
 import os
+import re
 import select
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from moe_exp.host.exit_codes import printable
 
@@ -18,7 +20,29 @@ from moe_exp.host.exit_codes import printable
 UNDER_WAY = 75
 
 
-class ExactParser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Names the nearest command or flag in the error for one that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2 after usage and message."""
+        found = re.fullmatch(r"argument (.+): invalid choice: '(.+)' \(choose from (.+)\)", message)
+        if found and (near := difflib.get_close_matches(found[2], re.findall(r"[\w.-]+", found[3]), n=1)):
+            message = f"argument {found[1]}: invalid choice: '{found[2]}', did you mean {near[0]}?"
+        super().error(message)
+
+    def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
+        """The error for arguments that parsing has left over."""
+        from moe_exp.config.misspelt import similar_settings
+
+        flags = [one[2:].replace("-", "_") for one in self._option_string_actions if one.startswith("--")]
+        lines = []
+        for flag in (one.partition("=")[0] for one in arguments if one.startswith("--")):
+            near = [f"--{one.replace('_', '-')}" for one in similar_settings(flag, flags)]
+            lines.append(f"{flag} does not exist" + (f", did you mean {' or '.join(near)}?" if near else ""))
+        self.error("; ".join(lines) or f"unrecognized arguments: {' '.join(arguments)}")
+
+
+class ExactParser(Parser):
     """Takes no flag by its first letters alone: what looks for a flag in a command finds it by its name."""
 
     def __init__(self, **options: Any):

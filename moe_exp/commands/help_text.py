@@ -16,6 +16,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "moe-exp train                                        # a small MoE on an embedded corpus",
         "moe-exp train --train-data data/my_text_document --num-experts 16 --topk 2",
         "moe-exp train --gpus-per-node 8 --ep 8 --dry-run      # settings and checks, starts nothing",
+        "moe-exp train --resume runs/NAME --train-iters 1000   # continue a run with its own settings",
+        "moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr",
     ),
     "data list": ("moe-exp data list",),
     "data download": ("moe-exp data download fineweb_edu_10bt --dry-run",),
@@ -58,7 +60,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan search": (
         "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024",
         "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --explain TP=4,PP=8,EP=8",
-        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --export env > topology.env",
+        "moe-exp plan search --preset mixtral-8x7b --gpus 128 --gbsz 1024 --export topology.env",
     ),
     "plan calibrate": ("moe-exp plan calibrate --runs runs.csv --out profile.json",),
     "plan predict": ("moe-exp plan predict --runs runs.csv --out predicted.csv",),

@@ -86,8 +86,8 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     add = parser.add_argument
     add("--top", type=int, metavar="N", default=10, help="layouts to show (default: 10)")
     add("--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses")
-    about = "print the best layout as environment variables, tables on standard error"
-    add("--export", choices=("env",), default="", help=about)
+    about = "write the best layout to this settings file, for --config; env: to standard output"
+    add("--export", metavar="FILE", default="", help=about)
     about = "place of the layout to export (default: 1); with --explain that one"
     add("--rank", type=int, metavar="N", default=1, help=about)
     _add_settings(parser)
@@ -119,11 +119,14 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> None:
+    from moe_exp.config import load_config
     from moe_exp.planner.run_plan import plan_run
     from moe_exp.planner.tables import PlanPrinter
 
-    names = ("gpu", "gpus", "tokens", "price", "profile")
-    plan = plan_run(_given(arguments), **{name: getattr(arguments, name) for name in names})
+    hardware, constants = _hardware_and_constants(arguments)
+    flags = _settings(arguments, hardware)
+    config = _with_vocabulary(load_config(flags), flags)
+    plan = plan_run(config, hardware, constants, **_budget(arguments))
     if arguments.json:
         print_json(plan.report)
     else:
@@ -141,9 +144,12 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"
         raise setting_error(name, getattr(arguments, name), "must be at least 1", "give a number of layouts")
-    if arguments.export and arguments.json:
+    to_stdout = arguments.export == "env"
+    if to_stdout and arguments.json:
         rule = "does not go with --json, standard output is one of the two"
-        raise setting_error("export", arguments.export, rule, "give one of them")
+        raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
+    if arguments.export and not to_stdout:
+        _check_new_file("export", Path(arguments.export))
     hardware, constants = _hardware_and_constants(arguments)
     budget = _budget(arguments)
     config, fixed = _searched(arguments, hardware)
@@ -155,7 +161,7 @@ def _search(arguments: argparse.Namespace) -> int:
     )
     best = found.ranked[0] if found.ranked else None
     cost = cost_of(best.config, hardware, constants=constants, **budget) if best else None
-    printer = PlanPrinter(sys.stderr if arguments.export else sys.stdout)
+    printer = PlanPrinter(sys.stderr if to_stdout else sys.stdout)
     if arguments.json:
         report = describe_search(found, hardware, arguments.top) | {
             "cost": describe_cost(cost) if cost else None
@@ -170,7 +176,12 @@ def _search(arguments: argparse.Namespace) -> int:
         if best and cost:
             printer.best(best, cost)
     if arguments.export:
-        _export(_chosen(found, explained, arguments.rank), config, budget["num_tokens"])
+        chosen = _chosen(found, explained, arguments.rank)
+        lines = _exported_lines(chosen, config, budget["num_tokens"])
+        if to_stdout:
+            print(lines, end="")
+        else:
+            _write_export(Path(arguments.export), lines, quiet=arguments.json)
     return int(best is None)
 
 
@@ -185,14 +196,23 @@ def _chosen(found: Search, explained: Explanation | None, rank: int) -> Candidat
     return found.ranked[rank - 1]
 
 
-def _export(candidate: Candidate, config: Config, num_tokens: int | None) -> None:
+def _exported_lines(candidate: Candidate, config: Config, num_tokens: int | None) -> str:
     from moe_exp.config import load_config
     from moe_exp.planner.estimate import with_budget
     from moe_exp.planner.search.layout_text import exported_settings
 
     defaults = load_config({"preset": config.preset}, {})
-    for name, value in exported_settings(with_budget(candidate.config, num_tokens), defaults):
-        print(f"{name}={shlex.quote(value)}")
+    settings = exported_settings(with_budget(candidate.config, num_tokens), defaults)
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings)
+
+
+def _write_export(path: Path, lines: str, *, quiet: bool) -> None:
+    from moe_exp.host.files import write_atomically
+
+    write_atomically(path, "# Written by moe-exp plan search, for moe-exp train --config\n" + lines)
+    if not quiet:
+        command = shlex.join(["moe-exp", "train", "--config", str(path)])
+        print(f"{path}: written, for\n  {command}")
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
@@ -243,11 +263,15 @@ def _check_out(out: Path, runs: Path) -> None:
     """
     if out.exists() and out.samefile(runs):
         raise setting_error("out", out, "is the file of the runs", "name another file")
+    _check_new_file("out", out)
+
+
+def _check_new_file(name: str, path: Path) -> None:
     # a directory; or a device such as /dev/stdout, which a file would take the place of
-    if out.exists() and not out.is_file():
-        raise setting_error("out", out, "is there and is no regular file", "name a file")
-    if not out.parent.is_dir():
-        raise setting_error("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere")
+    if path.exists() and not path.is_file():
+        raise setting_error(name, path, "is there and is no regular file", "name a file")
+    if not path.parent.is_dir():
+        raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
 
 
 def _hardware(arguments: argparse.Namespace) -> None:
@@ -267,7 +291,7 @@ def _hardware(arguments: argparse.Namespace) -> None:
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
     """Settings given before a command that has none would have no effect."""
-    names = (*Config.model_fields, "gpus", "gpu", "tokens", "price")
+    names = ("config", *Config.model_fields, "gpus", "gpu", "tokens", "price")
     if given := [name for name in names if getattr(arguments, name) is not None]:
         fix = f"leave it out of moe-exp plan {arguments.plan_command}"
         lines = (problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
@@ -281,34 +305,46 @@ def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Co
     return load_hardware(arguments.gpu or DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
 
 
-def _given(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Flags of settings by field name; None where not given."""
+def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
+    """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    from moe_exp.config.loading import with_file
     from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.planner.run_plan import settings_for
 
     warn_of_misspelt()
-    return {name: getattr(arguments, name) for name in Config.model_fields}
+    given = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
+    return settings_for(hardware, with_file(given, os.environ), arguments.gpus)
 
 
 def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
     """The settings without a layout, and the flags that fix one."""
     from moe_exp.config import load_config
-    from moe_exp.planner.run_plan import settings_for
     from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
-    flags = settings_for(hardware, _given(arguments), arguments.gpus)
-    fixed = {name: str(flags.pop(name)) for name in LAYOUT_SETTINGS if name in flags}
-    ignored = [
-        f"{name.upper()}={os.environ[name.upper()]}"
-        for name in LAYOUT_SETTINGS
-        if os.environ.get(name.upper()) and name not in fixed
-    ]
-    if ignored:
-        rule = "searched all the same, a flag would fix it"
-        print(f"moe-exp plan: {', '.join(ignored)} of the environment: {rule}", file=sys.stderr)
+    flags = _settings(arguments, hardware)
+    asked = {name: flags.pop(name) for name in LAYOUT_SETTINGS if name in flags}
+    fixed = {name: str(value) for name, value in asked.items() if getattr(arguments, name) is not None}
+    from_environ = {name: os.environ.get(name.upper(), "") for name in LAYOUT_SETTINGS if name not in fixed}
+    from_file = {name: value for name, value in asked.items() if name not in fixed}
+    for values, place in ((from_environ, "the environment"), (from_file, arguments.config)):
+        if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
+            rule = "searched all the same, a flag would fix it"
+            print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node
-    return load_config(flags, environ), fixed
+    return _with_vocabulary(load_config(flags, environ), flags), fixed
+
+
+def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
+    """The settings with VOCAB_SIZE of the data, as training would have it."""
+    from moe_exp.config.loading import given_values
+    from moe_exp.data.tokens.vocabulary import with_vocab_size
+
+    config, reason = with_vocab_size(config, given_values(flags, os.environ))
+    if reason:
+        print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: {reason}", file=sys.stderr)
+    return config
 
 
 def _budget(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -20,6 +20,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     about = "print settings, torchrun command and parameter report, start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
+    about = "continue this run with its own settings; a flag beside it changes one of them"
+    parser.add_argument("--resume", default="", metavar="RUN_FOLDER", help=about)
     add_arguments(parser)
     parser.set_defaults(run=_train)
 
@@ -27,4 +29,5 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _train(arguments: argparse.Namespace) -> int:
     from moe_exp.launch.launch import train
 
-    return train({name: getattr(arguments, name) for name in Config.model_fields}, dry_run=arguments.dry_run)
+    flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
+    return train(flags, resume=arguments.resume, dry_run=arguments.dry_run)

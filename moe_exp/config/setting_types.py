@@ -43,6 +43,13 @@ def shown(value: object) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:half]}...{text[-half:]}"
 
 
+def as_given(value: object) -> str:
+    """A value as it is written in the environment or on the command line."""
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _none_or_int(value: Any) -> Any:
     return None if isinstance(value, str) and value.lower() in ("none", "") else value
 

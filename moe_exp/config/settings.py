@@ -1,9 +1,9 @@
 """Every setting of a run, once.
 
-Resolved in the order default < preset < environment < command line. A field's environment variable is its
-name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case (`--num-experts`). Settings
-of launch, model and experts are in config/model_settings.py. Imports neither torch nor megatron, so that
-`--help`, `--dry-run` and the planner answer at once.
+Resolved in the order default < preset < settings file < environment < command line. A field's environment
+variable is its name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case
+(`--num-experts`). Settings of launch, model and experts are in config/model_settings.py. Imports neither
+torch nor megatron, so that `--help`, `--dry-run` and the planner answer at once.
 """
 
 from __future__ import annotations
@@ -109,9 +109,14 @@ class Config(ModelSettings):
     mbsz: Positive = learning(8, "micro-batch size, samples")
     gbsz: Positive = learning(64, "global batch size, samples")
     train_iters: Positive = learning(40000, "iterations", costs=False)
-    warmup_iters: NonNegative = learning(1000, "iterations of linear warm-up", costs=False, measured=0)
+    warmup_iters: NonNegative = learning(
+        1000,
+        "iterations of linear warm-up; if only TRAIN_ITERS is set, at most a tenth of it",
+        costs=False,
+        measured=0,
+    )
     decay_iters: NonNegative = learning(
-        38000, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", costs=False, measured=0
+        0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", costs=False, measured=0
     )
     wsd_decay_iters: NonNegative = learning(
         0, "iterations of the final decay (LR_DECAY_STYLE=WSD)", costs=False
@@ -239,6 +244,11 @@ class Config(ModelSettings):
     log_timers: bool = output(
         False, "measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ..."
     )
+    attention_flops: Literal["causal", "full"] = output(
+        "causal",
+        "scores of attention that TFLOP/s, MFU and FLOPs count; causal: the half that the mask keeps, as "
+        "Megatron-LM since 2025; full: all, as before",
+    )
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
     eval_iters: NonNegative = output(10, "global batches per evaluation")
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
@@ -356,6 +366,11 @@ class Config(ModelSettings):
     def num_microbatches(self) -> int:
         """Micro-batches per iteration at the full global batch."""
         return self.gbsz // (self.mbsz * self.data_parallel_size)
+
+    @property
+    def decay_end(self) -> int:
+        """Iteration at which MIN_LR is reached."""
+        return self.decay_iters or self.train_iters
 
     @property
     def kv_channels(self) -> int:

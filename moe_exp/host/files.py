@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,12 +19,21 @@ _CHUNK_BYTES = 1 << 20
 
 def bytes_text(num_bytes: float) -> str:
     """Three digits and a decimal unit: 1.75 TB."""
-    *units, largest = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
-    for unit in units:
-        if abs(num_bytes) < 999.5:  # 999.5 and above rounds to the next unit
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.0f} {largest}" if abs(num_bytes) >= 999.5 else f"{num_bytes:.3g} {largest}"
+    return _scaled(num_bytes, (" bytes", " kB", " MB", " GB", " TB", " PB", " EB"))
+
+
+def count_text(number: float) -> str:
+    """Three digits and the letter of a count: 30.5B."""
+    return _scaled(number, ("", "K", "M", "B", "T"))
+
+
+def _scaled(number: float, units: Sequence[str]) -> str:
+    *smaller, largest = units
+    for unit in smaller:
+        if abs(number) < 999.5:  # 999.5 and above rounds to the next unit
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:,.0f}{largest}" if abs(number) >= 999.5 else f"{number:.3g}{largest}"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -6,17 +6,16 @@ import io
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, setting_error
+from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.estimate import Cost, cost_of, speed_of
-from moe_exp.planner.hardware import DEFAULT_GPU, Hardware, load_hardware
-from moe_exp.planner.prediction import CONSTANTS, Prediction, load_constants, predict
+from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.prediction import Constants, Prediction, predict
 from moe_exp.planner.reports import describe_run
-from moe_exp.planner.search.layout_text import parse_budget, world_of
+from moe_exp.planner.search.layout_text import world_of
 from moe_exp.planner.tables import PlanPrinter
 
 
@@ -61,38 +60,28 @@ class RunPlan:
 
 
 def plan_run(
-    flags: Mapping[str, Any],
+    config: Config,
+    hardware: Hardware,
+    constants: Constants,
     *,
-    gpu: str | None = None,
-    gpus: int | None = None,
-    tokens: str | None = None,
-    price: str | None = None,
-    profile: Path | None = None,
+    num_tokens: int | None = None,
+    price_per_gpu_hour: float | None = None,
 ) -> RunPlan:
-    """Predicts a run with the settings of `flags` and the environment.
-
-    Args:
-        flags: settings by field name, see `load_config`.
-        gpu: kind of device, or its JSON file.
-        gpus: devices in all, instead of NNODES.
-        tokens: budget such as 300B, instead of TRAIN_ITERS.
-        price: of a GPU-hour.
-        profile: constants that `moe-exp plan calibrate` wrote.
+    """Predicts a run; arguments as for `cost_of`.
 
     Raises:
-        ValueError: one of these, or a setting, is wrong; one line for each.
+        ConfigError: the settings cannot run.
     """
-    hardware, constants = load_hardware(gpu or DEFAULT_GPU), load_constants(profile or CONSTANTS)
-    config = load_config(settings_for(hardware, flags, gpus))
     if problems := check_config(config):
         raise ConfigError(problems)
-    cost = cost_of(config, hardware, constants=constants, **parse_budget(tokens, price))
+    budget: dict[str, Any] = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
+    cost = cost_of(config, hardware, constants=constants, **budget)
     return RunPlan(config, hardware, predict(Job.of(config), hardware, constants), cost)
 
 
 def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
     """`flags`, with the preset of `hardware` if none is given; `gpus` as NNODES and GPUS_PER_NODE."""
-    settings = {name: value for name, value in flags.items() if value is not None}
+    settings = dict(flags)
     if "preset" not in settings and not os.environ.get("PRESET"):
         # as on a host with such devices, whatever this one has
         settings["preset"] = "cpu" if hardware.is_cpu else "reference"

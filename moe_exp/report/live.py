@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rich import box, filesize
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_exp.config import ConfigError, problem
+from moe_exp.host.files import bytes_text
 from moe_exp.host.processes import signals_handled
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 from moe_exp.report.text_curves import plot, sparkline
@@ -399,7 +400,7 @@ def _number(value: Any, form: str) -> str:
 
 def _bytes(train: Mapping[str, Any]) -> str:
     known = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
-    return filesize.decimal(int(known)) if known else _NOTHING
+    return bytes_text(known) if known else _NOTHING
 
 
 def _printable(text: str) -> str:

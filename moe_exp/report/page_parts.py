@@ -276,7 +276,8 @@ def events_html(runs: Sequence[Run]) -> str:
     )
     key = (
         '<p class="note key"><span><i class="start"></i>start,'
-        ' resume</span><span><i></i>checkpoint</span><span><i class="fault"></i>fault</span><span><i'
+        ' resume</span><span><i></i>checkpoint</span><span><i class="changed"></i>resume with changed'
+        ' settings</span><span><i class="fault"></i>fault</span><span><i'
         f' class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
     )
     kept = [most_informative(run.events, _MOST_ROWS) for run in runs]
@@ -350,6 +351,8 @@ def _track(
         when = times[id(event)]
         name = str(event.get("event"))
         css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
+        if name == "changed_settings":
+            css = "changed"
         text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
         parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
     return (
@@ -387,7 +390,7 @@ def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[
     rows = []
     for event in events:
         details = ", ".join(
-            f"{key}: {value}"
+            f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
             for key, value in event.items()
             if key not in ("kind", "iteration", "event", "time")
         )

@@ -143,11 +143,12 @@ def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
 
 
 def test_dry_run_text_says_where_a_setting_comes_from():
-    flags, environ = {"topk": "2", "lr": None}, {"PRESET": "cpu", "NUM_EXPERTS": "16"}
+    flags, environ = {"topk": "2", "lr": None, "train_iters": "50"}, {"PRESET": "cpu", "NUM_EXPERTS": "16"}
     text = dry_run_text(load_config(flags, environ), flags, environ)
     assert re.search(r"^TOPK=2 +# command line$", text, re.M)
     assert re.search(r"^NUM_EXPERTS=16 +# environment$", text, re.M)
     assert re.search(r"^NUM_LAYERS=4 +# preset cpu$", text, re.M)
+    assert re.search(r"^WARMUP_ITERS=5 +# from TRAIN_ITERS$", text, re.M)
     assert re.search(r"^VPP=none$", text, re.M)
     assert re.search(r"^USE_MOE=true$", text, re.M)
     assert "moe_exp.launch.agent" in text
@@ -165,6 +166,7 @@ def test_dry_run_of_the_reference(tmp_path):
         "13153.68 MB",
         "--nproc-per-node 8",
         "-m moe_exp.train --ep=4",
+        "learning rate after iteration (cosine): 0 at 0 (0%), 0.000525 at 10000 (25%), ",
     ):
         assert text in done.stdout
     assert (

@@ -23,7 +23,8 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder
 from moe_exp.training import mirrors
-from moe_exp.training.metrics import Metrics, curves, setup_logging
+from moe_exp.training.console import setup_logging
+from moe_exp.training.metrics import Metrics, curves
 
 SECRET = "0123456789abcdef" * 2 + "5ec4e700"
 

@@ -155,7 +155,7 @@ def _batch(c: Config) -> Iterator[str]:
 
 
 def _schedule(c: Config) -> Iterator[str]:
-    decay_name, decay = ("DECAY_ITERS", c.decay_iters) if c.decay_iters else ("TRAIN_ITERS", c.train_iters)
+    decay_name, decay = "DECAY_ITERS" if c.decay_iters else "TRAIN_ITERS", c.decay_end
     if c.warmup_iters >= decay:
         fix = f"set WARMUP_ITERS below {decay}, or raise {decay_name}"
         yield problem(

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich import filesize
 from rich.table import Table
 
 from moe_exp.data.documents import JSONL_SUFFIXES, check_regular
+from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
@@ -266,7 +266,7 @@ def print_sources() -> None:
         table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "download", "tokens"))
     for source in SOURCES.values():
         about = "" if source.is_exact or not source.num_bytes else "about "
-        size = about + filesize.decimal(source.num_bytes) if source.num_bytes else "none"
+        size = about + bytes_text(source.num_bytes) if source.num_bytes else "none"
         tokens = f"about {_short(source.num_tokens)}" if source.num_tokens else "?"
         what = f"{source.description}. {source.note}".strip()
         files = ", ".join(source.patterns) or "this interpreter's .py files"

@@ -51,7 +51,7 @@ Report.smoothed = (values, weight) => {
 Report.timeUnit = most => (most < 300 ? [1, "seconds"] : most < 10800 ? [60, "minutes"] : most < 345600 ? [3600, "hours"] : [86400, "days"]);
 
 Report.Chart = class {
-  // `series()` gives [{ label, color, dash, x: {axis: []}, y: [], low, high, gaps: [index], marks: {axis: [], value: []}, points }].
+  // `series()` gives [{ label, color, dash, x: {axis: []}, y: [], low, high, gaps: [index], marks: {axis: [], value: []}, changes: {axis: [], text: []}, points }].
   constructor(box, { title, series, show = Report.short, smooth = false, zero = false, note = "", height = 230 }) {
     Object.assign(this, { box, title, series, show, smooth, zero, height, plot: null });
     box.append(Report.element("h3", title));
@@ -141,6 +141,8 @@ Report.Chart = class {
     const parts = [];
     if (this.shown.some(one => (one.gaps || []).length)) parts.push("× marks records that are not a number.");
     if (this.shown.some(one => one.marks && one.marks.value.length)) parts.push("▼ marks spikes.");
+    const changed = this.shown.flatMap(one => (one.changes || { text: [] }).text.map(text => (this.shown.length > 1 ? `${one.label}, ${text}` : text)));
+    if (changed.length) parts.push(`┆ marks resumes with changed settings, after iteration ${changed.join("; ")}.`);
     if (this.shown.some(one => one.low)) parts.push("The band is the range of the records that share a point.");
     return parts.join(" ");
   }
@@ -158,6 +160,16 @@ Report.Chart = class {
         context.moveTo(x - r, y - r); context.lineTo(x + r, y + r); context.moveTo(x - r, y + r); context.lineTo(x + r, y - r);
         context.stroke();
       }
+      context.strokeStyle = one.color;
+      context.setLineDash([3 * ratio, 4 * ratio]);
+      for (const value of (one.changes || {})[axis] || []) {
+        const x = value == null ? NaN : u.valToPos(value / this.divisor, "x", true);
+        if (!(x >= left && x <= left + width)) continue;
+        context.beginPath();
+        context.moveTo(x, top); context.lineTo(x, top + height);
+        context.stroke();
+      }
+      context.setLineDash([]);
       const marks = one.marks || { value: [] };
       context.fillStyle = one.color;
       marks.value.forEach((value, index) => {

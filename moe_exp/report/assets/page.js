@@ -13,7 +13,7 @@
       const curve = run.curves[key], factor = options.loss ? run.bits_per_nat : null;
       return {
         label: run.name, ...style(run), x: run.x, y: scaled(curve.mean, factor), low: scaled(curve.low, factor), high: scaled(curve.high, factor),
-        gaps: curve.gaps, marks: options.marks ? run.spikes : undefined,
+        gaps: curve.gaps, marks: options.marks ? run.spikes : undefined, changes: options.changes ? run.changes : undefined,
       };
     });
   }
@@ -40,12 +40,12 @@
   const bytes = value => (value == null ? "–" : value >= 1e9 ? `${+(value / 1e9).toPrecision(3)} GB` : `${+(value / 1e6).toPrecision(3)} MB`);
 
   const charts = {
-    loss: { title: `Training loss, ${data.unit}`, series: ofRuns("lm_loss", { loss: true }), smooth: true, height: 340 },
+    loss: { title: `Training loss, ${data.unit}`, series: ofRuns("lm_loss", { loss: true, changes: true }), smooth: true, height: 340 },
     valid: { title: `Validation loss, ${data.unit}`, series: ofValidation("lm_loss", run => run.bits_per_nat) },
     ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl") },
     bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte") },
     grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },
-    learning_rate: { title: "Learning rate", series: ofRuns("learning_rate") },
+    learning_rate: { title: "Learning rate", series: ofRuns("learning_rate", { changes: true }) },
     tokens_per_second: { title: "Tokens per second, all ranks", series: ofRuns("tokens_per_second"), smooth: true, zero: true },
     tflops_per_gpu: { title: "Model TFLOP/s per rank", series: ofRuns("tflops_per_gpu"), smooth: true, zero: true },
     memory_bytes: { title: "Peak memory of a rank", series: ofRuns("memory_bytes"), show: bytes, zero: true },

@@ -158,7 +158,7 @@ def test_list_command_prints_every_source(capsys):
         assert source.name in shown
         assert source.licence.split(",")[0] in shown
     assert "28.5 GB" in shown
-    assert "about 31.0 GB" in shown
+    assert "about 31 GB" in shown
 
 
 # ---- by name or path

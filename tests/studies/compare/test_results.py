@@ -196,7 +196,7 @@ def test_equal_time(tmp_path):
     )
     paced = by_time.paced({"dmoe": 0.5, "dense": 0.4})
     assert [one.config.train_iters for one in paced.variants] == [300, 375]
-    assert [one.config.decay_iters for one in paced.variants] == [300, 375]
+    assert [one.config.decay_end for one in paced.variants] == [300, 375]
     text = plan_text(paced, {"dmoe": 0.5, "dense": 0.4}, measured=True)
     assert "0:02:30 | 0:02:30" in text and text.endswith("times are 0.0% apart")
     for run, seconds in zip(paced.runs(), (1.0, 1.1), strict=True):
