@@ -27,10 +27,6 @@ if TYPE_CHECKING:
     from moe_exp.inference.model import Model
     from moe_exp.planner.run_plan import RunPlan
 
-_INSTALL = (
-    "pip install -c constraints.txt -e . in the checkout of moe_exp, or activate the environment that has it"
-)
-
 
 class Run:
     """A run folder. Each file is read at its first use; call `load_run` again for what a run has added since.
@@ -105,6 +101,7 @@ class Run:
         Returns:
             A figure, which a notebook shows; `figure.savefig("curves.png")` writes it.
         """
+        _package("matplotlib", extra="analysis")
         from moe_exp.runs.curves import draw_runs
 
         names = _distinct_names([self, *others])
@@ -133,7 +130,7 @@ def train(*, resume: str | os.PathLike[str] | None = None, **settings: Any) -> R
         RuntimeError: the run has failed; with the reason.
         ModuleNotFoundError: torch is missing.
     """
-    _package("torch", _INSTALL)
+    _package("torch", extra="train")
     from moe_exp.engine import runtime
     from moe_exp.launch.launch import train as launch
     from moe_exp.launch.launch import with_run_folder
@@ -191,7 +188,7 @@ def load_model(path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str 
         ValueError: there is no checkpoint, or it cannot be used.
         ModuleNotFoundError: torch is missing.
     """
-    _package("torch", _INSTALL)
+    _package("torch", extra="train")
     from moe_exp.inference.model import Model
 
     return Model(path, dtype=dtype, tokenizer=tokenizer)
@@ -247,7 +244,7 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     """A row per record. Columns are `keys`, then what only some records have; those of numbers are float or
     int, also where all values are null or too large for int64.
     """
-    pandas = _package("pandas", 'pip install pandas, or moe_exp with the extra "analysis"')
+    pandas = _package("pandas", extra="analysis")
     names = dict.fromkeys([*keys, *(key for record in records for key in record)])
     frame = pandas.DataFrame(list(records), columns=[name for name in names if name != "kind"])
     for name in frame:
@@ -258,15 +255,18 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
     return frame
 
 
-def _package(name: str, fix: str) -> Any:
-    """Imports a package that may be missing.
+def _package(name: str, *, extra: str) -> Any:
+    """Imports a package that may be missing; `extra` of moe_exp installs it.
 
     Raises:
-        ModuleNotFoundError: it is; in one line, with `fix`.
+        ModuleNotFoundError: it is missing; in one line, with the fix.
     """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
+        from moe_exp.commands.doctor import install_command
+
+        fix = f"{install_command(extra)}, or activate the environment that has it"
         raise ModuleNotFoundError(f"{name} is not installed. Fix: {fix}.", name=name) from None

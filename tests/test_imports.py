@@ -37,8 +37,6 @@ ALLOWED: dict[str, set[str]] = {
     "launch": {*FILES, "data", "watch"},
     "inference": {*LOW, "layers", "data", "engine", "checkpoint"},
     "studies": {*FILES, "data", "report", "launch"},
-    "api": {*FILES, "data", "engine", "launch", "inference", "report"},
-    "train": {*FILES, "data", "engine", "checkpoint", "watch", "training", "api"},
     "commands": {
         *FILES,
         "data",
@@ -51,6 +49,8 @@ ALLOWED: dict[str, set[str]] = {
         "inference",
         "studies",
     },
+    "api": {*FILES, "data", "engine", "launch", "inference", "commands", "report"},
+    "train": {*FILES, "data", "engine", "checkpoint", "watch", "training", "api"},
     "cli": {"commands"},
     "scripts": {"commands"},
     "__main__": {"cli"},

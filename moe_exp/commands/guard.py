@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from moe_exp.commands.doctor import install_command
 from moe_exp.host.exit_codes import printable
 
 # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make
@@ -94,11 +95,7 @@ def guarded(
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("moe_exp"):
             raise
-        what = f'".[{extras}]"' if extras else "."
-        fix = (
-            f"pip install -c constraints.txt -e {what} in the checkout of moe_exp, or activate the"
-            " environment that has it"
-        )
+        fix = f"{install_command(extras or 'train')}, or activate the environment that has it"
         return fail(f"the package {error.name} is not installed. Fix: {fix}.")
     except ValueError as error:
         return fail(str(error))

@@ -86,9 +86,13 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
     if is_record:
         values = {name: value for name, value in values.items() if name not in NOT_TAKEN_OVER}
     try:
-        load_config({name: value for name, value in values.items() if name in Config.model_fields}, {})
+        config = load_config(
+            {name: value for name, value in values.items() if name in Config.model_fields}, {}
+        )
     except ConfigError as error:
         raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
+    if is_record:
+        values = _without_following(values, config)
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
         rule = f"{path} has all settings of a run, so that another preset changes none"
@@ -99,6 +103,13 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
         ours = ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing)
         complain(f"warning: {ours} of the environment: used instead of what {path} has")
     return {name: value for name, value in values.items() if name not in exported} | given
+
+
+def _without_following(values: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Settings of a run without those that followed TRAIN_ITERS, so that they follow another one, too."""
+    usual = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
+    followed = [one for one in ("decay_iters", "warmup_iters") if getattr(config, one) == getattr(usual, one)]
+    return {name: value for name, value in values.items() if name not in followed}
 
 
 def settings_path(text: str) -> Path:

@@ -22,6 +22,7 @@ from moe_exp.config import Config, add_arguments, load_config, module_arguments
 from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, report_exit_code, reported_exit_code
+from moe_exp.host.processes import own_command
 from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
 from moe_exp.launch.torchrun_job import child_environment, shared_key, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
@@ -276,6 +277,16 @@ def test_values_that_cannot_be_read_end_with_2(monkeypatch, capsys):
         " NUM_LAYERS",
         " MOE_TYPE",
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "port"), [({}, "0"), ({"nnodes": 2}, "23456"), ({"master_port": 25000}, "25000")]
+)
+def test_the_port_of_a_job(settings, port):
+    config = cpu(**settings)
+    command = torchrun_command(config, rank_arguments(config, {}))
+    assert command[command.index("--master-port") + 1] == port
+    assert f"--master-port={port}" in command
 
 
 def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
@@ -543,3 +554,17 @@ def test_job_ends_when_the_launcher_is_killed(tmp_path):
     launcher.kill()
     launcher.communicate(timeout=30)
     wait_for(tmp_path / "saved0")
+
+
+def test_own_command_is_one_that_the_shell_finds(tmp_path, monkeypatch):
+    python, script = tmp_path / "bin" / "python", tmp_path / "bin" / "moe-exp"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "")
+    assert own_command() == [str(python), "-m", "moe_exp"]
+    script.parent.mkdir()
+    script.touch(0o755)
+    assert own_command() == [str(script)]
+    monkeypatch.chdir(tmp_path)
+    assert own_command() == ["bin/moe-exp"]
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert own_command() == ["moe-exp"]

@@ -18,9 +18,9 @@ from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
-from moe_exp.launch.machine_checks import check_files
+from moe_exp.launch.machine_checks import check_files, training_problem
 from moe_exp.launch.slurm.batch_script import RunJob, batch_script, mounts, own_folders
-from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_settings
+from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_settings, passed_variables
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.nodes.exclude import read_excluded
 
@@ -55,7 +55,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     if config:
         problems += [*check_config(config), *check_files(config)]
     if config and slurm:
-        job = RunJob(config, given, slurm)
+        job = RunJob(config, given, slurm, passed_variables(slurm, environ))
         problems += _run_problems(job)
     if problems:
         raise ConfigError(problems)
@@ -127,9 +127,11 @@ def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the ids.
 
     Raises:
-        ValueError: the run has jobs in the queue already, or sbatch fails; then all of this call are
-            canceled.
+        ValueError: the run has jobs in the queue already, the jobs' Python cannot train, or sbatch fails;
+            then all of this call are canceled.
     """
+    if not job.slurm.container and (lacking := training_problem()):
+        raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without one use this Python.")
     submitted = job.folder / SUBMITTED
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
