@@ -159,6 +159,7 @@ def _explained(error: Any, settings: type[BaseModel]) -> str:
     name = str(error["loc"][0])
     message = error["msg"].removeprefix("Value error, ")
     rule = message[0].lower() + message[1:].partition(", unable to")[0]
+    rule = rule.replace("extra inputs are not permitted", "is not a setting")
     rule = rule.replace("input should be", "must be").replace(
         "must be a valid boolean", "must be true or false"
     )
@@ -167,7 +168,8 @@ def _explained(error: Any, settings: type[BaseModel]) -> str:
 
 def _fix(name: str, error: Any, settings: type[BaseModel]) -> str:
     if name not in settings.model_fields:
-        return "see moe-exp train --help"
+        near = difflib.get_close_matches(name, settings.model_fields, 1)
+        return f"use {near[0].upper()}, if that is meant" if near else "see moe-exp train --help"
     if error["type"] == "one_line":
         return ONE_LINE_FIX
     field = settings.model_fields[name]

@@ -56,7 +56,14 @@ from moe_exp.runs.summary import Caller
 from moe_exp.watch.hangs.monitor import HangWatch
 
 
-def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False, command: str = "") -> int:
+def train(
+    flags: Mapping[str, Any],
+    *,
+    resume: str = "",
+    dry_run: bool = False,
+    raises: bool = False,
+    command: str = "",
+) -> int:
     """Checks the settings and runs this node's job, or with `dry_run` prints what would run.
 
     Args:
@@ -64,6 +71,7 @@ def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False, 
             of a settings file.
         resume: run folder to continue with its own settings.
         dry_run: starts and creates nothing; devices and packages missing on this machine are only warnings.
+        raises: for settings that cannot run, ConfigError instead of printed lines.
         command: as the user typed it, for the commands that the summary suggests.
 
     Returns:
@@ -90,6 +98,8 @@ def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False, 
                 print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
         return _dry_run(config, given, sources) if dry_run else launch(config, given, command=command)
     except ConfigError as error:
+        if raises:
+            raise
         for line in error.problems:
             complain(line)
         return BAD_INPUT

@@ -178,6 +178,14 @@ def hold_run_folder(config: Config) -> None:
 _HELD: list[BaseFileLock] = []  # an unreferenced lock would be released
 
 
+def release_run_folders() -> int:
+    """Ends the locks of `hold_run_folder`, if the process continues after its run; returns their number."""
+    num_held = len(_HELD)
+    while _HELD:
+        _HELD.pop().release()
+    return num_held
+
+
 def _held_problem(config: Config) -> list[str]:
     rule = f"another run is writing {RunFolder.of(config).path}"
     return [problem("run_name", config.name, rule, "wait for its end, or give this run another RUN_NAME")]
