@@ -27,6 +27,7 @@ from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.loading import given_values
+from moe_exp.data.own_text.settings import prepared_by_launcher
 from moe_exp.data.samples.dataset import Samples, context_part, split_batch
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
@@ -151,11 +152,12 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     folder, source = open_run(config, rank)
 
     # Data, without the samples that rollbacks skip.
-    all_samples, valid_stream = build_data(config)
-    sample_order, changes = compare_data(config, rank, all_samples, source.folder if source else None)
+    files = prepared_by_launcher(config)  # token files in place of text
+    all_samples, valid_stream = build_data(files)
+    sample_order, changes = compare_data(files, rank, all_samples, source.folder if source else None)
     samples = samples_without_skips(folder, all_samples, sample_order, source.folder if source else None)
     batches = BatchSchedule(config)
-    measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
+    measured = bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
 
     # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.

@@ -25,6 +25,9 @@ METRICS_FILE = "MOE_EXP_METRICS_FILE"
 
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"
 
+# Set by the launcher: token files and tokenizer made of the text that TRAIN_DATA names, as JSON.
+PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"
+
 # Set by the launcher: prefix of names in the job's stores, see launch/rendezvous.py.
 RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"
 

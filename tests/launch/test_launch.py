@@ -22,6 +22,7 @@ from moe_exp.config import Config, add_arguments, load_config, module_arguments
 from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, report_exit_code, reported_exit_code
+from moe_exp.host.processes import own_command
 from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
 from moe_exp.launch.torchrun_job import child_environment, shared_key, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
@@ -553,3 +554,17 @@ def test_job_ends_when_the_launcher_is_killed(tmp_path):
     launcher.kill()
     launcher.communicate(timeout=30)
     wait_for(tmp_path / "saved0")
+
+
+def test_own_command_is_one_that_the_shell_finds(tmp_path, monkeypatch):
+    python, script = tmp_path / "bin" / "python", tmp_path / "bin" / "moe-exp"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "")
+    assert own_command() == [str(python), "-m", "moe_exp"]
+    script.parent.mkdir()
+    script.touch(0o755)
+    assert own_command() == [str(script)]
+    monkeypatch.chdir(tmp_path)
+    assert own_command() == ["bin/moe-exp"]
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert own_command() == ["moe-exp"]
