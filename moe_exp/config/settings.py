@@ -252,6 +252,12 @@ class Config(ModelSettings):
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
     eval_iters: NonNegative = output(10, "global batches per evaluation")
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
+    prometheus_file: PathText = output(
+        "",
+        "file NAME.prom that has the newest metrics, for node_exporter's textfile collector; empty: none",
+        measured="",
+        compared=False,
+    )
     wandb_mode: Literal["online", "offline", "disabled"] = output("online", "wandb mode", compared=False)
 
     # Reliability and debugging
