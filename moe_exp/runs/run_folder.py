@@ -225,8 +225,8 @@ def _previous_settings(folder: RunFolder) -> dict[str, Any]:
 # Parts of a run whose changes are reported at a resume, the most important first.
 _REPORTED_PARTS: tuple[Part, ...] = ("learning", "data", "model", "experts", "layout")
 # Settings of these parts that do not change what a resumed run computes, or only through others.
-_UNREPORTED = ("preset", "allow_other_data", "data_dir", "upcycle_from", "upcycle_granularity")
-_UNREPORTED += ("init_std", "init_distribution")
+_UNREPORTED = {"preset", "allow_other_data", "data_dir", "upcycle_from", "upcycle_granularity"}
+_UNREPORTED |= {"init_std", "init_distribution"}
 
 
 def changes_of_resume(config: Config) -> list[str]:
