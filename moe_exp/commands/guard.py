@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import json
 import os
+import re
 import select
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 from moe_exp.host.exit_codes import printable
 
@@ -22,13 +24,48 @@ class ExactParser(argparse.ArgumentParser):
     """Takes no flag by its first letters alone: what looks for a flag in a command finds it by its name."""
 
     def __init__(self, **options: Any):
-        super().__init__(**options, allow_abbrev=False)
+        super().__init__(**{**options, "allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line, with the nearest choice and the command that shows the help."""
+        if found := _INVALID_CHOICE.search(message):
+            near = difflib.get_close_matches(found[1], re.findall(r"[^', ]+", found[2]), 1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.exit(
+            2, f"{self.prog}: error: {printable(message)}. Help: {self.prog} --help\n".replace("?.", "?")
+        )
+
+
+_INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 def add_subcommands(parser: argparse.ArgumentParser, command: str) -> Any:
     """Adds the commands of `moe-exp COMMAND`; what is chosen is `COMMAND_command` of the arguments."""
     return parser.add_subparsers(
         dest=f"{command}_command", metavar="command", required=True, parser_class=ExactParser
+    )
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """`parser.parse_args`, but the error about an unknown flag names the nearest flag of the command."""
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse_unknown(parser, arguments, unknown)
+    return args
+
+
+def _refuse_unknown(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], unknown: Sequence[str]
+) -> NoReturn:
+    for word in arguments:  # the parser of the command that was called
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
+                parser = action.choices[word]
+                break
+    name = unknown[0].partition("=")[0]
+    near = difflib.get_close_matches(name, parser._option_string_actions, 1)
+    parser.error(
+        f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else "")
     )
 
 

@@ -30,6 +30,7 @@ from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
+from moe_exp.data.embedded import embedded_folder
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
@@ -232,10 +233,10 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
 
 
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:
-    for path in (Path(config.tokenizer) if config.tokenizer else None, folder.parent / "tokenizer"):
-        if path is not None and path.exists():
-            return path
-    return None
+    paths = [Path(config.tokenizer)] if config.tokenizer else []
+    if not config.tokenizer and not config.train_data:
+        paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")
+    return next((path for path in (*paths, folder.parent / "tokenizer") if path.exists()), None)
 
 
 def _notes(config: Config, has_tokenizer: bool) -> list[str]:
