@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from moe_exp.commands.doctor import install_command
 from moe_exp.host.exit_codes import printable
 
 # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make
@@ -21,51 +22,35 @@ UNDER_WAY = 75
 
 
 class ExactParser(argparse.ArgumentParser):
-    """Takes no flag by its first letters alone: what looks for a flag in a command finds it by its name."""
+    """Takes no flag by its first letters alone. An error is one line with the nearest word and the help."""
 
     def __init__(self, **options: Any):
         super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        """Prints one line, with the nearest choice and the command that shows the help."""
-        if found := _INVALID_CHOICE.search(message):
-            near = difflib.get_close_matches(found[1], re.findall(r"[^', ]+", found[2]), 1)
-            message += f"; did you mean {near[0]}?" if near else ""
-        self.exit(
-            2, f"{self.prog}: error: {printable(message)}. Help: {self.prog} --help\n".replace("?.", "?")
-        )
+        """Exits with 2 after the message; names the nearest command or value for one that does not exist."""
+        found = re.fullmatch(r"argument (.+): invalid choice: '(.+)' \(choose from (.+)\)", message)
+        if found and (near := difflib.get_close_matches(found[2], re.findall(r"[\w.-]+", found[3]), n=1)):
+            message = f"argument {found[1]}: invalid choice: '{found[2]}', did you mean {near[0]}?"
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{self.prog}: error: {printable(message)}{end} Help: {self.prog} --help\n")
 
+    def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
+        """The error for arguments that parsing has left over."""
+        from moe_exp.config.misspelt import similar_settings
 
-_INVALID_CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
+        flags = [one[2:].replace("-", "_") for one in self._option_string_actions if one.startswith("--")]
+        lines = []
+        for flag in (one.partition("=")[0] for one in arguments if one.startswith("--")):
+            near = [f"--{one.replace('_', '-')}" for one in similar_settings(flag, flags)]
+            lines.append(f"{flag} does not exist" + (f", did you mean {' or '.join(near)}?" if near else ""))
+        self.error("; ".join(lines) or f"unrecognized arguments: {' '.join(arguments)}")
 
 
 def add_subcommands(parser: argparse.ArgumentParser, command: str) -> Any:
     """Adds the commands of `moe-exp COMMAND`; what is chosen is `COMMAND_command` of the arguments."""
     return parser.add_subparsers(
         dest=f"{command}_command", metavar="command", required=True, parser_class=ExactParser
-    )
-
-
-def parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """`parser.parse_args`, but the error about an unknown flag names the nearest flag of the command."""
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        _refuse_unknown(parser, arguments, unknown)
-    return args
-
-
-def _refuse_unknown(
-    parser: argparse.ArgumentParser, arguments: Sequence[str], unknown: Sequence[str]
-) -> NoReturn:
-    for word in arguments:  # the parser of the command that was called
-        for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction) and word in action.choices:
-                parser = action.choices[word]
-                break
-    name = unknown[0].partition("=")[0]
-    near = difflib.get_close_matches(name, parser._option_string_actions, 1)
-    parser.error(
-        f"unrecognized arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]}?" if near else "")
     )
 
 
@@ -107,11 +92,7 @@ def guarded(
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("moe_exp"):
             raise
-        what = f'".[{extras}]"' if extras else "."
-        fix = (
-            f"pip install -c constraints.txt -e {what} in the checkout of moe_exp, or activate the"
-            " environment that has it"
-        )
+        fix = f"{install_command(extras or 'train')}, or activate the environment that has it"
         return fail(f"the package {error.name} is not installed. Fix: {fix}.")
     except ValueError as error:
         return fail(str(error))

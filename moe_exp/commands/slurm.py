@@ -30,6 +30,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _submit(arguments: argparse.Namespace) -> int:
+    from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
 
@@ -44,9 +45,16 @@ def _submit(arguments: argparse.Namespace) -> int:
     if job.slurm.exclude_file and not job.exclude_file.exists():
         rule = "is not there yet, no node is left out"
         print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: {rule}", file=sys.stderr)
+    for line in schedule_warnings(job.config):
+        print(f"moe-exp slurm: warning: {line}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
+        print(f"moe-exp slurm: {learning_rate_text(job.config)}", file=sys.stderr)
         head = "moe-exp slurm: the file would be written and submitted by:"
+        variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
+        print(
+            "moe-exp slurm: variables that jobs get from this shell:", *variables, sep="\n  ", file=sys.stderr
+        )
         print(head, *planned_commands(job), sep="\n  ", file=sys.stderr)
         return 0
     ids = submit(job)

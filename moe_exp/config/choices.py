@@ -7,7 +7,8 @@ names are in the layers, which reject names they lack. No torch.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,16 +147,18 @@ class Schedule:
 
     Attributes:
         has_final_decay: it is constant until its last WSD_DECAY_ITERS iterations.
+        remaining: share of LR - MIN_LR that is left after this share of the decay; None: no decay.
     """
 
     has_final_decay: bool
+    remaining: Callable[[float], float] | None = None
 
 
 SCHEDULES = {
-    "cosine": Schedule(has_final_decay=False),
-    "linear": Schedule(has_final_decay=False),
+    "cosine": Schedule(has_final_decay=False, remaining=lambda share: 0.5 * (math.cos(math.pi * share) + 1)),
+    "linear": Schedule(has_final_decay=False, remaining=lambda share: 1 - share),
     "constant": Schedule(has_final_decay=False),
-    "WSD": Schedule(has_final_decay=True),
+    "WSD": Schedule(has_final_decay=True, remaining=lambda share: 1 - share),
 }
 
 

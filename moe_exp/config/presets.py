@@ -1,17 +1,20 @@
-"""Named sets of defaults: a model and how it was trained; every value can be overridden."""
+"""Named sets of defaults: a model and how it was trained; every value can be overridden.
+
+WARMUP_ITERS and DECAY_ITERS of a preset belong to its TRAIN_ITERS, see `loading.load_config`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-# 24 layers of width 512 on fineweb-edu with the Llama 3.1 tokenizer: the defaults of Config.
-_REFERENCE: dict[str, Any] = {"num_experts": 64}
+# 24 layers of width 512 on fineweb-edu with the Llama 3.1 tokenizer: the model of Config's defaults.
+_REFERENCE: dict[str, Any] = {"num_experts": 64, "train_iters": 40_000, "decay_iters": 38_000}
 
 # About two minutes on two cores.
 _CPU: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 4, "num_query_groups": 2,
     "seq_len": 256, "vocab_size": 4096, "num_experts": 8, "z_loss_coeff": 1e-3, "rotary_base": 10000.0,
-    "mbsz": 4, "gbsz": 16, "train_iters": 300, "warmup_iters": 20, "decay_iters": 300, "lr": 3e-3,
+    "mbsz": 4, "gbsz": 16, "train_iters": 300, "warmup_iters": 20, "lr": 3e-3,
     "min_lr": 3e-4, "log_interval": 10, "eval_interval": 100, "eval_iters": 4, "save_interval": 100,
     "dtype": "fp32",
 }  # fmt: skip
@@ -21,7 +24,7 @@ _OLMOE: dict[str, Any] = {
     "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 1024, "num_heads": 16, "num_query_groups": 16,
     "seq_len": 4096, "vocab_size": 50304, "num_experts": 64, "topk": 8, "qk_norm": True,
     "qk_norm_scope": "all", "rotary_base": 10000.0, "z_loss_coeff": 1e-3, "lr": 4e-4, "min_lr": 4e-5,
-    "mbsz": 1, "gbsz": 1024, "warmup_iters": 2500, "train_iters": 1_200_000, "decay_iters": 0,
+    "mbsz": 1, "gbsz": 1024, "warmup_iters": 2500, "train_iters": 1_200_000,
 }  # fmt: skip
 
 # Jiang et al. 2024, arXiv:2401.04088: softmax over the top two. Training settings are unpublished.
@@ -49,7 +52,6 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "num_router_groups": 8, "router_group_topk": 4, "aux_loss_coeff": 1e-4, "norm_epsilon": 1e-6,
     "rotary_base": 10000.0, "lr": 2.2e-4, "min_lr": 2.2e-5, "mbsz": 1, "gbsz": 15360,
     "rampup_batch_size": "3072 3072 114000000", "warmup_iters": 2000, "train_iters": 240_000,
-    "decay_iters": 0,
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {

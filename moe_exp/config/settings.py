@@ -1,9 +1,9 @@
 """Every setting of a run, once.
 
-Resolved in the order default < preset < environment < command line. A field's environment variable is its
-name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case (`--num-experts`). Settings
-of launch, model and experts are in config/model_settings.py. Imports neither torch nor megatron, so that
-`--help`, `--dry-run` and the planner answer at once.
+Resolved in the order default < preset < settings file < environment < command line. A field's environment
+variable is its name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case
+(`--num-experts`). Settings of launch, model and experts are in config/model_settings.py. Imports neither
+torch nor megatron, so that `--help`, `--dry-run` and the planner answer at once.
 """
 
 from __future__ import annotations
@@ -109,9 +109,14 @@ class Config(ModelSettings):
     mbsz: Positive = learning(8, "micro-batch size, samples")
     gbsz: Positive = learning(64, "global batch size, samples")
     train_iters: Positive = learning(40000, "iterations", costs=False)
-    warmup_iters: NonNegative = learning(1000, "iterations of linear warm-up", costs=False, measured=0)
+    warmup_iters: NonNegative = learning(
+        1000,
+        "iterations of linear warm-up; if only TRAIN_ITERS is set, at most a tenth of it",
+        costs=False,
+        measured=0,
+    )
     decay_iters: NonNegative = learning(
-        38000, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", costs=False, measured=0
+        0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", costs=False, measured=0
     )
     wsd_decay_iters: NonNegative = learning(
         0, "iterations of the final decay (LR_DECAY_STYLE=WSD)", costs=False
@@ -151,10 +156,16 @@ class Config(ModelSettings):
     # Data
     train_data: Blend = data(
         "",
-        "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded "
-        "corpus",
+        "folder, file or pattern of text (.txt, .md, .jsonl, .parquet, .arrow), or Megatron .bin/.idx "
+        "prefixes; 'A' or 'WEIGHT A WEIGHT B ...'; empty: the embedded corpus",
     )
-    valid_data: Blend = data("", "prefixes of the validation data, written as in TRAIN_DATA")
+    valid_data: Blend = data(
+        "", "validation data, written as in TRAIN_DATA; empty: part of text is held out (docs/corpus.md)"
+    )
+    text_documents: Literal["file", "block"] = data(
+        "file", "what a document of a .txt or .md file is: the file, or each block between blank lines"
+    )
+    text_field: str = data("text", "field of .jsonl, column of .parquet and .arrow, with the text")
     split: OptionalNumbers = data(
         "",
         "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: "
@@ -176,7 +187,9 @@ class Config(ModelSettings):
         compared=False,
     )
     tokenizer: PathText = data(
-        "", "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
+        "",
+        "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE; empty: one is trained "
+        "on text",
     )
     data_dir: PathText = data("data", "folder of prepared corpora, and of the indices of DATA_ORDER=megatron")
 
@@ -239,8 +252,18 @@ class Config(ModelSettings):
     log_timers: bool = output(
         False, "measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ..."
     )
+    attention_flops: Literal["causal", "full"] = output(
+        "causal",
+        "scores of attention that TFLOP/s, MFU and FLOPs count; causal: the half that the mask keeps, as "
+        "Megatron-LM since 2025; full: all, as before",
+    )
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
     eval_iters: NonNegative = output(10, "global batches per evaluation")
+    tensorboard_axes: bool = output(
+        False,
+        "TensorBoard: repeat the losses over tokens, FLOPs and training time, as runs named by_*",
+        compared=False,
+    )
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
     wandb_mode: Literal["online", "offline", "disabled"] = output("online", "wandb mode", compared=False)
 
@@ -338,6 +361,11 @@ class Config(ModelSettings):
         return self.nnodes * self.gpus_per_node
 
     @property
+    def rendezvous_port(self) -> int:
+        """MASTER_PORT; 0: one that is free when the agent of the only node listens on it."""
+        return self.master_port or (23456 if self.nnodes > 1 else 0)
+
+    @property
     def data_parallel_size(self) -> int:
         """Replicas of the dense part of the model."""
         return self.world_size // (self.tp * self.pp * self.cp)
@@ -356,6 +384,11 @@ class Config(ModelSettings):
     def num_microbatches(self) -> int:
         """Micro-batches per iteration at the full global batch."""
         return self.gbsz // (self.mbsz * self.data_parallel_size)
+
+    @property
+    def decay_end(self) -> int:
+        """Iteration at which MIN_LR is reached."""
+        return self.decay_iters or self.train_iters
 
     @property
     def kv_channels(self) -> int:

@@ -162,7 +162,7 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
         max_lr=config.lr,
         min_lr=config.min_lr,
         lr_warmup_steps=config.warmup_iters * batch,
-        lr_decay_steps=(config.decay_iters or config.train_iters) * batch,
+        lr_decay_steps=config.decay_end * batch,
         lr_decay_style=config.lr_decay_style,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,

@@ -16,6 +16,7 @@ from moe_exp.checkpoint.format.folders import iteration_of, one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.files import Share, parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer
@@ -154,6 +155,7 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
 
 def _own_data(saved: Config) -> tuple[list[str], Share]:
     """Prefixes of the run's validation data, and the share of their documents."""
+    saved = find_prepared_text(saved)
     share = parse_split(saved.split)[1] if saved.split else None
     if saved.valid_data:
         logger.info("data: VALID_DATA of the run")

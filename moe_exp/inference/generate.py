@@ -142,6 +142,17 @@ def generate(
     it comes. Called by every rank.
     """
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    return continue_prompts(plan, stage, begin=begin, show=show)
+
+
+def continue_prompts(
+    plan: Plan,
+    stage: Stage,
+    *,
+    begin: Callable[[str], None] = lambda prompt: None,
+    show: Callable[[str], None] = lambda text: None,
+) -> Iterator[Generated]:
+    """Like `generate`, with a model that is loaded. Called by every rank."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
     for index, (prompt, tokens) in enumerate(zip(plan.request.prompts, plan.prompt_tokens, strict=True)):
         result, stream = Generated(prompt, tokens), TextStream(decode, tokens, plan.request.stops)
@@ -163,7 +174,7 @@ def generate(
                     break
         _grow(result, stream.finish(), show)
         yield result
-        logger.info("%s", clock) if rank.is_first else None  # after the caller has ended the line
+        logger.info("%s", clock) if stage.rank.is_first else None  # after the caller has ended the line
 
 
 def _grow(result: Generated, text: str, show: Callable[[str], None]) -> None:

@@ -111,6 +111,7 @@ EVENTS = {
         "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems"
     ),
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
+    "changed_settings": "a resume has other settings than the start before it: changes",
     "bad_step": (
         "an iteration made no step, as its loss or gradient is not finite; once per row of them: loss,"
         " grad_norm, samples"

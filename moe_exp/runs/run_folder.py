@@ -32,10 +32,12 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, Timeout
 
-from moe_exp.config import Config, ConfigError, problem, to_yaml
+from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
 from moe_exp.config.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
+from moe_exp.config.setting_types import Part, as_given, shown
 from moe_exp.host.files import read_json, read_yaml, write_atomically, write_json
 from moe_exp.runs.provenance import provenance
+from moe_exp.runs.records import append_event
 
 logger = logging.getLogger(__name__)
 
@@ -123,12 +125,16 @@ class RunFolder:
         return self.path / "summary.json"
 
 
-def open_run_folder(config: Config, argv: Sequence[str] | None = None) -> RunFolder:
+def open_run_folder(
+    config: Config, argv: Sequence[str] | None = None, *, resumed_from: int | None = None
+) -> RunFolder:
     """Creates or reopens the run folder; called by rank 0 only.
 
     Args:
         config: settings of this start; they replace config.yaml, and provenance.json records the changes.
         argv: command line to record; sys.argv by default.
+        resumed_from: iteration of this run's checkpoint that training resumes from; None: it does not. Then
+            changes of settings that matter are logged, and recorded as an event.
 
     Raises:
         ConfigError: the folder cannot be written.
@@ -138,6 +144,10 @@ def open_run_folder(config: Config, argv: Sequence[str] | None = None) -> RunFol
         folder.checkpoints.mkdir(parents=True, exist_ok=True)
         starts = _read_starts(folder.provenance)
         changed = _changed_settings(folder, config)
+        if resumed_from is not None and (matter := changes_of_resume(config)):
+            logger.info("%s", changes_text(matter))
+            # before config.yaml changes, so that no later start misses it if this one dies
+            append_event(folder.metrics, "changed_settings", resumed_from, changes=matter)
         write_atomically(folder.config, to_yaml(config))
         starts.append(provenance(sys.argv if argv is None else argv) | {"changed_settings": changed})
         write_json(folder.provenance, {"starts": starts})
@@ -166,6 +176,14 @@ def hold_run_folder(config: Config) -> None:
 
 
 _HELD: list[BaseFileLock] = []  # an unreferenced lock would be released
+
+
+def release_run_folders() -> int:
+    """Ends the locks of `hold_run_folder`, if the process continues after its run; returns their number."""
+    num_held = len(_HELD)
+    while _HELD:
+        _HELD.pop().release()
+    return num_held
 
 
 def _held_problem(config: Config) -> list[str]:
@@ -198,14 +216,53 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
 
 def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]:
     """Settings that differ from those of the previous start: name to [before, now]."""
+    before, now = _previous_settings(folder), config.model_dump()
+    return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
+
+
+def _previous_settings(folder: RunFolder) -> dict[str, Any]:
+    """Settings of the previous start; empty if there is none, or its file cannot be read."""
     if not folder.config.exists():
         return {}
     try:
-        before = _read_settings(folder.config)
+        return _read_settings(folder.config)
     except ValueError:
         return {}
-    now = config.model_dump()
-    return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
+
+
+# Parts of a run whose changes are reported at a resume, the most important first.
+_REPORTED_PARTS: tuple[Part, ...] = ("learning", "data", "model", "experts", "layout")
+# Settings of these parts that do not change what a resumed run computes, or only through others.
+_UNREPORTED = (
+    "preset", "allow_other_data", "data_dir", "upcycle_from", "upcycle_granularity", "init_std",
+    "init_distribution",
+)  # fmt: skip
+
+
+def changes_of_resume(config: Config) -> list[str]:
+    """Settings that affect training and differ from the previous start's, as `LR 0.001 -> 0.003`.
+
+    Empty if there is no checkpoint to resume from.
+    """
+    folder = RunFolder.of(config)
+    if not _exists(folder.checkpoints / LATEST):
+        return []
+    changed, before = _changed_settings(folder, config), _previous_settings(folder)
+    decay_before = before.get("decay_iters") or before.get("train_iters")  # 0 stands for TRAIN_ITERS
+    changed["decay_iters"] = [decay_before, config.decay_end]
+    if decay_before in (None, config.decay_end):
+        del changed["decay_iters"]
+    return [
+        f"{name.upper()} {' -> '.join(shown(as_given(value) or 'empty') for value in changed[name])}"
+        for part in _REPORTED_PARTS
+        for name, traits in TRAITS.items()
+        if traits.part == part and traits.compared and name in changed and name not in _UNREPORTED
+    ]
+
+
+def changes_text(changes: Sequence[str]) -> str:
+    """The line for `changes_of_resume`."""
+    return f"resumed with changed settings: {', '.join(changes)}"
 
 
 def _read_settings(path: Path) -> dict[str, Any]:

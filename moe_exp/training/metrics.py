@@ -64,7 +64,8 @@ class Metrics:
         for record in kept:
             self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
-        self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
+        facts = {"num_removed_records": num_removed, "attention_flops": config.attention_flops}
+        self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:
         """Writes a train record; ValueError if its keys are not TRAIN_KEYS without training_seconds."""

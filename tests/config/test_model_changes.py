@@ -255,7 +255,7 @@ def test_another_rotary_base_with_the_flag(source):
 @pytest.mark.slow
 def test_a_run_ends_with_the_lines(runs, tmp_path):
     """From the checkpoint of another run; for its own a run's folder is looked at before any rank starts."""
-    data = {"TRAIN_DATA": write_data(tmp_path), "WARMUP_ITERS": 1}
+    data = {"TRAIN_DATA": write_data(tmp_path), "WARMUP_ITERS": 1, "DECAY_ITERS": 0}
     saved = runs.succeed("source", TRAIN_ITERS=2, **data).folder.checkpoints
     refused = runs.run("other", TRAIN_ITERS=3, LOAD_DIR=saved, NUM_EXPERTS=4, GPUS_PER_NODE=2, EP=2, **data)
     assert refused.code != 0

@@ -144,11 +144,12 @@ def test_ranks_on_a_cpu_keep_freed_memory(monkeypatch, gpus, expected):
 
 
 def test_dry_run_text_says_where_a_setting_comes_from():
-    flags, environ = {"topk": "2", "lr": None}, {"PRESET": "cpu", "NUM_EXPERTS": "16"}
+    flags, environ = {"topk": "2", "lr": None, "train_iters": "50"}, {"PRESET": "cpu", "NUM_EXPERTS": "16"}
     text = dry_run_text(load_config(flags, environ), flags, environ)
     assert re.search(r"^TOPK=2 +# command line$", text, re.M)
     assert re.search(r"^NUM_EXPERTS=16 +# environment$", text, re.M)
     assert re.search(r"^NUM_LAYERS=4 +# preset cpu$", text, re.M)
+    assert re.search(r"^WARMUP_ITERS=5 +# from TRAIN_ITERS$", text, re.M)
     assert re.search(r"^VPP=none$", text, re.M)
     assert re.search(r"^USE_MOE=true$", text, re.M)
     assert "moe_exp.launch.agent" in text
@@ -166,6 +167,7 @@ def test_dry_run_of_the_reference(tmp_path):
         "13153.68 MB",
         "--nproc-per-node 8",
         "-m moe_exp.train --ep=4",
+        "learning rate after iteration (cosine): 0 at 0 (0%), 0.000525 at 10000 (25%), ",
     ):
         assert text in done.stdout
     assert (
@@ -277,6 +279,16 @@ def test_values_that_cannot_be_read_end_with_2(monkeypatch, capsys):
     ]
 
 
+@pytest.mark.parametrize(
+    ("settings", "port"), [({}, "0"), ({"nnodes": 2}, "23456"), ({"master_port": 25000}, "25000")]
+)
+def test_the_port_of_a_job(settings, port):
+    config = cpu(**settings)
+    command = torchrun_command(config, rank_arguments(config, {}))
+    assert command[command.index("--master-port") + 1] == port
+    assert f"--master-port={port}" in command
+
+
 def test_port_in_use_ends_with_2_before_anything_exists(tmp_path):
     with socket.socket() as other:
         other.bind(("", 0))
@@ -310,7 +322,27 @@ def test_abbreviated_and_unknown_flags_are_refused(capsys):
         with pytest.raises(SystemExit) as end:
             main(["train", flag])
         assert end.value.code == 2
-        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+        asked = "did you mean --num-experts?"
+        assert f"{flag.partition('=')[0]} does not exist, {asked}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["tran"], "argument command: invalid choice: 'tran', did you mean train?"),
+        (["plan", "serch"], "moe-exp plan: error: argument command: invalid choice: 'serch', did you mean"),
+        (["train", "--learning-rate", "1"], "--learning-rate does not exist, did you mean --lr or --min-lr?"),
+        (["train", "--micro-batch-size=4"], "--micro-batch-size does not exist, did you mean --mbsz?"),
+        (["train", "--foo", "1", "--num-layer", "2"], "--foo does not exist; --num-layer does"),
+        (["report", "x", "--formt", "md"], "moe-exp report: error: --formt does not exist, did you mean"),
+        (["train", "x"], "moe-exp train: error: unrecognized arguments: x"),
+    ],
+)  # fmt: skip
+def test_misspelt_commands_and_flags(arguments, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["train", "--lr=--"], ["report", "x", "--out=--"]])

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from helpers.run_folders import dense_and_moe, train_record, write_run
+from helpers.run_folders import dense_and_moe, event, train_record, write_run
 from moe_exp.report.comparison import (
     BITS,
     NATS,
@@ -220,3 +220,14 @@ def test_a_run_of_hardly_any_records(tmp_path, num_records):
     (run,) = runs_of(tmp_path, {"short": ([5.0] * num_records, 1, 1, MOE)})
     loss, _ = common_loss([run])
     assert loss == 5 if num_records else math.isnan(loss)
+
+
+def test_a_resume_with_changed_settings_is_marked(tmp_path):
+    changed = event("changed_settings", 12, "10:00:00", changes=["LR 0.001 -> 0.003", "TP 1 -> 2"])
+    records = [train_record(iteration, 5.0) for iteration in (5, 10, 15)]
+    runs = read_runs([write_run(tmp_path / "resumed", [*records[:2], changed, records[2]])])
+    found = page_data(runs, None)["runs"][0]["changes"]
+    assert (found["iteration"], found["text"]) == ([10], ["12: LR 0.001 -> 0.003, TP 1 -> 2"])
+    page = report_html(runs)
+    assert '<i class="mark changed"' in page and "changes: ['LR 0.001 -&gt; 0.003'" not in page
+    assert "LR 0.001 -&gt; 0.003, TP 1 -&gt; 2" in page

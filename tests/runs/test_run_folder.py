@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import subprocess
@@ -17,7 +18,16 @@ from moe_exp.config import Config, ConfigError
 from moe_exp.config.setting_types import shown
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.runs import provenance
-from moe_exp.runs.run_folder import LATEST, RunFolder, hold_run_folder, open_run_folder, run_folder_problems
+from moe_exp.runs.records import read_metrics
+from moe_exp.runs.run_folder import (
+    LATEST,
+    RunFolder,
+    changes_of_resume,
+    changes_text,
+    hold_run_folder,
+    open_run_folder,
+    run_folder_problems,
+)
 
 
 def config_in(tmp_path: Path, **settings: Any) -> Config:
@@ -56,6 +66,37 @@ def test_every_start_is_one_provenance_entry_with_what_it_changed(tmp_path: Path
     assert yaml.safe_load(folder.config.read_text())["train_iters"] == 50
     assert folder.checkpoints.is_dir()
     assert not list(folder.path.glob(".*"))
+
+
+def test_a_resume_with_other_settings_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = config_in(tmp_path, lr=0.001, train_iters=100)
+    folder = open_run_folder(first, [])
+    changed = config_in(
+        tmp_path, lr=0.003, train_iters=100, tp=2, save_interval=7, num_workers=3, valid_data="v", seed=5
+    )
+    assert changes_of_resume(changed) == []  # there is no checkpoint yet
+    write_atomically(folder.checkpoints / LATEST, "40")
+    line = (
+        "resumed with changed settings: LR 0.001 -> 0.003, SEED 1234 -> 5, VALID_DATA empty -> v, TP 1 -> 2"
+    )
+    assert changes_text(changes_of_resume(changed)) == line
+    with caplog.at_level(logging.INFO):
+        open_run_folder(changed, [], resumed_from=40)
+        open_run_folder(changed, [], resumed_from=40)  # as the start before: no more changes
+        open_run_folder(first, [])  # from iteration 0: nothing is resumed
+    assert [record.message for record in caplog.records] == [line]
+    (event,) = read_metrics(folder.metrics)
+    assert (event["event"], event["iteration"]) == ("changed_settings", 40)
+    assert event["changes"] == line.partition(": ")[2].split(", ")
+
+
+def test_a_longer_run_has_another_decay(tmp_path: Path) -> None:
+    folder = open_run_folder(config_in(tmp_path, train_iters=300, decay_iters=300), [])
+    write_atomically(folder.checkpoints / LATEST, "300")
+    assert changes_of_resume(config_in(tmp_path, train_iters=300)) == []  # 0 stands for 300
+    assert changes_of_resume(config_in(tmp_path, train_iters=600)) == [
+        "TRAIN_ITERS 300 -> 600", "DECAY_ITERS 300 -> 600"
+    ]  # fmt: skip
 
 
 def test_the_environment_is_never_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

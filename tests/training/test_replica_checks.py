@@ -228,6 +228,8 @@ def test_a_run_ends_at_the_next_comparison(tmp_path, runs):
         "SAVE_INTERVAL": 4,
         "DISTRIBUTED_OPTIMIZER": False,
         "TRAIN_ITERS": 8,
+        "WARMUP_ITERS": 4,
+        "DECAY_ITERS": 8,
     }
     run = runs.run("flipped", PYTHONPATH=tmp_path, **settings)
     assert run.code == 1, run.text

@@ -186,6 +186,10 @@ def test_goes_on_under_another_layout(layout, interrupted, runs):
     saved_at_6(source, runs, "moved")
     moved = runs.succeed("moved", TRAIN_ITERS=12, **LAYOUTS[layout])
     assert "resumed from iteration 6" in moved.stdout
+    (event,) = [event for event in moved.records("event") if event["event"] == "changed_settings"]
+    line = f"resumed with changed settings: {', '.join(event['changes'])}"
+    assert f"moe-exp: {line}\n" in moved.stderr and line in moved.folder.log.read_text()
+    assert event["iteration"] == 6 and any(change.startswith("GPUS_PER_NODE ") for change in event["changes"])
     assert moved.curve("iteration") == list(range(1, 13))
     assert moved.curve("lm_loss")[6:] == pytest.approx(source.whole.curve("lm_loss")[6:], rel=1e-5)
     assert moved.curve("grad_norm")[6:] == pytest.approx(source.whole.curve("grad_norm")[6:], rel=1e-4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
 from moe_exp.data.embedded import embedded_folder
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
@@ -233,8 +235,12 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
 
 
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:
-    paths = [Path(config.tokenizer)] if config.tokenizer else []
-    if not config.tokenizer and not config.train_data:
+    named = config.tokenizer
+    if not named:
+        with suppress(ValueError):
+            named = find_prepared_text(config).tokenizer
+    paths = [Path(named)] if named else []
+    if not named and not config.train_data:
         paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")
     return next((path for path in (*paths, folder.parent / "tokenizer") if path.exists()), None)
 

@@ -18,7 +18,18 @@ from moe_exp.watch.watchdog.run import START_SECONDS, RunView, event_time, num_s
 # Events of a healthy run, unless status or grade is `failed`. All others are reported, also those that users
 # add to records.EVENTS.
 QUIET_EVENTS = frozenset(
-    ("start", "resume", "checkpoint", "end", "stop", "restart", "other_data", "spike_end", "preflight")
+    (
+        "start",
+        "resume",
+        "checkpoint",
+        "end",
+        "stop",
+        "restart",
+        "other_data",
+        "changed_settings",
+        "spike_end",
+        "preflight",
+    )
 )
 _MANY_STARTS = 3  # at the same iteration
 _ENDING_SECONDS = 1800.0  # after a job, while SLURM may still clean up

@@ -578,13 +578,13 @@ BATCH = [
     (
         {"warmup_iters": 300},
         (
-            r"WARMUP_ITERS=300: is not below DECAY_ITERS=300, .* Fix: set WARMUP_ITERS below 300, or raise"
-            r" DECAY_ITERS\."
+            r"WARMUP_ITERS=300: is not below TRAIN_ITERS=300, .* Fix: set WARMUP_ITERS below 300, or raise"
+            r" TRAIN_ITERS\."
         ),
     ),
     (
-        {"decay_iters": 0, "train_iters": 10},
-        r"WARMUP_ITERS=20: is not below TRAIN_ITERS=10, .* Fix: .* raise TRAIN_ITERS\.",
+        {"decay_iters": 10},
+        r"WARMUP_ITERS=20: is not below DECAY_ITERS=10, .* Fix: .* raise DECAY_ITERS\.",
     ),
     (
         {"lr": 1e-4},
@@ -593,7 +593,7 @@ BATCH = [
     (
         {"lr_decay_style": "WSD"},
         (
-            r"WSD_DECAY_ITERS=0: LR_DECAY_STYLE=WSD decays over 1 to DECAY_ITERS=300 iterations\. Fix: set"
+            r"WSD_DECAY_ITERS=0: LR_DECAY_STYLE=WSD decays over 1 to TRAIN_ITERS=300 iterations\. Fix: set"
             r" WSD_DECAY_ITERS to 1 to 300, .*"
         ),
     ),
