@@ -271,7 +271,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
 
 def _other_runs(config: Config, caller: Caller) -> list[str]:
     """The user's own command with another setting, for runs to compare with."""
-    if config.nnodes > 1:
+    if config.nnodes > 1 or "--resume" in caller.command:
         return []
     others: list[tuple[str, str, dict[str, Any]]] = []
     if config.use_moe:
