@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,11 @@ class Caller:
             else:
                 flags.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
         given = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-        return " ".join([*given, self.command, *flags])
+        # another run has the settings of the resumed one, and its own folder
+        command = (
+            re.sub(" --resume(?=[ =])", " --config", self.command) if "run_name" in changes else self.command
+        )
+        return " ".join([*given, command, *flags])
 
 
 def summarize(
