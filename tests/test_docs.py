@@ -107,11 +107,11 @@ def test_a_flag_that_does_not_exist_is_found():
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorial_runs_as_it_stands(tmp_path, monkeypatch):
-    """Its steps after the installation, with four iterations instead of 600."""
+    """Its steps after the installation, with four iterations instead of 300."""
     page = ROOT / "docs" / "tutorial.md"
     shell = [text for _, text in blocks(page) if re.search(r"^(mkdir|moe-exp|export|USE_MOE)", text)]
-    assert len(shell) == 9
-    steps = "\n".join(shell[1:]).replace("TRAIN_ITERS=600", "TRAIN_ITERS=4")
+    assert len(shell) == 8
+    steps = "\n".join(shell[1:]).replace("TRAIN_ITERS=300", "TRAIN_ITERS=4")
     python = shlex.quote(sys.executable)
     program = f'set -e\npython() {{ {python} "$@"; }}\nmoe-exp() {{ {python} -m moe_exp "$@"; }}\n{steps}'
     monkeypatch.setenv("WARMUP_ITERS", "1")
