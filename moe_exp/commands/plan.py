@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import ExactParser, add_json, print_json
 from moe_exp.config import Config, add_arguments, problem, setting_error
+from moe_exp.planner.hardware import DEFAULT_GPU
 
 if TYPE_CHECKING:
     from moe_exp.planner.hardware import Hardware
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from moe_exp.planner.search.topology import Candidate, Search
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
-_DEFAULT_GPU = "A100-80GB"
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -75,7 +75,7 @@ def _add_goodput(parser: argparse.ArgumentParser) -> None:
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="devices in all, instead of NNODES")
-    about = f"kind of device, or its JSON file (default: {_DEFAULT_GPU}); see moe-exp plan hardware"
+    about = f"kind of device, or its JSON file (default: {DEFAULT_GPU}); see moe-exp plan hardware"
     add("--gpu", metavar="NAME", help=about)
     add("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
     add("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
@@ -131,32 +131,19 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from moe_exp.config import ConfigError, load_config
-    from moe_exp.config.checks.checks import check_config
-    from moe_exp.planner.costs.goodput import goodput_of
-    from moe_exp.planner.costs.job import Job
-    from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.prediction import predict
-    from moe_exp.planner.reports import describe_run
+    from moe_exp.config import load_config
+    from moe_exp.planner.run_plan import plan_run
     from moe_exp.planner.tables import PlanPrinter
 
     failures = _failures(arguments)
     hardware, constants = _hardware_and_constants(arguments)
     flags = _settings(arguments, hardware)
     config = _with_vocabulary(load_config(flags), flags)
-    if problems := check_config(config):
-        raise ConfigError(problems)
-    cost = cost_of(config, hardware, constants=constants, **_budget(arguments))
-    prediction = predict(Job.of(config), hardware, constants)
-    goodput = None
-    if failures:
-        seconds = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
-        goodput = goodput_of(config, **seconds, **failures)
-    report = describe_run(config, hardware, prediction, cost, goodput)
+    plan = plan_run(config, hardware, constants, **_budget(arguments), failures=failures)
     if arguments.json:
-        print_json(report)
+        print_json(plan.report)
     else:
-        PlanPrinter(sys.stdout).run(report, prediction, cost, goodput)
+        PlanPrinter(sys.stdout).run(plan.report, plan.prediction, plan.cost, plan.goodput)
 
 
 _FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
@@ -350,34 +337,18 @@ def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Co
     from moe_exp.planner.hardware import load_hardware
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 
-    return load_hardware(arguments.gpu or _DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
+    return load_hardware(arguments.gpu or DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
 
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
     """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
     from moe_exp.config.loading import with_file
     from moe_exp.config.misspelt import warn_of_misspelt
-    from moe_exp.planner.search.layout_text import world_of
+    from moe_exp.planner.run_plan import settings_for
 
     warn_of_misspelt()
     given = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
-    flags = with_file(given, os.environ)
-    if "preset" not in flags and not os.environ.get("PRESET"):
-        # as on a host with such devices, whatever this one has
-        flags["preset"] = "cpu" if hardware.is_cpu else "reference"
-    if arguments.gpus is not None:
-        per_node = flags.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
-        flags |= world_of(
-            arguments.gpus, _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node
-        )
-    return flags
-
-
-def _whole(name: str, text: str) -> int:
-    if not text.isdecimal():
-        rule = "must be a whole number of at least 1"
-        raise setting_error(name, text, rule, f"give {name.upper()} as a number")
-    return int(text)
+    return settings_for(hardware, with_file(given, os.environ), arguments.gpus)
 
 
 def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
@@ -402,6 +373,8 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
 
 def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
     """The settings with VOCAB_SIZE of the data, as training would have it."""
+    if not config.train_data and not config.tokenizer:
+        return config  # without loading numpy
     from moe_exp.config.loading import given_values
     from moe_exp.data.tokens.vocabulary import with_vocab_size
 

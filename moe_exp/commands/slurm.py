@@ -51,6 +51,10 @@ def _submit(arguments: argparse.Namespace) -> int:
         print(script_of(job), end="", flush=True)
         print(f"moe-exp slurm: {learning_rate_text(job.config)}", file=sys.stderr)
         head = "moe-exp slurm: the file would be written and submitted by:"
+        variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
+        print(
+            "moe-exp slurm: variables that jobs get from this shell:", *variables, sep="\n  ", file=sys.stderr
+        )
         print(head, *planned_commands(job), sep="\n  ", file=sys.stderr)
         return 0
     ids = submit(job)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import sys
 
 from moe_exp.config import Config, add_arguments
 
@@ -27,7 +30,10 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from moe_exp.host.processes import own_command
     from moe_exp.launch.launch import train
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
-    return train(flags, resume=arguments.resume, dry_run=arguments.dry_run)
+    # The script of this name sets the variable to its own command line.
+    command = os.environ.get("MOE_EXP_COMMAND") or shlex.join([*own_command(), *sys.argv[1:]])
+    return train(flags, resume=arguments.resume, dry_run=arguments.dry_run, command=command)

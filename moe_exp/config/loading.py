@@ -86,9 +86,13 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
     if is_record:
         values = {name: value for name, value in values.items() if name not in NOT_TAKEN_OVER}
     try:
-        load_config({name: value for name, value in values.items() if name in Config.model_fields}, {})
+        config = load_config(
+            {name: value for name, value in values.items() if name in Config.model_fields}, {}
+        )
     except ConfigError as error:
         raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
+    if is_record:
+        values = _without_following(values, config)
     preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
     if is_record and preset != values.get("preset"):
         rule = f"{path} has all settings of a run, so that another preset changes none"
@@ -99,6 +103,13 @@ def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str,
         ours = ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing)
         complain(f"warning: {ours} of the environment: used instead of what {path} has")
     return {name: value for name, value in values.items() if name not in exported} | given
+
+
+def _without_following(values: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Settings of a run without those that followed TRAIN_ITERS, so that they follow another one, too."""
+    usual = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
+    followed = [one for one in ("decay_iters", "warmup_iters") if getattr(config, one) == getattr(usual, one)]
+    return {name: value for name, value in values.items() if name not in followed}
 
 
 def settings_path(text: str) -> Path:
@@ -148,6 +159,7 @@ def _explained(error: Any, settings: type[BaseModel]) -> str:
     name = str(error["loc"][0])
     message = error["msg"].removeprefix("Value error, ")
     rule = message[0].lower() + message[1:].partition(", unable to")[0]
+    rule = rule.replace("extra inputs are not permitted", "is not a setting")
     rule = rule.replace("input should be", "must be").replace(
         "must be a valid boolean", "must be true or false"
     )
@@ -156,7 +168,8 @@ def _explained(error: Any, settings: type[BaseModel]) -> str:
 
 def _fix(name: str, error: Any, settings: type[BaseModel]) -> str:
     if name not in settings.model_fields:
-        return "see moe-exp train --help"
+        near = difflib.get_close_matches(name, settings.model_fields, 1)
+        return f"use {near[0].upper()}, if that is meant" if near else "see moe-exp train --help"
     if error["type"] == "one_line":
         return ONE_LINE_FIX
     field = settings.model_fields[name]

@@ -45,7 +45,12 @@ class ModelSettings(BaseModel):
         costs=False,
     )
     master_addr: str = place("localhost", "host of rank 0")
-    master_port: int = place(23456, "TCP port on MASTER_ADDR for the rendezvous", ge=1, le=65535)
+    master_port: int = place(
+        0,
+        "TCP port on MASTER_ADDR for the rendezvous; 0: a free one with one node, 23456 with several",
+        ge=0,
+        le=65535,
+    )
     nnodes: NumRanks = layout(1, "number of nodes")
     node_rank: NonNegative = place(0, "index of this node", measured=0)
     gpus_per_node: NumRanks = layout(
@@ -81,7 +86,9 @@ class ModelSettings(BaseModel):
     v_head_dim: Width = model(128, "channels of a value head (MLA)")
     seq_len: Positive = model(2048, "tokens per sample")
     vocab_size: Positive = model(
-        128256, "tokens of the model's vocabulary, before padding to a multiple of 128"
+        128256,
+        "tokens of the model's vocabulary, before padding to a multiple of 128; not given: that of the data "
+        "or TOKENIZER, if it is known",
     )
     activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = model(
         "swiglu", "activation of MLP and experts"

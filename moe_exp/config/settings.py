@@ -156,10 +156,16 @@ class Config(ModelSettings):
     # Data
     train_data: Blend = data(
         "",
-        "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded "
-        "corpus",
+        "folder, file or pattern of text (.txt, .md, .jsonl, .parquet, .arrow), or Megatron .bin/.idx "
+        "prefixes; 'A' or 'WEIGHT A WEIGHT B ...'; empty: the embedded corpus",
     )
-    valid_data: Blend = data("", "prefixes of the validation data, written as in TRAIN_DATA")
+    valid_data: Blend = data(
+        "", "validation data, written as in TRAIN_DATA; empty: part of text is held out (docs/corpus.md)"
+    )
+    text_documents: Literal["file", "block"] = data(
+        "file", "what a document of a .txt or .md file is: the file, or each block between blank lines"
+    )
+    text_field: str = data("text", "field of .jsonl, column of .parquet and .arrow, with the text")
     split: OptionalNumbers = data(
         "",
         "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: "
@@ -181,7 +187,9 @@ class Config(ModelSettings):
         compared=False,
     )
     tokenizer: PathText = data(
-        "", "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
+        "",
+        "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE; empty: one is trained "
+        "on text",
     )
     data_dir: PathText = data("data", "folder of prepared corpora, and of the indices of DATA_ORDER=megatron")
 
@@ -251,6 +259,11 @@ class Config(ModelSettings):
     )
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
     eval_iters: NonNegative = output(10, "global batches per evaluation")
+    tensorboard_axes: bool = output(
+        False,
+        "TensorBoard: repeat the losses over tokens, FLOPs and training time, as runs named by_*",
+        compared=False,
+    )
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
     prometheus_file: PathText = output(
         "",
@@ -352,6 +365,11 @@ class Config(ModelSettings):
     def world_size(self) -> int:
         """Number of ranks."""
         return self.nnodes * self.gpus_per_node
+
+    @property
+    def rendezvous_port(self) -> int:
+        """MASTER_PORT; 0: one that is free when the agent of the only node listens on it."""
+        return self.master_port or (23456 if self.nnodes > 1 else 0)
 
     @property
     def data_parallel_size(self) -> int:

@@ -18,10 +18,10 @@ import orjson
 
 from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.execution import Execution, num_workers
-from moe_exp.data.convert.steps import PARQUET_SUFFIX
 from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
+from moe_exp.data.kinds import PARQUET_SUFFIX
 from moe_exp.data.shuffle.shuffle import check_settings, shuffle
 from moe_exp.data.stage import check_free_disk, free_disk, is_stale, run_stage
 from moe_exp.host.files import bytes_text

@@ -21,6 +21,7 @@ from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import as_given
 from moe_exp.config.settings_file import read_settings
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text.settings import facts_for_ranks, plan_text, with_prepared_text
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
@@ -28,11 +29,18 @@ from moe_exp.host.exit_codes import (
     FINISHED,
     LAUNCH_TIME,
     METRICS_FILE,
+    PREPARED_TEXT,
     RENDEZVOUS_KEY,
     complain,
 )
-from moe_exp.host.processes import signals_handled
-from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
+from moe_exp.host.processes import own_command, signals_handled
+from moe_exp.launch.machine_checks import (
+    check_environment,
+    check_files,
+    check_machine,
+    data_problems,
+    space_warnings,
+)
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
@@ -44,10 +52,18 @@ from moe_exp.launch.torchrun_job import (
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text
+from moe_exp.runs.summary import Caller
 from moe_exp.watch.hangs.monitor import HangWatch
 
 
-def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False) -> int:
+def train(
+    flags: Mapping[str, Any],
+    *,
+    resume: str = "",
+    dry_run: bool = False,
+    raises: bool = False,
+    command: str = "",
+) -> int:
     """Checks the settings and runs this node's job, or with `dry_run` prints what would run.
 
     Args:
@@ -55,6 +71,8 @@ def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False) 
             of a settings file.
         resume: run folder to continue with its own settings.
         dry_run: starts and creates nothing; devices and packages missing on this machine are only warnings.
+        raises: for settings that cannot run, ConfigError instead of printed lines.
+        command: as the user typed it, for the commands that the summary suggests.
 
     Returns:
         Exit code: 0 finished, 75 stopped (the same command resumes), 2 settings cannot run, others failed.
@@ -78,8 +96,10 @@ def train(flags: Mapping[str, Any], *, resume: str = "", dry_run: bool = False) 
             _report_changes(config)
             if vocabulary and config.node_rank == 0:
                 print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
-        return _dry_run(config, given, sources) if dry_run else launch(config, given)
+        return _dry_run(config, given, sources) if dry_run else launch(config, given, command=command)
     except ConfigError as error:
+        if raises:
+            raise
         for line in error.problems:
             complain(line)
         return BAD_INPUT
@@ -126,21 +146,24 @@ def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable
     return {name: value for name, value in given.items() if name not in same}
 
 
-def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE) -> int:
+def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE, *, command: str = "") -> int:
     """Runs this node's ranks until they end, with up to MAX_RESTARTS restarts after failures.
 
     Args:
         flags: command line settings, which the ranks resolve again together with the environment.
         module: what each rank runs.
+        command: see `train`.
 
     Raises:
-        ConfigError: the embedded corpus, or the key that several nodes share, cannot be made.
+        ConfigError: the embedded corpus, the token files of TRAIN_DATA's text, or the key that several nodes
+            share, cannot be made.
     """
     if not config.train_data:
         try:
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
+    prepared = _with_text(config)
     if config.preflight and module == TRAIN_MODULE:
         # imported here, as it uses functions of this module
         from moe_exp.launch.preflight.report import passes
@@ -150,6 +173,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config)
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
+    environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     if config.nnodes > 1:
         try:
             environ[RENDEZVOUS_KEY] = shared_key(folder.rendezvous_key)
@@ -157,14 +181,15 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
             raise ConfigError([str(error)]) from None
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
     arguments = rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags)
-    command = torchrun_command(config, arguments, module)
+    agent = torchrun_command(config, arguments, module)
     with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
         environ |= watch.environment if watch else {}
-        code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
+        code = run_job(agent, environ, stopping=stopping, poll=watch.poll if watch else None)
     if config.node_rank:
         return code
     with signals_handled(signal.SIG_IGN):  # schedulers send several
-        ended = finish_run(config, folder, since=started, wall_seconds=time.monotonic() - start, code=code)
+        seconds, caller = time.monotonic() - start, _caller(flags, command)
+        ended = finish_run(config, folder, since=started, wall_seconds=seconds, code=code, caller=caller)
     if ended is None:
         return code
     status, text = ended
@@ -173,9 +198,30 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     return FINISHED if status == "finished" else code or FAILED
 
 
+def _caller(flags: Mapping[str, Any], command: str) -> Caller:
+    settings = (name.upper() for name in Config.model_fields)
+    given = {name: os.environ[name] for name in settings if os.environ.get(name) and name not in _OF_THE_NODE}
+    program = own_command()
+    typed = command or shlex.join([*program, "train", *module_arguments(flags)])
+    return Caller(shlex.join(program), typed, given)
+
+
+_OF_THE_NODE = ("MASTER_ADDR", "NNODES", "NODE_RANK")
+
+
+def _with_text(config: Config) -> Config:
+    """`config` with token files and tokenizer in place of the text that its data settings name, if any."""
+    prepared = with_prepared_text(config)
+    if prepared is not config and (problems := [*data_problems(prepared)]):
+        raise ConfigError(problems)
+    return prepared
+
+
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
     """`module_arguments` plus the rendezvous, which the ranks' environment replaces by their own store's."""
-    return module_arguments({**flags, "master_addr": config.master_addr, "master_port": config.master_port})
+    return module_arguments(
+        {**flags, "master_addr": config.master_addr, "master_port": config.rendezvous_port}
+    )
 
 
 _STOPPING_UNSAVED = (
@@ -187,6 +233,9 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags, sources=sources), flush=True)
     problems = check_files(config, with_space=False)
+    if not problems:
+        for line in plan_text(config):
+            print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
     _warn([*check_machine(config), *new, *schedule_warnings(config), *space_warnings(config)])
     _report_changes(config)

@@ -19,12 +19,14 @@ from packaging.version import Version
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.determinism import environment_problems
+from moe_exp.config.setting_types import names_text
+from moe_exp.data.own_text.settings import text_problems
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
 from moe_exp.host.files import bytes_text, read_yaml
-from moe_exp.host.processes import free_port
+from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
@@ -53,7 +55,7 @@ def check_machine(config: Config) -> list[str]:
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
     """Data, tokenizer and folders, on every node; `with_space`: and disk space for the run."""
     return [
-        *_data(config),
+        *data_problems(config),
         *_tokenizer(config),
         *_load_dir(config),
         *_upcycle_from(config),
@@ -253,9 +255,8 @@ def _optimizer(c: Config) -> Iterator[str]:
 
 
 def _port(c: Config) -> Iterator[str]:
-    if c.node_rank == 0 and (reason := _port_problem(c.master_port)):
-        fix = f"set MASTER_PORT to a free port, for instance {free_port()}"
-        yield problem("master_port", c.master_port, reason, fix)
+    if c.node_rank == 0 and (reason := _port_problem(c.rendezvous_port)):
+        yield port_problem(c.rendezvous_port, reason, num_nodes=c.nnodes)
 
 
 def _port_problem(port: int) -> str:
@@ -290,8 +291,13 @@ def _shared_memory(c: Config) -> Iterator[str]:
         yield problem("num_workers", c.num_workers, rule, fix)
 
 
-def _data(c: Config) -> Iterator[str]:
-    """TRAIN_DATA (or its parts by SPLIT) and VALID_DATA: complete, long enough, within the vocabulary."""
+def data_problems(c: Config) -> Iterator[str]:
+    """TRAIN_DATA (or its parts by SPLIT) and VALID_DATA: complete, long enough, within the vocabulary; text
+    that they name is only checked for what its preparation could not use.
+    """
+    if names_text(c.train_data) or names_text(c.valid_data):
+        yield from text_problems(c)
+        return
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
@@ -309,6 +315,10 @@ def _data(c: Config) -> Iterator[str]:
 
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
+    if not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
+        rule = f"there is no such file or folder of text, and no token files {prefix}.bin and .idx"
+        yield problem(name, prefix, rule, "correct the path: give text, or a prefix without .bin")
+        return
     if reason := bin_idx_problem(prefix):
         fix = f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix"
         yield problem(name, prefix, reason, fix)
@@ -385,6 +395,8 @@ def _data_dir(c: Config) -> Iterator[str]:
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty) goes"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron go"
+    elif names_text(c.train_data) or names_text(c.valid_data):
+        what = "the token files of the text go"
     elif c.train_data or any(folder.glob("python_stdlib_*/manifest.json")):
         return
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))

@@ -61,7 +61,7 @@ class RestartRendezvous(RendezvousHandler):
     """The rendezvous of one node's agent.
 
     Args:
-        host, port: of node 0's agent.
+        host, port: of node 0's agent; port 0, with one node only: any that is free.
         num_nodes: nodes in every round.
         max_restarts: rounds that may fail before the last one.
         is_stopping: whether this node was asked to stop; polled while waiting for others.
@@ -221,6 +221,7 @@ class RestartRendezvous(RendezvousHandler):
         if self._agents is not None:
             return
         store = self._open(self._port, serve=self._node_rank == 0, deadline=deadline)
+        self._port = store.port  # 0, which only the one node of a job uses, has become a free port
         fingerprint = hashlib.sha256(self._key.encode()).hexdigest()[:16]
         if self._node_rank == 0:
             store.set("key", fingerprint)
@@ -266,8 +267,11 @@ class RestartRendezvous(RendezvousHandler):
                 store = self._store_at(port, serve=serve)
             except (RuntimeError, OSError) as error:
                 if serve:
+                    from moe_exp.launch.torchrun_job import port_problem  # an agent starts without settings
+
+                    rule = f"node 0 cannot listen on it ({str(error).splitlines()[0]})"
                     raise RendezvousConnectionError(
-                        f"port {port} of {self._host}: {str(error).splitlines()[0]}"
+                        port_problem(port, rule, num_nodes=self._num_nodes)
                     ) from error
                 self._wait(deadline)
             else:

@@ -20,13 +20,14 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from moe_exp.config import Config
+from moe_exp.config import Config, problem
 from moe_exp.config.determinism import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain
 from moe_exp.host.processes import (
     children_of,
     end_with_parent,
+    free_port,
     orphans_adopted,
     signals_blocked,
     signals_handled,
@@ -43,10 +44,17 @@ def torchrun_command(config: Config, module_args: Sequence[str], module: str = T
         "--node-rank", str(config.node_rank),
         "--nproc-per-node", str(config.gpus_per_node),
         "--master-addr", config.master_addr,
-        "--master-port", str(config.master_port),
+        "--master-port", str(config.rendezvous_port),
         "--max-restarts", str(config.max_restarts if module == TRAIN_MODULE else 0),
         "-m", module, *module_args,
     ]  # fmt: skip
+
+
+def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
+    """The problem with a MASTER_PORT that node 0 cannot use."""
+    fix = f"set MASTER_PORT to a free port, for instance {free_port()}"
+    fix += ", on all nodes" if num_nodes > 1 else ", or leave it out: one node takes a free one"
+    return problem("master_port", port, rule, fix)
 
 
 def child_environment(config: Config) -> dict[str, str]:

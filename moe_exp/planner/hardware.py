@@ -10,6 +10,7 @@ from typing import Any
 from moe_exp.host.files import read_json
 
 PROFILES = Path(__file__).parent / "profiles"
+DEFAULT_GPU = "A100-80GB"
 _ALIASES = {
     "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB"
 }  # fmt: skip

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moe_exp.config import ConfigError, problem
-from moe_exp.host.files import bytes_text
 from moe_exp.host.processes import signals_handled
+from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 from moe_exp.report.text_curves import plot, sparkline
 
@@ -382,15 +382,7 @@ def _age_line(follower: Follower) -> Text:
 
 
 def _span(seconds: float | None) -> str:
-    if seconds is None:
-        return _NOTHING
-    return (
-        f"{seconds:.2g} s"
-        if seconds < 10
-        else f"{seconds:.0f} s"
-        if seconds < 120
-        else str(timedelta(seconds=round(seconds)))
-    )
+    return _NOTHING if seconds is None else duration(seconds)
 
 
 def _number(value: Any, form: str) -> str:

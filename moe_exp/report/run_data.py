@@ -37,6 +37,7 @@ _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
 _LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
+_MOST_TEXT = 200_000  # characters of notes.md and of generated.jsonl
 _PROGRESS_BYTES, _STEP_BYTES = 1 << 26, 1 << 22
 
 
@@ -53,6 +54,9 @@ class Run:
         events: records of kind event, in the file's order.
         load: expert load over time; false without experts.
         notes: what could not be read, a sentence each.
+        starts: entries of provenance.json, oldest first.
+        text: the content of notes.md.
+        samples: prompt and generated text of each line of generated.jsonl.
         written: when metrics.jsonl was last written, with time zone.
         ended: how the latest start ended; None if no end is recorded.
     """
@@ -66,6 +70,9 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)
     load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
     notes: list[str] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    samples: list[tuple[str, str]] = field(default_factory=list)
     written: datetime | None = None
     ended: str | None = None
 
@@ -137,6 +144,11 @@ def _with_rule(config: Config, rule: str) -> Config:
     return config.model_copy(update={"attention_flops": rule})
 
 
+def _is_run(path: Path) -> bool:
+    folder = RunFolder(path)
+    return folder.config.exists() or folder.metrics.exists()
+
+
 def run_problems(paths: Sequence[Path]) -> list[str]:
     """A line for each path that is not a run folder; reads none of them."""
     return [line for path in dict.fromkeys(paths) for line in _folder_problems(path)]
@@ -147,12 +159,12 @@ def _folder_problems(path: Path) -> list[str]:
     if not path.is_dir():
         rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
         return [problem("run", path, rule, fix)]
-    folder = RunFolder(path)
-    if folder.config.exists() or folder.metrics.exists():
+    if _is_run(path):
         return []
     inside = sorted(child.parent.name for child in path.glob("*/metrics.jsonl"))
     if inside:
         fix = f"give the run folders in it: {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}"
+        fix += f", or the pattern '{path}/*' in quotes"
     return [problem("run", path, "is no run folder: it has neither config.yaml nor metrics.jsonl", fix)]
 
 
@@ -182,7 +194,30 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
             reader.add(record)
     reader.finish()
     run.ended = _ended(run, folder)
+    _read_extras(run, folder)
     return run
+
+
+def _read_extras(run: Run, folder: RunFolder) -> None:
+    """Provenance, and the files that users put into a run folder for the report."""
+    starts = _json_of(folder.provenance).get("starts")
+    run.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    run.text = _text_of(run, "notes.md").strip()
+    for line in _text_of(run, "generated.jsonl").splitlines():
+        sample = parsed_record(line) or {}
+        if isinstance(text := sample.get("text"), str):
+            run.samples.append((str(sample.get("prompt", "")), text))
+
+
+def _text_of(run: Run, name: str) -> str:
+    try:
+        with regular(run.path / name).open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_TEXT)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror or error})")
+        return ""
 
 
 def _ended(run: Run, folder: RunFolder) -> str | None:

@@ -45,6 +45,10 @@ moe_exp() {
         esac
     done
     find_python "$extra"
+    if [ "$1" = train ]; then # for the commands that a run suggests at its end
+        MOE_EXP_COMMAND="$(printf ' %q' bash "$0" "${@:2}")"
+        export MOE_EXP_COMMAND="${MOE_EXP_COMMAND# }"
+    fi
     exec "$PYTHON" -m moe_exp "$@"
 }
 

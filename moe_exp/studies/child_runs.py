@@ -19,7 +19,7 @@ from moe_exp.config import TRAITS, Config, load_config, module_arguments
 from moe_exp.config.loading import given_values
 from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.vocabulary import with_vocab_size
-from moe_exp.host.processes import children_of, end_with_parent, free_port
+from moe_exp.host.processes import children_of, end_with_parent
 from moe_exp.runs.run_folder import RunFolder
 
 _END_SECONDS = 60.0
@@ -96,7 +96,7 @@ def run_to_end(
         log: file to which output is appended.
         saving: let an interrupted run save a checkpoint first; a second Ctrl-C kills it.
     """
-    command = train_command({**flags, "master_port": free_port(), "master_addr": "localhost"})
+    command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as file:
         launcher = subprocess.Popen(

@@ -177,10 +177,7 @@ def setup_logging(folder: RunFolder, rank: int) -> None:
     shows short lines. Rank 0 must open the run folder first; a rank that cannot see the folder (no shared
     file system) logs only to its console. Calling it again replaces the handlers.
     """
-    root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:
-        root.removeHandler(handler)
-        handler.close()
+    end_logging()
     lowest = logging.INFO if rank == 0 else logging.WARNING
     stdout, stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
     stdout.addFilter(lambda record: record.levelno < logging.WARNING)
@@ -194,5 +191,13 @@ def setup_logging(folder: RunFolder, rank: int) -> None:
         is_file = isinstance(handler, logging.FileHandler)
         is_terminal = not is_file and sys.stdout.isatty()
         handler.setFormatter(_Lines(rank, with_time=is_file, is_terminal=is_terminal))
-        root.addHandler(handler)
+        logging.getLogger().addHandler(handler)
     logging.getLogger("moe_exp").setLevel(lowest)
+
+
+def end_logging() -> None:
+    """Removes the handlers of `setup_logging`."""
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:
+        root.removeHandler(handler)
+        handler.close()

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from moe_exp.config import Config, ConfigError, problem, to_yaml
+from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.run_folder import RunFolder
 
@@ -30,6 +30,8 @@ AXES = {
 # Axes used as TensorBoard steps, which are integers, for the losses: unit, and units per one of AXES.
 _STEPS = {"tokens": ("tokens", 1.0), "flops": ("gflops", 1e-9), "seconds": ("milliseconds", 1e3)}
 _OVER_STEPS = ("train/lm_loss", "valid/lm_loss")
+
+_AFTER_TRAIN = ("moe/", "perf/")
 
 Axes = Mapping[str, float]
 
@@ -59,7 +61,7 @@ class _TensorBoard:
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, axes["iteration"])
+            self._writer.add_scalar(tensorboard_name(name), value, axes["iteration"])
         for axis, writer in self._by_axis.items():
             for name in _OVER_STEPS:
                 if name in values and axis in axes:
@@ -72,6 +74,11 @@ class _TensorBoard:
             writer.close()
 
 
+def tensorboard_name(name: str) -> str:
+    """Name of a curve in TensorBoard, which sorts by name: `train/` comes before `train_moe/`."""
+    return f"train_{name}" if name.startswith(_AFTER_TRAIN) else name
+
+
 def _step(axis: str, axes: Axes) -> int:
     return round(axes[axis] * _STEPS[axis][1])
 
@@ -79,11 +86,12 @@ def _step(axis: str, axes: Axes) -> int:
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
     """TensorBoard, cleared from `start_iteration` on; [] if not installed or not writable.
 
-    TensorBoard plots over steps, wall-clock time or time since the first record. Losses are repeated over
-    tokens, FLOPs and training time, each in its own folder, because a resume removes events by step.
+    TensorBoard plots over steps, wall-clock time or time since the first record. With TENSORBOARD_AXES, the
+    losses are repeated over tokens, FLOPs and training time, each in its own folder, because a resume removes
+    events by step.
 
     Args:
-        config: is written as text.
+        config: is written as text and as hyperparameters.
         folder: the run folder.
         start_iteration: from which training resumes.
         last: position of the last record until then.
@@ -115,11 +123,26 @@ def _tensorboard(
         "config", "".join(f"    {line}\n" for line in to_yaml(config).splitlines()), start_iteration + 1
     )
     writer.add_text("group", group_of(config), start_iteration + 1)
+    _add_hyperparameters(config, writer)
     by_axis = {}
-    for axis, (unit, _) in _STEPS.items():
+    for axis, (unit, _) in _STEPS.items() if config.tensorboard_axes else ():
         purge_step = _step(axis, last) + 1 if axis in last else 0
         by_axis[axis] = make(str(folder.tensorboard / f"by_{unit}"), purge_step=purge_step)
     return _TensorBoard(writer, by_axis)
+
+
+def _add_hyperparameters(config: Config, writer: Any) -> None:
+    """The settings of the HPARAMS tab. SummaryWriter.add_hparams would add a run of its own to every run."""
+    from torch.utils.tensorboard.summary import hparams
+
+    values = {
+        name: str(value).lower() if isinstance(value, bool) or value is None else value
+        for name, value in config.model_dump().items()
+        if TRAITS[name].part not in ("place", "care")
+    }
+    experiment, start, _ = hparams(values, dict.fromkeys(_OVER_STEPS, 0))
+    for summary in (experiment, start):
+        writer.file_writer.add_summary(summary)
 
 
 def _keep_threads_quiet() -> None:

@@ -221,6 +221,19 @@ def test_dry_run_starts_and_writes_nothing(no_settings, tmp_path, monkeypatch, c
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_refuses_missing_data(no_settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    settings = [f"--{name.lower().replace('_', '-')}={value}" for name, value in TINY.items()]
+    assert main(["compare", "--dry-run", *settings, "--train-data=gone", "--eval-interval=0"]) == 1
+    out, err = capsys.readouterr()
+    assert "matched by flops" in out
+    (line,) = err.splitlines()
+    assert (
+        line.startswith("moe-exp compare: TRAIN_DATA=gone: ") and " Fix: give in TRAIN_DATA the path" in line
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_problems_of_one_model_name_it(no_settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRESET", "cpu")

@@ -6,8 +6,8 @@ import re
 import pytest
 
 from helpers import ROOT
+from moe_exp.host import quantities
 from moe_exp.host.files import bytes_text, count_text, read_json, read_yaml
-from moe_exp.report import quantities
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,18 @@ def test_counts_have_a_letter():
 
 def test_no_number_of_bytes_is_a_dash():
     assert quantities.bytes_text(float("nan")) == "–"
+
+
+def test_quantities_round_before_they_choose_a_unit():
+    assert [quantities.count_text(number) for number in (999.96, 999_960, 2.5e18)] == [
+        "1K",
+        "1M",
+        "2,500,000T",
+    ]
+    assert [quantities.flops_text(number) for number in (2.5e18, 0)] == ["2.5E", "0"]
+    assert [quantities.duration(seconds) for seconds in (1.0404, 119, 200, 100_000)] == [
+        "1.04 s", "119 s", "0:03:20", "1 day, 3:46:40",
+    ]  # fmt: skip
 
 
 def test_no_other_place_writes_sizes():

@@ -322,6 +322,29 @@ def test_stores_of_one_node_listen_on_the_loopback_interface_alone():
     assert len(own) >= 2 and {one.laddr.ip for one in own} == {"127.0.0.1"}
 
 
+def test_one_node_without_a_port_takes_a_free_one():
+    jobs = [RestartRendezvous("localhost", 0, node_rank=0, num_nodes=1, max_restarts=0) for _ in range(2)]
+    for rounds in jobs:
+        rounds.next_rendezvous()
+    jobs[0].set_closed()
+    assert [rounds.is_over for rounds in jobs] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "fix"), [(1, "or leave it out: one node takes a free one"), (2, "on all nodes")]
+)
+def test_a_port_that_was_lost_after_the_checks_is_one_line(num_nodes, fix):
+    with socket.create_server(("", 0)) as other:
+        port = other.getsockname()[1]
+        rounds = RestartRendezvous(
+            "localhost", port, node_rank=0, num_nodes=num_nodes, max_restarts=0, join_seconds=5.0
+        )
+        line = rf"^MASTER_PORT={port}: node 0 cannot listen on it \(.*\)\. Fix: set MASTER_PORT to .*{fix}"
+        with pytest.raises(RendezvousConnectionError, match=line) as error:
+            rounds.next_rendezvous()
+    assert len(str(error.value).splitlines()) == 1
+
+
 def test_a_stranger_without_the_key_of_the_job_neither_ends_it_nor_speaks_in_it():
     port = free_port()
     rounds = RestartRendezvous("localhost", port, node_rank=0, num_nodes=1, max_restarts=0, key="a key")

@@ -74,7 +74,7 @@ def test_port_in_use(here):
         port = other.getsockname()[1]
         line = (
             rf"MASTER_PORT={port}: is in use by another program on this host\. Fix: set MASTER_PORT to a free"
-            r" port, for instance \d+\."
+            r" port, for instance \d+, or leave it out: one node takes a free one\."
         )
         only_problem(check_machine(here(master_port=port)), line)
         assert check_machine(here(master_port=port, node_rank=1, nnodes=2)) == []

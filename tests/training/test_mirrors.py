@@ -59,7 +59,11 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     """
     wandb = pytest.importorskip("wandb")
     settings = {"run_dir": str(tmp_path_factory.mktemp("runs")), "run_name": "a", "gpus_per_node": 1}
-    values: dict[str, Any] = settings | {"wandb_project": "p", "wandb_mode": "offline"}
+    values: dict[str, Any] = settings | {
+        "wandb_project": "p",
+        "wandb_mode": "offline",
+        "tensorboard_axes": True,
+    }
     config = Config(**values)
     folder = open_run_folder(config)
     _write(config, folder, 0, (20, 40, 60), loss=10.0)
@@ -105,7 +109,9 @@ def tensorboard_scalars(path: Path) -> dict[str, list[tuple[int, float]]]:
 def test_tensorboard_equals_metrics_jsonl_after_a_resume(resumed: RunFolder) -> None:
     expected = {
         # TensorBoard keeps fp32
-        name: [(iteration, float(np.float32(value))) for iteration, value in by_iteration.items()]
+        mirrors.tensorboard_name(name): [
+            (iteration, float(np.float32(value))) for iteration, value in by_iteration.items()
+        ]
         for name, by_iteration in expected_curves(resumed).items()
     }
     found = tensorboard_scalars(resumed.tensorboard)
@@ -113,10 +119,11 @@ def test_tensorboard_equals_metrics_jsonl_after_a_resume(resumed: RunFolder) -> 
     assert {
         "train/lm_loss",
         "valid/lm_loss",
-        "moe/layer_02/max_over_mean",
-        "moe/layer_01/seq_aux_loss",
-        "perf/tflops_per_gpu",
+        "train_moe/layer_02/max_over_mean",
+        "train_moe/layer_01/seq_aux_loss",
+        "train_perf/tflops_per_gpu",
     } <= set(found)
+    assert min(found).startswith("train/")
     assert [step for step, _ in found["train/lm_loss"]] == [20, 40, 60, 80]
 
 
@@ -188,6 +195,15 @@ def test_tensorboard_has_settings_and_group(
     (tag,), (settings,) = events.Tensors("group/text_summary"), events.Tensors("config/text_summary")
     assert tag.tensor_proto.string_val == [group.encode()]
     assert b"    num_experts: 8\n" in settings.tensor_proto.string_val[0]
+    assert [
+        path.name for path in folder.tensorboard.iterdir() if path.is_dir()
+    ] == []  # no by_* unless asked for
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    content = events.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    values = HParamsPluginData.FromString(content).session_start_info.hparams
+    assert values["num_experts"].number_value == 8 and values["use_moe"].string_value == str(use_moe).lower()
+    assert values["moe_type"].string_value == moe_type and "run_dir" not in values
 
 
 def wandb_history(path: Path) -> Iterator[dict[str, Any]]:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
+from moe_exp.config.setting_types import names_text
+from moe_exp.data.own_text.settings import fitting_vocab_size
 from moe_exp.data.tokens.files import manifest_of, tokenizer_fact
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import parse_blend
@@ -36,8 +38,12 @@ def with_vocab_size(
 
 def _of_data(config: Config) -> tuple[int, str] | None:
     """The largest vocabulary of the data and TOKENIZER, and which has it; None if one is unknown."""
+    if size := fitting_vocab_size(config):
+        return size, f"the tokenizer for {config.train_data}"
     try:
-        blends = [blend for blend in (config.train_data, config.valid_data) if blend]
+        blends = [
+            blend for blend in (config.train_data, config.valid_data) if blend and not names_text(blend)
+        ]
         prefixes = [prefix for blend in blends for _, prefix in parse_blend(blend)]
         facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
         sizes = {place: size for place, size in facts.items() if size}

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, module_arguments, problem
+from moe_exp.config import Config, ConfigError, module_arguments
 from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.processes import children_of, end_with_parent
@@ -34,7 +34,7 @@ from moe_exp.launch.preflight.reach import Door, data_address, unreached
 from moe_exp.launch.preflight.roll_call import Nodes, NotReached, Server
 from moe_exp.launch.preflight.steps import RESULTS_FOLDER, read_rank
 from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
-from moe_exp.launch.torchrun_job import child_environment, torchrun_command
+from moe_exp.launch.torchrun_job import child_environment, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 
 MODULE = "moe_exp.launch.preflight.rank"
@@ -61,8 +61,10 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
         raise ConfigError(problems)
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(_server(config))) if config.node_rank == 0 else None
-        place, seconds = (config.master_addr, config.master_port), float(config.preflight_timeout)
-        nodes = Nodes(*place, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds)
+        port, seconds = server.port if server else config.rendezvous_port, float(config.preflight_timeout)
+        nodes = Nodes(
+            config.master_addr, port, node=config.node_rank, num_nodes=config.nnodes, seconds=seconds
+        )
         stack.enter_context(contextlib.closing(nodes))
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
@@ -93,11 +95,10 @@ _WENT_AWAY = Finding("failed", "went away during the checks")
 
 def _server(config: Config) -> Server:
     try:
-        return Server(config.master_port, config.nnodes)
+        return Server(config.rendezvous_port, config.nnodes)
     except OSError as error:
         rule = f"cannot be listened on ({error.strerror or error})"
-        fix = "set MASTER_PORT to a free port"
-        raise ValueError(problem("master_port", config.master_port, rule, fix)) from None
+        raise ValueError(port_problem(config.rendezvous_port, rule, num_nodes=config.nnodes)) from None
 
 
 def _facts(config: Config) -> dict[str, Any]:
@@ -199,6 +200,6 @@ def wait_for_port(config: Config, seconds: float = 5.0) -> None:
     """Waits until torchrun can use node 0's MASTER_PORT."""
     deadline = time.monotonic() + seconds
     while config.node_rank == 0 and time.monotonic() < deadline:
-        with contextlib.suppress(OSError), socket.create_server(("", config.master_port)):
+        with contextlib.suppress(OSError), socket.create_server(("", config.rendezvous_port)):
             return
         time.sleep(0.1)

@@ -29,11 +29,13 @@ class RunJob:
 
     Attributes:
         given: settings that were given, or whose default depends on the host: name to text.
+        passed: variables of the submitting shell that the job gets, from `passed_variables`.
     """
 
     config: Config
     given: Mapping[str, str]
     slurm: SlurmSettings
+    passed: Mapping[str, str]
 
     @property
     def run_folder(self) -> Path:
@@ -81,7 +83,7 @@ def _options(job: RunJob) -> list[str]:
         "output": job.folder / ("job%A_%a.log" if is_array else "job%j.log"),
         "chdir": Path.cwd(),
         # ALL would pass the submitting shell's variables, and NONE a login shell's.
-        "export": ",".join([*PASSED_ALWAYS, *slurm.passed]),
+        "export": ",".join([*PASSED_ALWAYS, *job.passed]),
         **{name: value for name, value in named.items() if value},
     }
     asks_for_gpus = any(option.startswith(("--gpus", "--gres")) for option in slurm.extra_options)

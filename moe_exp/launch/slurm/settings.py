@@ -16,10 +16,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from moe_exp.config import ConfigError, problem
 from moe_exp.config.loading import explain, given_values
-from moe_exp.config.setting_types import NonNegative, PathText, Positive, one_line
+from moe_exp.config.setting_types import NonNegative, PathText, Positive, one_line, shown
 
 # Environment variables for --export: to find programs and the home folder, without effect on results.
 PASSED_ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG")
+# Prefixes of variables that jobs get from the submitting shell: how nodes communicate, and Hugging Face.
+PASSED_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "HF_")
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL|AUTH")
 # Options that the sbatch file sets: another value would break the chain.
 _OURS = (
     "array", "dependency", "error", "exclude", "export", "job-name", "nodes", "no-requeue", "ntasks",
@@ -89,7 +92,9 @@ class SlurmSettings(BaseModel):
     container_python: str = _field("python3", "Python inside of the container")
     pass_env: str = _field(
         "",
-        "variables whose values jobs get from this shell, as in 'WANDB_API_KEY NCCL_DEBUG'; not in any file",
+        "variables whose values jobs get from this shell, as in 'WANDB_API_KEY WANDB_ENTITY', besides "
+        + ", ".join(f"{prefix}*" for prefix in PASSED_PREFIXES)
+        + "; not in any file",
     )
     extra_sbatch: str = _field("", "more options of sbatch, as in '--reservation=x --mail-type=FAIL'")
 
@@ -130,6 +135,18 @@ def load_slurm_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
     if problems := list(_problems(settings, environ)):
         raise ConfigError(problems)
     return settings
+
+
+def passed_variables(settings: SlurmSettings, environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables of the submitting shell that jobs get: those of PASSED_PREFIXES, and PASS_ENV.
+
+    Returns:
+        Name to value, for people: values that may be secret are not shown. The sbatch file has only names.
+    """
+    names = [name for name in sorted(environ) if re.fullmatch(r"\w+", name, re.ASCII)]
+    names = [name for name in names if name.startswith(PASSED_PREFIXES) and name not in settings.passed]
+    passed = {name: "(not shown)" if _SECRET.search(name) else shown(environ[name]) for name in names}
+    return passed | dict.fromkeys(settings.passed, "(not shown)")
 
 
 def time_limit_seconds(text: str) -> int | None:
@@ -213,6 +230,6 @@ def _place_problems(settings: SlurmSettings, environ: Mapping[str, str]) -> Iter
     for name in settings.passed:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
             rule = "is no name of a variable; values are taken from this shell"
-            yield problem("pass_env", name, rule, "give names alone, as in 'WANDB_API_KEY NCCL_DEBUG'")
+            yield problem("pass_env", name, rule, "give names alone, as in 'WANDB_API_KEY WANDB_ENTITY'")
         elif name not in environ:
             yield problem("pass_env", name, "is not set in this shell", f"export {name}, or leave it out")

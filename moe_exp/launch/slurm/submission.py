@@ -20,7 +20,7 @@ from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
 from moe_exp.launch.machine_checks import check_files, training_problem
 from moe_exp.launch.slurm.batch_script import RunJob, batch_script, mounts, own_folders
-from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_settings
+from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_settings, passed_variables
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.nodes.exclude import read_excluded
 
@@ -55,7 +55,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     if config:
         problems += [*check_config(config), *check_files(config)]
     if config and slurm:
-        job = RunJob(config, given, slurm)
+        job = RunJob(config, given, slurm, passed_variables(slurm, environ))
         problems += _run_problems(job)
     if problems:
         raise ConfigError(problems)

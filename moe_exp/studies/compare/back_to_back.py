@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from moe_exp.config import ConfigError, problem
+from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import free_port, signals_handled
 from moe_exp.host.progress import progress_of
-from moe_exp.launch.machine_checks import check_environment
+from moe_exp.launch.machine_checks import check_environment, check_files
 from moe_exp.report.page import write_report
 from moe_exp.studies.child_runs import held, run_environment, run_to_end, wait_until_free
 from moe_exp.studies.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
@@ -33,7 +33,7 @@ _ITERATION = re.compile(rb'"kind": "train", "iteration": (\d+)')
 
 def dry_run(comparison: Comparison) -> str:
     """Describes what a comparison would do; touches no file. ConfigError for settings that cannot run."""
-    _check(comparison.runs(), settings_only=True)
+    _check(comparison.runs(), check_config)
     compare_with_before(comparison)
     known = known_pace(comparison)
     pace = {one.name: known.get(one.name) or predicted_seconds(one) for one in comparison.variants}
@@ -48,6 +48,16 @@ def dry_run(comparison: Comparison) -> str:
     return plan_text(comparison, pace, measured=len(known) == len(pace))
 
 
+def check_planned_files(comparison: Comparison) -> None:
+    """Checks files and folders of what is left of a comparison, except for space, for its dry run.
+
+    Raises:
+        ConfigError: data, a tokenizer or a checkpoint is missing, or a folder cannot be used.
+    """
+    left = [run for run in comparison.runs() if not is_finished(run)]
+    _check(left, lambda config: check_files(config, with_space=False))
+
+
 def run_comparison(comparison: Comparison) -> int:
     """Runs what is left of a comparison.
 
@@ -59,7 +69,7 @@ def run_comparison(comparison: Comparison) -> int:
         ValueError: the folder is in use, or with `time` a variant does not run.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the current run has saved a checkpoint.
     """
-    _check(comparison.runs(), settings_only=True)
+    _check(comparison.runs(), check_config)
     compare_with_before(comparison)
     _check_place(comparison)
     with held(comparison.folder, f"RUN_NAME={comparison.folder.name}", "comparison"), _stopped_by_signals():
@@ -141,13 +151,19 @@ def write_page(comparison: Comparison, runs: Sequence[Path]) -> list[str]:
     return write_report(runs, comparison.folder / PAGE, title=comparison.folder.name) if runs else []
 
 
-def _check(runs: Sequence[Run], *, settings_only: bool = False) -> None:
+def _settings_and_environment(config: Config) -> list[str]:
+    return check_config(config) + check_environment(config)
+
+
+def _check(
+    runs: Sequence[Run], problems_of: Callable[[Config], list[str]] = _settings_and_environment
+) -> None:
     """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
     found = {}
     for run in runs:
         # every run gets a free port when it starts
         config = run.config.model_copy(update={"master_port": free_port()})
-        found[run.name] = check_config(config) + ([] if settings_only else check_environment(config))
+        found[run.name] = problems_of(config)
     lines: dict[str, list[str]] = {}
     for name, problems in found.items():
         for line in problems:

@@ -130,5 +130,5 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
     assert (ended.returncode, ended.stdout) == (1, "")
     assert (
         f"moe-exp watch: MASTER_PORT={port}: cannot be listened on" in ended.stderr
-        and "Fix: set MASTER_PORT to a free port." in ended.stderr
+        and "Fix: set MASTER_PORT to a free port, for instance " in ended.stderr
     )

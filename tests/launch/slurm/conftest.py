@@ -20,7 +20,7 @@ folder = pathlib.Path(os.environ["RUN_DIR"]) / os.environ["RUN_NAME"]
 (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
 attempts = folder / f"attempts.{os.environ['NODE_RANK']}"
 number = len(attempts.read_text().split()) if attempts.exists() else 0
-names = ("NODE_RANK", "MASTER_ADDR", "NNODES", "LR", "RUN_NAME", "LEAK")
+names = ("NODE_RANK", "MASTER_ADDR", "NNODES", "LR", "RUN_NAME", "LEAK", "NCCL_DEBUG")
 print(*(f"{name}={os.environ.get(name)}" for name in names), os.environ.get("SECRET"), flush=True)
 code = os.environ["WANDB_PROJECT"].split("/")[number]
 def stopped(*_):

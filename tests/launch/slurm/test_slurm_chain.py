@@ -15,7 +15,7 @@ from moe_exp.runs.records import read_metrics
 
 
 def test_array_goes_on_until_the_run_has_finished_and_cancels_the_rest(chain):
-    done = chain.submit("75/0", NUM_JOBS=4, PASS_ENV="SECRET", LR="0.002")
+    done = chain.submit("75/0", NUM_JOBS=4, PASS_ENV="SECRET", LR="0.002", NCCL_DEBUG="WARN")
     assert done.returncode == 0, done.stderr
     assert "submitted 4 jobs of 2 nodes as 101;" in done.stdout
     assert chain.cluster.run() == (101, 0)
@@ -24,7 +24,8 @@ def test_array_goes_on_until_the_run_has_finished_and_cancels_the_rest(chain):
     assert chain.cluster.states() == ["COMPLETED", "COMPLETED", "CANCELLED", "CANCELLED"]
     for rank, node in enumerate(("localhost", "node-b")):
         given = (
-            f"NODE_RANK={rank} MASTER_ADDR=localhost NNODES=2 LR=0.002 RUN_NAME=it's a run LEAK=None s3cret\n"
+            f"NODE_RANK={rank} MASTER_ADDR=localhost NNODES=2 LR=0.002 RUN_NAME=it's a run LEAK=None"
+            " NCCL_DEBUG=WARN s3cret\n"
         )
         assert chain.log(f"job101.{node}.log") == given
         assert chain.log(f"job102.{node}.log") == given

@@ -17,7 +17,12 @@ from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.slurm import batch_script
-from moe_exp.launch.slurm.settings import load_slurm_settings, time_limit_seconds
+from moe_exp.launch.slurm.settings import (
+    PASSED_ALWAYS,
+    PASSED_PREFIXES,
+    load_slurm_settings,
+    time_limit_seconds,
+)
 
 
 def test_a_line_that_is_no_host_is_refused_before_anything_is_submitted(chain):
@@ -65,6 +70,26 @@ def test_dry_run_prints_the_file_and_submits_nothing(chain):
     assert f'#SBATCH "--output={chain.folder}/slurm/job%A_%a.log"\n' in done.stdout
     assert "modules=(cuda/12.6 nccl)\n" in done.stdout
     assert "\nretry_seconds=0\n" in done.stdout
+
+
+def test_dry_run_lists_variables_of_the_shell_without_secrets(chain):
+    network = {"NCCL_SOCKET_IFNAME": "ib0,ib1", "FI_PROVIDER": "efa", "HF_TOKEN": "hf_geheim"}
+    done = chain.submit("75", "--dry-run", PASS_ENV="SECRET", NCCLX="no", **network)
+    assert done.returncode == 0, done.stderr
+    names = re.search(r'^#SBATCH "?--export=(.*?)"?$', done.stdout, re.MULTILINE)[1].split(",")
+    passed = [name for name in names if name not in PASSED_ALWAYS]
+    assert {*network, "SECRET"} <= set(passed)
+    assert all(name == "SECRET" or name.startswith(PASSED_PREFIXES) for name in passed)
+    listed = done.stderr.partition("variables that jobs get from this shell:\n")[2].splitlines()
+    for line in (
+        "FI_PROVIDER=efa",
+        "HF_TOKEN=(not shown)",
+        "NCCL_SOCKET_IFNAME=ib0,ib1",
+        "SECRET=(not shown)",
+    ):
+        assert f"  {line}" in listed
+    assert not re.search("hf_geheim|s3cret|ib0", done.stdout)
+    assert "hf_geheim" not in done.stderr and "s3cret" not in done.stderr
 
 
 @pytest.mark.parametrize(
