@@ -139,7 +139,7 @@ def _run(arguments: argparse.Namespace) -> None:
     hardware, constants = _hardware_and_constants(arguments)
     flags = _settings(arguments, hardware)
     config = _with_vocabulary(load_config(flags), flags)
-    plan = plan_run(config, hardware, constants, failures=failures, **_budget(arguments))
+    plan = plan_run(config, hardware, constants, **_budget(arguments), failures=failures)
     if arguments.json:
         print_json(plan.report)
     else:

@@ -28,7 +28,7 @@ class RunPlan:
     hardware: Hardware
     prediction: Prediction  # memory of every pipeline stage, and the parts of an iteration's time
     cost: Cost  # of the complete run
-    goodput: Goodput | None = None  # with failures
+    goodput: Goodput | None = None  # with the failures given
 
     def __repr__(self) -> str:
         stream = io.StringIO()
@@ -70,7 +70,7 @@ def plan_run(
     price_per_gpu_hour: float | None = None,
     failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:
-    """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, none if empty.
+    """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, if any.
 
     Raises:
         ConfigError: the settings cannot run.
@@ -79,10 +79,9 @@ def plan_run(
         raise ConfigError(problems)
     budget: dict[str, Any] = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, constants=constants, **budget)
-    prediction, goodput = predict(Job.of(config), hardware, constants), None
-    if failures:
-        seconds = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
-        goodput = goodput_of(config, **seconds, **failures)
+    prediction = predict(Job.of(config), hardware, constants)
+    times = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
+    goodput = goodput_of(config, **times, **failures) if failures else None
     return RunPlan(config, hardware, prediction, cost, goodput)
 
 
