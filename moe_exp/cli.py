@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_exp.commands.data import add_steps, run_data_command
-from moe_exp.commands.guard import ended_quietly, guarded
+from moe_exp.commands.guard import Parser, ended_quietly, guarded
 from moe_exp.commands.help_text import add_help
 
 # Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of
@@ -42,7 +42,9 @@ def _main(arguments: list[str]) -> int:
     parser = _parser(arguments[0] if arguments else "")
     for flag in (argument[:-3] for argument in arguments if re.fullmatch("--[a-z-]+=--", argument)):
         parser.error(f"argument {flag}: expected one argument")  # argparse would fail to unpack it
-    args = parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _chosen(parser, args).refuse_unknown(unknown)
     if args.command is None:
         parser.print_help()
         return 0
@@ -59,11 +61,17 @@ def _main(arguments: list[str]) -> int:
     return exit_code
 
 
-def _parser(command: str) -> argparse.ArgumentParser:
+def _chosen(parser: Parser, args: argparse.Namespace) -> Parser:
+    """The parser of the command, or of its command, that `args` name."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and getattr(args, action.dest, None):
+            return _chosen(action.choices[getattr(args, action.dest)], args)
+    return parser
+
+
+def _parser(command: str) -> Parser:
     """Builds the parser of all commands; the steps of `data`, which load numpy, only for that command."""
-    parser = argparse.ArgumentParser(
-        prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core"
-    )
+    parser = Parser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
     parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name in COMMANDS:

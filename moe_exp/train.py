@@ -7,12 +7,16 @@ torchrun themselves.
 
 import argparse
 import logging
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from datetime import datetime
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,9 +29,13 @@ from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.loading import given_values
+from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text.settings import prepared_by_launcher
 from moe_exp.data.samples.dataset import Samples, context_part, split_batch
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
+from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
@@ -37,12 +45,14 @@ from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
-from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder
+from moe_exp.runs.finish import finish_run
+from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
+from moe_exp.training.console import end_logging, setup_logging
 from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.exchange import IterationEnd, end_of_iteration
 from moe_exp.training.interval import Interval, PhaseTimers, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
-from moe_exp.training.metrics import Metrics, setup_logging
+from moe_exp.training.metrics import Metrics
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
@@ -80,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:
-        config = load_config(vars(parser.parse_args(argv)))
-        if problems := check_config(config):
-            raise ConfigError(problems)
+        config = checked_config(vars(parser.parse_args(argv)))
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         sys.exit(2)
@@ -97,6 +105,44 @@ def main(argv: Sequence[str] | None = None) -> None:
             faults.end_job(end.lines, end.code)
     if exit_code:
         sys.exit(exit_code)
+
+
+def checked_config(flags: Mapping[str, Any]) -> Config:
+    """The settings of `flags` and the environment; ConfigError if they cannot run."""
+    given = given_values(flags, os.environ)
+    config = load_config(given, {})
+    # a launcher has given it
+    config, _ = with_vocab_size(config, given, RunFolder.of(config).config)
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    return config
+
+
+def train_here(flags: Mapping[str, Any]) -> RunFolder:
+    """Trains as a rank of a job that another program has started, for `moe_exp.train`; called by every rank.
+
+    Raises:
+        ValueError: the settings cannot run, or what they name cannot be used.
+        SaveError, ReplicaError, GuardEnd: why the run has ended, on every rank.
+    """
+    config = checked_config({**flags, **runtime.world_settings()})
+    if not config.train_data:
+        ensure_embedded_corpus(Path(config.data_dir))
+    runtime.join_job(config)
+    started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
+    try:
+        with faults.stop_signal() as stop:
+            code = run(config, stop)
+    except (ConfigError, SaveError, ReplicaError, GuardEnd):  # every rank has it, so none waits for another
+        runtime.stop()
+        raise
+    finally:
+        is_first = bool(release_run_folders())
+        end_logging()
+    seconds = time.monotonic() - start
+    if is_first and (ended := finish_run(config, folder, since=started, wall_seconds=seconds, code=code)):
+        print(f"\n{ended[1]}", flush=True)
+    return folder
 
 
 def run(config: Config, stop: faults.StopSignal) -> int:
@@ -144,11 +190,12 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     folder, source = open_run(config, rank)
 
     # Data, without the samples that rollbacks skip.
-    all_samples, valid_stream = build_data(config)
-    sample_order, changes = compare_data(config, rank, all_samples, source.folder if source else None)
+    files = prepared_by_launcher(config)  # token files in place of text
+    all_samples, valid_stream = build_data(files)
+    sample_order, changes = compare_data(files, rank, all_samples, source.folder if source else None)
     samples = samples_without_skips(folder, all_samples, sample_order, source.folder if source else None)
     batches = BatchSchedule(config)
-    measured = bytes_per_token(config, valid_stream) if valid_stream is not None and rank.is_first else None
+    measured = bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
 
     # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
@@ -437,6 +484,17 @@ def _is_multiple(iteration: int, interval: int) -> bool:
 def _number(value: Any) -> float | None:
     return None if value is None else float(value)
 
+
+class _Callable(ModuleType):
+    """Makes this module the function `moe_exp.train`, too, whose name it has in the package."""
+
+    def __call__(self, **settings: Any) -> Any:
+        from moe_exp.api import train as train_with
+
+        return train_with(**settings)
+
+
+sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     main()

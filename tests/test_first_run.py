@@ -142,7 +142,7 @@ def test_metrics_have_every_key(first_run):
 def test_start_says_the_true_counts(first_run):
     start = first_run.stdout.partition("] iteration ")[0]
     for text in (
-        "Total number of parameters in billions: 0.00 (",
+        "Parameters: 4.4M (4,396,160), ",
         "weight and optimizer=",
         "Floating-point operations per iteration: ",
     ):

@@ -1,10 +1,8 @@
-"""README.md: its length, first screen and table of commands, and the examples of docs/library.md."""
+"""README.md: its length, first screen and table of commands."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 
 import pytest
 
@@ -22,37 +20,6 @@ QUICK = [
     if "--dry-run" in command.words or command.words[:2] == ("moe-exp", "plan")
 ]
 
-START = """
-import moe_exp, os, torch
-from megatron.core import parallel_state
-from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
-parallel_state.initialize_model_parallel()
-model_parallel_cuda_manual_seed(1)
-"""
-STEP = """
-tokens = torch.arange(128).view(2, 64)
-loss = model(tokens, tokens % 64, None, labels=tokens).mean()
-loss.backward()
-assert abs(loss.item() - 6.24) < 0.5, loss
-assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-assert output.shape == (256, 64) and auxiliary_loss > 0
-"""
-
-
-def _python_blocks(text):
-    return re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
-
-
-def test_python_examples_run():
-    library = _python_blocks((ROOT / "docs" / "library.md").read_text(encoding="utf-8"))
-    assert len(library) == 2 and _python_blocks(TEXT) == library[1:]
-    program = START + "\n".join(library) + STEP
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-
 
 def test_first_screen_has_the_two_commands():
     top = TEXT.splitlines()[:15]
@@ -61,7 +28,7 @@ def test_first_screen_has_the_two_commands():
 
 
 def test_it_is_short():
-    assert len(TEXT.splitlines()) <= 150
+    assert len(TEXT.splitlines()) <= 140
 
 
 def test_the_table_has_whole_commands():

@@ -24,7 +24,7 @@ from moe_exp.checkpoint.state import (
 from moe_exp.config import Config
 from moe_exp.config.model_changes import optimizer_change, refuse_other_model
 from moe_exp.engine.runtime import Runtime
-from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -83,6 +83,8 @@ def _progress(config: Config, common: dict[str, Any]) -> Progress:
     if progress.consumed_samples and not progress.consumed_tokens:  # of a version that did not count them
         progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
         progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
+    elif (rule := common["config"].get("attention_flops", RULE_BEFORE)) != config.attention_flops:
+        progress.consumed_flops = round(progress.consumed_flops * rule_factor(config, rule))
     return progress
 
 

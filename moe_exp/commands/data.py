@@ -35,13 +35,14 @@ def run_data_command(arguments: argparse.Namespace) -> int:
 
 
 def _data_guard(work: Callable[[], int | None]) -> int:
-    from moe_exp.data.documents import BadDocument
+    from moe_exp.data.kinds import BadDocument
 
     def explained() -> int | None:
         try:
             return work()
         except BadDocument as error:
-            raise ValueError(f"{error}. {_fix_of(error.reason)}") from None
+            fix = f"Fix: {error.fix}." if error.fix else _fix_of(error.reason)
+            raise ValueError(f"{error}. {fix}") from None
 
     return guarded(
         explained,

@@ -1,7 +1,7 @@
 """`moe-exp doctor`: versions, devices, what is missing at what cost, and which backend each part will use.
 
 Importing this file needs only the standard library, so that it can report on an environment in which nothing
-is installed yet; scripts/environment.sh asks it that way: `python -m moe_exp.commands.doctor --missing dev`.
+is installed yet; scripts/environment.sh asks it by `python -m moe_exp.commands.doctor --missing train`.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SETUP_PY = Path(__file__).resolve().parents[2] / "setup.py"
-REPAIR = (
-    "pip install -c constraints.txt -e .   in the repository; its scripts do that by themselves, in .venv"
-)
 
 
 @dataclass(frozen=True)
@@ -38,6 +35,16 @@ class OptionalPackage:
     package: str
     cost: str
     install: str
+
+
+TRAIN = ("train",)  # the extra that training needs
+
+
+def install_command(extras: str = "train") -> str:
+    """The command that installs this package with `extras`, in a checkout or from an index."""
+    if SETUP_PY.is_file():
+        return f'pip install -c constraints.txt -e ".[{extras}]" in the checkout of moe_exp'
+    return f'pip install "moe-exp[{extras}]"'
 
 
 # package, what is lost without it, how to get it
@@ -85,8 +92,10 @@ def installed_version(package: str) -> str | None:
     return None
 
 
-def requirements(extras: Sequence[str] = ()) -> list[str]:
-    """Requirements of moe-exp and of `extras`: from setup.py in a checkout, else of the installed package.
+def requirements(extras: Sequence[str] = TRAIN) -> list[str]:
+    """Requirements of moe-exp and of `extras`, by default those of training.
+
+    They come from setup.py in a checkout, else from the installed package.
 
     Raises:
         ValueError: for an extra that does not exist.
@@ -123,7 +132,7 @@ def _installed_extras() -> list[str]:
     return importlib.metadata.metadata("moe-exp").get_all("Provides-Extra") or []
 
 
-def unmet_requirements(extras: Sequence[str] = ()) -> list[str]:
+def unmet_requirements(extras: Sequence[str] = TRAIN) -> list[str]:
     """Requirements of moe-exp and of `extras` that are not met by version and import name, in 0.1 s."""
     try:
         from packaging.requirements import Requirement
@@ -218,7 +227,14 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _missing_text(unmet: Sequence[str]) -> str:
-    return f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {REPAIR}"
+    text = f"Required and missing in {sys.executable}: {', '.join(unmet)}\nFix: {install_command()}"
+    if SETUP_PY.is_file():
+        text += "; its scripts do that by themselves, in .venv"
+    if not unmet_requirements(()):
+        text += (
+            "\nThey are for training. Planning, reports and `moe-exp slurm` with CONTAINER work without them."
+        )
+    return text
 
 
 def _table(console: Console, title: str, header: list[str], rows: list[list[str]]) -> None:

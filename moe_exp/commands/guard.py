@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import json
 import os
+import re
 import select
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
+from moe_exp.commands.doctor import install_command
 from moe_exp.host.exit_codes import printable
 
 # exit code, EX_TEMPFAIL of sysexits.h: nothing is wrong, and the output is not there yet, as SLURM jobs make
@@ -18,7 +21,29 @@ from moe_exp.host.exit_codes import printable
 UNDER_WAY = 75
 
 
-class ExactParser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Names the nearest command or flag in the error for one that does not exist."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with 2 after usage and message."""
+        found = re.fullmatch(r"argument (.+): invalid choice: '(.+)' \(choose from (.+)\)", message)
+        if found and (near := difflib.get_close_matches(found[2], re.findall(r"[\w.-]+", found[3]), n=1)):
+            message = f"argument {found[1]}: invalid choice: '{found[2]}', did you mean {near[0]}?"
+        super().error(message)
+
+    def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
+        """The error for arguments that parsing has left over."""
+        from moe_exp.config.misspelt import similar_settings
+
+        flags = [one[2:].replace("-", "_") for one in self._option_string_actions if one.startswith("--")]
+        lines = []
+        for flag in (one.partition("=")[0] for one in arguments if one.startswith("--")):
+            near = [f"--{one.replace('_', '-')}" for one in similar_settings(flag, flags)]
+            lines.append(f"{flag} does not exist" + (f", did you mean {' or '.join(near)}?" if near else ""))
+        self.error("; ".join(lines) or f"unrecognized arguments: {' '.join(arguments)}")
+
+
+class ExactParser(Parser):
     """Takes no flag by its first letters alone: what looks for a flag in a command finds it by its name."""
 
     def __init__(self, **options: Any):
@@ -70,11 +95,7 @@ def guarded(
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("moe_exp"):
             raise
-        what = f'".[{extras}]"' if extras else "."
-        fix = (
-            f"pip install -c constraints.txt -e {what} in the checkout of moe_exp, or activate the"
-            " environment that has it"
-        )
+        fix = f"{install_command(extras or 'train')}, or activate the environment that has it"
         return fail(f"the package {error.name} is not installed. Fix: {fix}.")
     except ValueError as error:
         return fail(str(error))

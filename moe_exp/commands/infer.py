@@ -73,7 +73,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     data_help = (
-        "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, or the embedded corpus)"
+        "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, the part of"
+        " TRAIN_DATA that its SPLIT holds out, or the embedded corpus)"
     )
     add = parser.add_argument
     add("--data", nargs="+", default=[], metavar="PREFIX", help=data_help)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import ExactParser, add_json, print_json
 from moe_exp.config import Config, add_arguments, problem, setting_error
+from moe_exp.planner.hardware import DEFAULT_GPU
 
 if TYPE_CHECKING:
     from moe_exp.planner.hardware import Hardware
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from moe_exp.planner.search.topology import Candidate, Search
 
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
-_DEFAULT_GPU = "A100-80GB"
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -38,6 +38,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     commands = parser.add_subparsers(
         dest="plan_command", metavar="command", parser_class=ExactParser, prog="moe-exp plan"
     )
+    _add_goodput(parser)
     _add_settings(parser)
     # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
     run = commands.add_parser(
@@ -45,6 +46,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         help="estimate memory, time and cost of a run (the default command)",
         argument_default=argparse.SUPPRESS,
     )
+    _add_goodput(run)
     _add_settings(run)
     run.set_defaults(run=_run)
     _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
@@ -60,10 +62,20 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     hardware.set_defaults(run=_hardware)
 
 
+def _add_goodput(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    about = "mean time between failures of one node: also estimate goodput and the best SAVE_INTERVAL"
+    add("--mtbf-hours", type=float, metavar="H", help=about)
+    about = "from a failure to the next iteration, with --mtbf-hours (default: 15)"
+    add("--restart-minutes", type=float, metavar="M", help=about)
+    about = "of a save, with --mtbf-hours (default: the checkpoint at 1 GB/s per node)"
+    add("--save-seconds", type=float, metavar="S", help=about)
+
+
 def _add_settings(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--gpus", type=int, metavar="N", help="devices in all, instead of NNODES")
-    about = f"kind of device, or its JSON file (default: {_DEFAULT_GPU}); see moe-exp plan hardware"
+    about = f"kind of device, or its JSON file (default: {DEFAULT_GPU}); see moe-exp plan hardware"
     add("--gpu", metavar="NAME", help=about)
     add("--profile", type=Path, metavar="FILE", help="constants that moe-exp plan calibrate wrote")
     add("--tokens", metavar="N", help="token budget such as 300B, instead of TRAIN_ITERS")
@@ -86,8 +98,8 @@ def _add_search(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     add = parser.add_argument
     add("--top", type=int, metavar="N", default=10, help="layouts to show (default: 10)")
     add("--explain", metavar="TP=4,PP=12", default="", help="why this layout is rejected, or what it loses")
-    about = "print the best layout as environment variables, tables on standard error"
-    add("--export", choices=("env",), default="", help=about)
+    about = "write the best layout to this settings file, for --config; env: to standard output"
+    add("--export", metavar="FILE", default="", help=about)
     about = "place of the layout to export (default: 1); with --explain that one"
     add("--rank", type=int, metavar="N", default=1, help=about)
     _add_settings(parser)
@@ -119,25 +131,38 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from moe_exp.config import ConfigError, load_config
-    from moe_exp.config.checks.checks import check_config
-    from moe_exp.planner.costs.job import Job
-    from moe_exp.planner.estimate import cost_of
-    from moe_exp.planner.prediction import predict
-    from moe_exp.planner.reports import describe_run
+    from moe_exp.config import load_config
+    from moe_exp.planner.run_plan import plan_run
     from moe_exp.planner.tables import PlanPrinter
 
+    failures = _failures(arguments)
     hardware, constants = _hardware_and_constants(arguments)
-    config = load_config(_settings(arguments, hardware))
-    if problems := check_config(config):
-        raise ConfigError(problems)
-    cost = cost_of(config, hardware, constants=constants, **_budget(arguments))
-    prediction = predict(Job.of(config), hardware, constants)
-    report = describe_run(config, hardware, prediction, cost)
+    flags = _settings(arguments, hardware)
+    config = _with_vocabulary(load_config(flags), flags)
+    plan = plan_run(config, hardware, constants, failures=failures, **_budget(arguments))
     if arguments.json:
-        print_json(report)
+        print_json(plan.report)
     else:
-        PlanPrinter(sys.stdout).run(report, prediction, cost)
+        PlanPrinter(sys.stdout).run(plan.report, plan.prediction, plan.cost, plan.goodput)
+
+
+_FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
+_RESTART_MINUTES = 15.0
+
+
+def _failures(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `goodput_of` takes from the flags; empty without --mtbf-hours."""
+    given = {name: value for name in _FAILURE_FLAGS if (value := getattr(arguments, name)) is not None}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise setting_error(name, f"{value:g}", "must be a positive number", "give one, or leave it out")
+        if "mtbf_hours" not in given:
+            raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "give that, too")
+    if not given:
+        return {}
+    restart = given.get("restart_minutes", _RESTART_MINUTES)
+    failures = {"node_mtbf_hours": given["mtbf_hours"], "restart_minutes": restart}
+    return failures | {"save_seconds": given.get("save_seconds")}
 
 
 def _search(arguments: argparse.Namespace) -> int:
@@ -151,9 +176,15 @@ def _search(arguments: argparse.Namespace) -> int:
     if arguments.top < 1 or arguments.rank < 1:
         name = "top" if arguments.top < 1 else "rank"
         raise setting_error(name, getattr(arguments, name), "must be at least 1", "give a number of layouts")
-    if arguments.export and arguments.json:
+    to_stdout = arguments.export == "env"
+    if to_stdout and arguments.json:
         rule = "does not go with --json, standard output is one of the two"
-        raise setting_error("export", arguments.export, rule, "give one of them")
+        raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
+    if arguments.export and not to_stdout:
+        _check_new_file("export", Path(arguments.export))
+    if given := _failures(arguments):
+        fix = "give it to moe-exp plan for the layout that is found"
+        raise setting_error("mtbf_hours", given["node_mtbf_hours"], "has no effect in a search", fix)
     hardware, constants = _hardware_and_constants(arguments)
     budget = _budget(arguments)
     config, fixed = _searched(arguments, hardware)
@@ -165,7 +196,7 @@ def _search(arguments: argparse.Namespace) -> int:
     )
     best = found.ranked[0] if found.ranked else None
     cost = cost_of(best.config, hardware, constants=constants, **budget) if best else None
-    printer = PlanPrinter(sys.stderr if arguments.export else sys.stdout)
+    printer = PlanPrinter(sys.stderr if to_stdout else sys.stdout)
     if arguments.json:
         report = describe_search(found, hardware, arguments.top) | {
             "cost": describe_cost(cost) if cost else None
@@ -180,7 +211,12 @@ def _search(arguments: argparse.Namespace) -> int:
         if best and cost:
             printer.best(best, cost)
     if arguments.export:
-        _export(_chosen(found, explained, arguments.rank), config, budget["num_tokens"])
+        chosen = _chosen(found, explained, arguments.rank)
+        lines = _exported_lines(chosen, config, budget["num_tokens"])
+        if to_stdout:
+            print(lines, end="")
+        else:
+            _write_export(Path(arguments.export), lines, quiet=arguments.json)
     return int(best is None)
 
 
@@ -195,14 +231,23 @@ def _chosen(found: Search, explained: Explanation | None, rank: int) -> Candidat
     return found.ranked[rank - 1]
 
 
-def _export(candidate: Candidate, config: Config, num_tokens: int | None) -> None:
+def _exported_lines(candidate: Candidate, config: Config, num_tokens: int | None) -> str:
     from moe_exp.config import load_config
     from moe_exp.planner.estimate import with_budget
     from moe_exp.planner.search.layout_text import exported_settings
 
     defaults = load_config({"preset": config.preset}, {})
-    for name, value in exported_settings(with_budget(candidate.config, num_tokens), defaults):
-        print(f"{name}={shlex.quote(value)}")
+    settings = exported_settings(with_budget(candidate.config, num_tokens), defaults)
+    return "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings)
+
+
+def _write_export(path: Path, lines: str, *, quiet: bool) -> None:
+    from moe_exp.host.files import write_atomically
+
+    write_atomically(path, "# Written by moe-exp plan search, for moe-exp train --config\n" + lines)
+    if not quiet:
+        command = shlex.join(["moe-exp", "train", "--config", str(path)])
+        print(f"{path}: written, for\n  {command}")
 
 
 def _calibrate(arguments: argparse.Namespace) -> None:
@@ -253,11 +298,15 @@ def _check_out(out: Path, runs: Path) -> None:
     """
     if out.exists() and out.samefile(runs):
         raise setting_error("out", out, "is the file of the runs", "name another file")
+    _check_new_file("out", out)
+
+
+def _check_new_file(name: str, path: Path) -> None:
     # a directory; or a device such as /dev/stdout, which a file would take the place of
-    if out.exists() and not out.is_file():
-        raise setting_error("out", out, "is there and is no regular file", "name a file")
-    if not out.parent.is_dir():
-        raise setting_error("out", out, f"{out.parent} is no directory", "make it, or name a file elsewhere")
+    if path.exists() and not path.is_file():
+        raise setting_error(name, path, "is there and is no regular file", "name a file")
+    if not path.parent.is_dir():
+        raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
 
 
 def _hardware(arguments: argparse.Namespace) -> None:
@@ -277,7 +326,7 @@ def _hardware(arguments: argparse.Namespace) -> None:
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
     """Settings given before a command that has none would have no effect."""
-    names = (*Config.model_fields, "gpus", "gpu", "tokens", "price")
+    names = ("config", *Config.model_fields, "gpus", "gpu", "tokens", "price", *_FAILURE_FLAGS)
     if given := [name for name in names if getattr(arguments, name) is not None]:
         fix = f"leave it out of moe-exp plan {arguments.plan_command}"
         lines = (problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
@@ -288,34 +337,18 @@ def _hardware_and_constants(arguments: argparse.Namespace) -> tuple[Hardware, Co
     from moe_exp.planner.hardware import load_hardware
     from moe_exp.planner.prediction import CONSTANTS, load_constants
 
-    return load_hardware(arguments.gpu or _DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
+    return load_hardware(arguments.gpu or DEFAULT_GPU), load_constants(arguments.profile or CONSTANTS)
 
 
 def _settings(arguments: argparse.Namespace, hardware: Hardware) -> dict[str, Any]:
-    """Flags of settings by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    """Flags and --config by field name; --gpus as NNODES and GPUS_PER_NODE."""
+    from moe_exp.config.loading import with_file
     from moe_exp.config.misspelt import warn_of_misspelt
-    from moe_exp.planner.search.layout_text import world_of
+    from moe_exp.planner.run_plan import settings_for
 
     warn_of_misspelt()
-    flags = {
-        name: getattr(arguments, name) for name in Config.model_fields if getattr(arguments, name) is not None
-    }
-    if "preset" not in flags and not os.environ.get("PRESET"):
-        # as on a host with such devices, whatever this one has
-        flags["preset"] = "cpu" if hardware.is_cpu else "reference"
-    if arguments.gpus is not None:
-        per_node = flags.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
-        flags |= world_of(
-            arguments.gpus, _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node
-        )
-    return flags
-
-
-def _whole(name: str, text: str) -> int:
-    if not text.isdecimal():
-        rule = "must be a whole number of at least 1"
-        raise setting_error(name, text, rule, f"give {name.upper()} as a number")
-    return int(text)
+    given = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
+    return settings_for(hardware, with_file(given, os.environ), arguments.gpus)
 
 
 def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config, dict[str, str]]:
@@ -324,19 +357,31 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
     from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 
     flags = _settings(arguments, hardware)
-    fixed = {name: str(flags.pop(name)) for name in LAYOUT_SETTINGS if name in flags}
-    ignored = [
-        f"{name.upper()}={os.environ[name.upper()]}"
-        for name in LAYOUT_SETTINGS
-        if os.environ.get(name.upper()) and name not in fixed
-    ]
-    if ignored:
-        rule = "searched all the same, a flag would fix it"
-        print(f"moe-exp plan: {', '.join(ignored)} of the environment: {rule}", file=sys.stderr)
+    asked = {name: flags.pop(name) for name in LAYOUT_SETTINGS if name in flags}
+    fixed = {name: str(value) for name, value in asked.items() if getattr(arguments, name) is not None}
+    from_environ = {name: os.environ.get(name.upper(), "") for name in LAYOUT_SETTINGS if name not in fixed}
+    from_file = {name: value for name, value in asked.items() if name not in fixed}
+    for values, place in ((from_environ, "the environment"), (from_file, arguments.config)):
+        if ignored := [f"{name.upper()}={value}" for name, value in values.items() if value]:
+            rule = "searched all the same, a flag would fix it"
+            print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node
-    return load_config(flags, environ), fixed
+    return _with_vocabulary(load_config(flags, environ), flags), fixed
+
+
+def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
+    """The settings with VOCAB_SIZE of the data, as training would have it."""
+    if not config.train_data and not config.tokenizer:
+        return config  # without loading numpy
+    from moe_exp.config.loading import given_values
+    from moe_exp.data.tokens.vocabulary import with_vocab_size
+
+    config, reason = with_vocab_size(config, given_values(flags, os.environ))
+    if reason:
+        print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: {reason}", file=sys.stderr)
+    return config
 
 
 def _budget(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import shlex
+import sys
 
 from moe_exp.config import Config, add_arguments
 
@@ -20,11 +23,17 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     about = "print settings, torchrun command and parameter report, start nothing"
     parser.add_argument("--dry-run", action="store_true", help=about)
+    about = "continue this run with its own settings; a flag beside it changes one of them"
+    parser.add_argument("--resume", default="", metavar="RUN_FOLDER", help=about)
     add_arguments(parser)
     parser.set_defaults(run=_train)
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from moe_exp.host.processes import own_command
     from moe_exp.launch.launch import train
 
-    return train({name: getattr(arguments, name) for name in Config.model_fields}, dry_run=arguments.dry_run)
+    flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
+    # The script of this name sets the variable to its own command line.
+    command = os.environ.get("MOE_EXP_COMMAND") or shlex.join([*own_command(), *sys.argv[1:]])
+    return train(flags, resume=arguments.resume, dry_run=arguments.dry_run, command=command)

@@ -1,4 +1,4 @@
-"""From flags and the environment to a Config, and back. No torch."""
+"""From flags, the environment and settings files to a Config, and back. No torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -13,9 +14,11 @@ from pydantic import BaseModel, ValidationError
 
 from moe_exp.config.choices import choices_of
 from moe_exp.config.presets import PRESETS, preset_values
-from moe_exp.config.setting_types import ONE_LINE_FIX
+from moe_exp.config.setting_types import ONE_LINE_FIX, shown
 from moe_exp.config.settings import Config, ConfigError, problem, sections
+from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
 from moe_exp.host.devices import count_gpus
+from moe_exp.host.exit_codes import complain
 
 
 def add_arguments(
@@ -25,7 +28,7 @@ def add_arguments(
 ) -> None:
     """Adds one flag per setting to `parser`; values stay text, `load_config` checks them.
 
-    Defaults are shown for settings that no preset changes.
+    Defaults are shown for settings that no preset changes. With all settings of Config, also adds --config.
 
     Args:
         parser: gets a group for each section, if all of Config's settings are added.
@@ -33,6 +36,8 @@ def add_arguments(
         names: a subset of them; all by default.
     """
     if settings is Config and not names:
+        about = "settings in a file: config.yaml of a run, or lines such as NUM_EXPERTS=64 (docs/settings.md)"
+        parser.add_argument("--config", metavar="FILE", help=about)
         for heading, of_section in sections().items():
             _add_flags(parser.add_argument_group(f"{heading} settings"), settings, of_section)
     else:
@@ -52,20 +57,76 @@ def _add_flags(group: argparse._ActionsContainer, settings: type[BaseModel], nam
 def given_values(
     flags: Mapping[str, Any], environ: Mapping[str, str], settings: type[BaseModel] = Config
 ) -> dict[str, Any]:
-    """Given values by field name, `flags` before `environ`; None, and '' in `environ`, are not given."""
+    """Given values by field name, `flags` before `environ` before the file of --config (`with_file`); None,
+    and '' in `environ`, are not given.
+    """
     names = settings.model_fields
     given: dict[str, Any] = {name: environ[name.upper()] for name in names if environ.get(name.upper())}
-    return given | {name: value for name, value in flags.items() if value is not None}
+    return given | with_file(flags, environ)
+
+
+def with_file(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """`flags` that are given, and the settings of the file `flags["config"]` that nothing else gives.
+
+    The ranks get the result as flags, so that a file which changes later cannot change a running job.
+
+    Args:
+        flags: field name to value; None counts as not given. The file may have settings of these names, too.
+        environ: its settings win over the file's.
+
+    Raises:
+        ConfigError: the file, or values in it, cannot be read; each line names the file.
+    """
+    given = {name: value for name, value in flags.items() if value is not None and name != "config"}
+    if flags.get("config") is None:
+        return given
+    path = settings_path(flags["config"])
+    values = read_settings(path, also=flags)
+    is_record = is_run_record(values)
+    if is_record:
+        values = {name: value for name, value in values.items() if name not in NOT_TAKEN_OVER}
+    try:
+        config = load_config(
+            {name: value for name, value in values.items() if name in Config.model_fields}, {}
+        )
+    except ConfigError as error:
+        raise ConfigError([f"{path}: {line}" for line in error.problems]) from None
+    if is_record:
+        values = _without_following(values, config)
+    preset = given.get("preset") or environ.get("PRESET") or values.get("preset")
+    if is_record and preset != values.get("preset"):
+        rule = f"{path} has all settings of a run, so that another preset changes none"
+        raise ConfigError([problem("preset", preset, rule, f"leave it out, or set {values.get('preset')}")])
+    exported = {name: environ[name.upper()] for name in values if environ.get(name.upper())}
+    differing = [name for name in exported if name not in given and exported[name] != values[name]]
+    if differing:
+        ours = ", ".join(f"{name.upper()}={shown(exported[name])}" for name in differing)
+        complain(f"warning: {ours} of the environment: used instead of what {path} has")
+    return {name: value for name, value in values.items() if name not in exported} | given
+
+
+def _without_following(values: Mapping[str, str], config: Config) -> dict[str, str]:
+    """Settings of a run without those that followed TRAIN_ITERS, so that they follow another one, too."""
+    usual = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
+    followed = [one for one in ("decay_iters", "warmup_iters") if getattr(config, one) == getattr(usual, one)]
+    return {name: value for name, value in values.items() if name not in followed}
+
+
+def settings_path(text: str) -> Path:
+    """The file that --config names, itself or by its run folder."""
+    path = Path(text).expanduser()
+    return inside if (inside := path / "config.yaml").is_file() else path
 
 
 def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
-    """Resolves default < preset < environment < `flags` into one Config.
+    """Resolves default < preset < file < environment < `flags` into one Config.
 
     The preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. With another one, unless they are
     given, DECAY_ITERS follows it and WARMUP_ITERS is at most a tenth of the decay.
 
     Args:
-        flags: field name to value, as parsed from the command line; None counts as not given.
+        flags: field name to value, as parsed from the command line; None counts as not given. `config` is
+            the path of a settings file.
         environ: os.environ by default.
 
     Raises:
@@ -98,6 +159,7 @@ def _explained(error: Any, settings: type[BaseModel]) -> str:
     name = str(error["loc"][0])
     message = error["msg"].removeprefix("Value error, ")
     rule = message[0].lower() + message[1:].partition(", unable to")[0]
+    rule = rule.replace("extra inputs are not permitted", "is not a setting")
     rule = rule.replace("input should be", "must be").replace(
         "must be a valid boolean", "must be true or false"
     )
@@ -106,7 +168,8 @@ def _explained(error: Any, settings: type[BaseModel]) -> str:
 
 def _fix(name: str, error: Any, settings: type[BaseModel]) -> str:
     if name not in settings.model_fields:
-        return "see moe-exp train --help"
+        near = difflib.get_close_matches(name, settings.model_fields, 1)
+        return f"use {near[0].upper()}, if that is meant" if near else "see moe-exp train --help"
     if error["type"] == "one_line":
         return ONE_LINE_FIX
     field = settings.model_fields[name]

@@ -1,4 +1,4 @@
-"""Environment variables that look like misspelt settings."""
+"""Misspelt names: of environment variables, of flags, and in settings files."""
 
 from __future__ import annotations
 
@@ -43,3 +43,35 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
             near = difflib.get_close_matches(name, of_command, n=1, cutoff=0.6)
         found += [(name, one) for one in near]
     return found
+
+
+def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
+    """Settings that `name` may mean, at most two: by name (num_exprts), by part of it (hidden), or by
+    description (learning-rate: lr).
+
+    Args:
+        name: of no setting, as a variable, a flag or a field.
+        names: fields to choose from; by default all settings.
+    """
+    known = list(Config.model_fields if names is None else names)
+    words = re.split(r"[-_\s]+", name.strip("-_ ").lower())
+    start = "_".join(words)
+    if near := difflib.get_close_matches(start, known, n=1, cutoff=0.8):
+        return near
+    if described := _described(words, known):
+        return described
+    parts = [
+        one for one in known if one.startswith(start) or set(words) < set(one.split("_")) or one in words
+    ]
+    return sorted(parts, key=len)[:2] if len(parts) <= 3 else []
+
+
+def _described(words: Sequence[str], known: Iterable[str]) -> list[str]:
+    """Settings whose description begins with nearly these words; the rest of a description does not count."""
+    scores = {}
+    for setting in Config.model_fields.keys() & set(known):
+        text = re.findall("[a-z]+", (Config.model_fields[setting].description or "").lower())
+        start = " ".join(text[: len(words) + 1])
+        scores[setting] = difflib.SequenceMatcher(None, " ".join(words), start).ratio()
+    cutoff = 0.73 if len(words) > 1 else 0.95
+    return sorted((one for one in scores if scores[one] >= cutoff), key=lambda one: (-scores[one], one))[:2]

@@ -86,7 +86,9 @@ class ModelSettings(BaseModel):
     v_head_dim: Width = model(128, "channels of a value head (MLA)")
     seq_len: Positive = model(2048, "tokens per sample")
     vocab_size: Positive = model(
-        128256, "tokens of the model's vocabulary, before padding to a multiple of 128"
+        128256,
+        "tokens of the model's vocabulary, before padding to a multiple of 128; not given: that of the data "
+        "or TOKENIZER, if it is known",
     )
     activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = model(
         "swiglu", "activation of MLP and experts"

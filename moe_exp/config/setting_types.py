@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import re
 from dataclasses import dataclass
@@ -187,6 +188,51 @@ def _blend(value: str) -> str:
     for word in value.split():
         _path(f"{word}.bin")
     return value
+
+
+# of files with documents, which TRAIN_DATA may name instead of token files (moe_exp/data/kinds.py)
+TEXT_DATA_SUFFIXES = (
+    ".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet",
+    ".arrow",
+)  # fmt: skip
+
+
+def blend_members(value: str) -> list[tuple[str, str]]:
+    """(weight as it is written, or '', and path) of each corpus in TRAIN_DATA or VALID_DATA."""
+    text = value.strip()
+    if text and (Path(text).exists() or Path(f"{text}.bin").is_file()):  # with spaces, maybe
+        return [("", text)]
+    members, weight = [], ""
+    for word in text.split():
+        if _is_number(word) and not weight:
+            weight = word
+            continue
+        members.append((weight, word))
+        weight = ""
+    return members
+
+
+def names_text(value: str) -> bool:
+    """Whether TRAIN_DATA or VALID_DATA has a corpus that is text."""
+    return any(is_text(name) for _, name in blend_members(value))
+
+
+def is_text(name: str) -> bool:
+    """Whether a corpus of a blend is text: a folder, a file, a pattern, or a path with the suffix of such a
+    file, unless it is the prefix of token files that are there.
+    """
+    if not name or name.endswith((".bin", ".idx")) or Path(f"{name}.bin").is_file():
+        return False
+    path = Path(name).expanduser()
+    return path.is_dir() or path.is_file() or name.endswith(TEXT_DATA_SUFFIXES) or glob.has_magic(name)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 KEPT = object()  # of a setting that a measurement leaves as it is given

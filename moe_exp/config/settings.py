@@ -1,9 +1,9 @@
 """Every setting of a run, once.
 
-Resolved in the order default < preset < environment < command line. A field's environment variable is its
-name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case (`--num-experts`). Settings
-of launch, model and experts are in config/model_settings.py. Imports neither torch nor megatron, so that
-`--help`, `--dry-run` and the planner answer at once.
+Resolved in the order default < preset < settings file < environment < command line. A field's environment
+variable is its name in capitals (`num_experts` is NUM_EXPERTS), its flag the name in kebab case
+(`--num-experts`). Settings of launch, model and experts are in config/model_settings.py. Imports neither
+torch nor megatron, so that `--help`, `--dry-run` and the planner answer at once.
 """
 
 from __future__ import annotations
@@ -156,10 +156,16 @@ class Config(ModelSettings):
     # Data
     train_data: Blend = data(
         "",
-        "Megatron .bin/.idx prefixes, 'PREFIX' or 'WEIGHT PREFIX WEIGHT PREFIX ...'; empty: the embedded "
-        "corpus",
+        "folder, file or pattern of text (.txt, .md, .jsonl, .parquet, .arrow), or Megatron .bin/.idx "
+        "prefixes; 'A' or 'WEIGHT A WEIGHT B ...'; empty: the embedded corpus",
     )
-    valid_data: Blend = data("", "prefixes of the validation data, written as in TRAIN_DATA")
+    valid_data: Blend = data(
+        "", "validation data, written as in TRAIN_DATA; empty: part of text is held out (docs/corpus.md)"
+    )
+    text_documents: Literal["file", "block"] = data(
+        "file", "what a document of a .txt or .md file is: the file, or each block between blank lines"
+    )
+    text_field: str = data("text", "field of .jsonl, column of .parquet and .arrow, with the text")
     split: OptionalNumbers = data(
         "",
         "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: "
@@ -181,7 +187,9 @@ class Config(ModelSettings):
         compared=False,
     )
     tokenizer: PathText = data(
-        "", "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE"
+        "",
+        "Hugging Face tokenizer folder or tokenizer.json; checked against VOCAB_SIZE; empty: one is trained "
+        "on text",
     )
     data_dir: PathText = data("data", "folder of prepared corpora, and of the indices of DATA_ORDER=megatron")
 
@@ -244,9 +252,25 @@ class Config(ModelSettings):
     log_timers: bool = output(
         False, "measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ..."
     )
+    attention_flops: Literal["causal", "full"] = output(
+        "causal",
+        "scores of attention that TFLOP/s, MFU and FLOPs count; causal: the half that the mask keeps, as "
+        "Megatron-LM since 2025; full: all, as before",
+    )
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
     eval_iters: NonNegative = output(10, "global batches per evaluation")
+    tensorboard_axes: bool = output(
+        False,
+        "TensorBoard: repeat the losses over tokens, FLOPs and training time, as runs named by_*",
+        compared=False,
+    )
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
+    prometheus_file: PathText = output(
+        "",
+        "file NAME.prom that has the newest metrics, for node_exporter's textfile collector; empty: none",
+        measured="",
+        compared=False,
+    )
     wandb_mode: Literal["online", "offline", "disabled"] = output("online", "wandb mode", compared=False)
 
     # Reliability and debugging

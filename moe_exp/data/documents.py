@@ -1,4 +1,6 @@
-"""Documents in JSONL files: read line by line, checked, counted and hashed, so that none is lost silently.
+"""Documents in files: read line by line, checked, counted and hashed, so that none is lost silently.
+
+Files of other kinds are read as lines of JSONL (kinds.py).
 
 A line ends at LF alone, as JSONL says: U+2028 and other separators are text. A BOM at the start of a file and
 a CR at the end of a line are not text. Blank lines and empty texts are no documents: they are skipped and
@@ -8,45 +10,44 @@ counted. Whatever else is no document stops, or is skipped and counted by its re
 from __future__ import annotations
 
 import glob
-import gzip
 import logging
 import os
-import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import orjson
 import xxhash
 
+from moe_exp.data.kinds import (
+    BOM,
+    DAMAGE,
+    DATA_SUFFIXES,
+    FILES,
+    JSONL_SUFFIXES,
+    KINDS,
+    PARQUET_SUFFIX,
+    TEXT_SUFFIXES,
+    BadDocument,
+    TextRule,
+    check_regular,
+    damaged,
+    decompressed,
+    raw_lines,
+)
+
 logger = logging.getLogger(__name__)
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 
-_CHUNK_BYTES = 2**20
-BOM = b"\xef\xbb\xbf"
+_MOST_NAMED = 5
+_OFFICE_SUFFIXES = (".docx", ".doc", ".odt", ".rtf", ".pdf", ".epub", ".html", ".htm", ".pptx", ".tex")
+_PARQUET_RATIO = 2.5  # of JSONL to Parquet, usually
+
 _MASK128 = 2**128 - 1
-
-
-class BadDocument(ValueError):
-    """A line that is no document, or a file that ends early.
-
-    Args:
-        path: the file.
-        line_number: from 1.
-        reason: the same text for the same kind of defect, so that it can be counted by.
-    """
-
-    def __init__(self, path: str | Path, line_number: int, reason: str):
-        super().__init__(f"{path}:{line_number}: {reason}")
-        self.path, self.line_number, self.reason = str(path), line_number, reason
-
-    def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
-        return type(self), (self.path, self.line_number, self.reason)
 
 
 @dataclass
@@ -102,74 +103,113 @@ def is_validation_file(path: Path) -> bool:
     return path.name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES))
 
 
-def jsonl_files_in(folder: Path) -> list[Path]:
-    """The JSONL files of a folder, sorted by name; logs those for validation, which are left out."""
-    inside = sorted(
-        path for path in folder.iterdir() if path.name.endswith(JSONL_SUFFIXES) and not path.is_dir()
-    )
+def files_in(folder: Path) -> list[Path]:
+    """The files with documents in a folder and its subfolders, sorted.
+
+    Text files are left out if there are JSONL files or tables, whose README or LICENSE they usually are, and
+    so are JSONL files for validation; both are logged.
+    """
+    inside = sorted(path for path in files_below(folder) if path.name.endswith(DATA_SUFFIXES))
     check_regular(inside)
-    validation = [path.name for path in inside if is_validation_file(path)]
-    if validation:
-        logger.info("%s: left out, as it is for validation: %s", folder, ", ".join(validation))
-    return [path for path in inside if not is_validation_file(path)]
+    texts = [path for path in inside if path.name.endswith(TEXT_SUFFIXES)]
+    validation = [path for path in inside if is_validation_file(path)]
+    for left_out, why in ((texts, "text files beside data files"), (validation, "for validation, by name")):
+        if left_out and len(left_out) < len(inside):
+            names = ", ".join(str(path.relative_to(folder)) for path in left_out[:_MOST_NAMED])
+            more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
+            logger.info("%s: left out, %s: %s%s", folder, why, names, more)
+            inside = [path for path in inside if path not in left_out]
+    return [path for path in inside if path not in validation]
 
 
-def find_inputs(names: Iterable[str | Path]) -> list[Path]:
-    """The files that names stand for: files, folders (see `jsonl_files_in`) and globs, in this order.
+def files_below(root: Path) -> Iterator[Path]:
+    """Files of a folder and its subfolders, links followed; each folder once, by its own name if it can."""
+    seen: set[Path] = set()
+    folders: list[Path] = [root]
+    links: list[Path] = []
+    while folders or links:
+        folder = folders.pop() if folders else links.pop(0)
+        real = folder.resolve()
+        # the latter would take in everything around the root
+        if real in seen or real in root.resolve().parents:
+            why = "what it links to is there already" if real in seen else "it links to a folder above"
+            logger.info("%s: left out, %s", folder, why)
+            continue
+        seen.add(real)
+        for path in sorted(folder.iterdir()):
+            if path.name.startswith("."):
+                continue
+            if not path.is_dir():
+                yield path
+            else:
+                (links if path.is_symlink() else folders).append(path)
+
+
+def find_inputs(names: Iterable[str | Path], what: str = "input") -> list[Path]:
+    """The files that names stand for: files, folders (see `files_in`) and globs, in this order.
 
     JSONL files are often called .json; such ones are taken where they are named, but not from a folder, where
     other JSON may lie.
 
+    Args:
+        names: of files, folders and globs.
+        what: gives them, in errors.
+
     Raises:
-        ValueError: there is none, a name stands for nothing, a file is no JSONL file or given twice.
+        ValueError: there is none, a name stands for nothing, a file is of no kind that can be read or given
+            twice.
     """
     found: list[Path] = []
-    suffixes = " or ".join(JSONL_SUFFIXES)
     for path in map(Path, names):
         if path.is_dir():
-            matches = jsonl_files_in(path)
+            matches = files_in(path)
         elif path.exists() or path.is_symlink():
             matches = [path]
         else:  # not Path.glob, which takes no absolute pattern
-            matches = sorted(Path(one) for one in glob.glob(str(path)) if Path(one).is_file())  # noqa: PTH207
+            places = glob.glob(str(path), recursive=True)  # noqa: PTH207
+            matches = sorted(Path(one) for one in places if Path(one).is_file())
         if not matches and path.is_dir():
-            raise ValueError(
-                f"input={path}: the folder has no file that ends with {suffixes}. Fix: another one."
-            )
+            raise ValueError(f"{what}={path}: {_no_files(path)}.")
         if not matches:
-            fix = "check the path, or quote the pattern"
-            raise ValueError(f"input={path}: there is no such file. Fix: {fix}.")
+            rule = "there is no such file"
+            if glob.has_magic(str(path)):
+                rule = "no file matches the pattern"
+            raise ValueError(f"{what}={path}: {rule}. Fix: check the path, or quote the pattern.")
         found += matches
     if not found:
-        raise ValueError("input=: no file is given. Fix: give JSONL files or folders of them.")
+        raise ValueError(f"{what}=: no file is given. Fix: give files ({KINDS}) or folders of them.")
     check_regular(found)
     for path, times in Counter(file.resolve() for file in found).items():
         if times > 1:
             rule = f"is given {times} times, its documents would be there as often"
-            raise ValueError(f"input={path}: {rule}. Fix: give it once.")
+            raise ValueError(f"{what}={path}: {rule}. Fix: give it once.")
     for path in found:
-        if not path.name.endswith((*JSONL_SUFFIXES, ".json", ".json.gz", ".json.zst")):
-            fix = "rename it if each line is a JSON object, else convert it (moe-exp data prepare)"
-            raise ValueError(f"input={path}: does not end with {suffixes}. Fix: {fix}.")
+        if not path.name.endswith((*DATA_SUFFIXES, ".json", ".json.gz", ".json.zst")):
+            raise ValueError(f"{what}={path}: does not end with {KINDS}. Fix: {_fix_of_suffix(path)}.")
         if is_validation_file(path) and len(found) > 1:
             logger.warning("%s is for validation, by its name, and is read with the others", path)
     return found
 
 
-def check_regular(paths: Iterable[Path]) -> None:
-    """Checks that files can be read to an end, unlike a FIFO or a device, and named in a manifest.
+def _no_files(folder: Path) -> str:
+    """Why a folder cannot be read, and the fix."""
+    if prefixes := sorted(path.with_suffix("") for path in folder.glob("*.idx")):
+        return f"the folder has token files. Fix: give their prefix, {prefixes[0]}"
+    others = sorted({path.suffix for path in files_below(folder) if path.suffix})
+    rule = f"the folder has no file that ends with {KINDS}"
+    if others:
+        rule += f", only {', '.join(others[:_MOST_NAMED])}"
+    return f"{rule}. Fix: give a folder with such files, or convert its files to .txt"
 
-    Raises:
-        ValueError: one exists and is no regular file, or its name is not UTF-8.
-    """
-    for path in paths:
-        name = os.fsencode(path).decode(errors="backslashreplace")
-        if name != str(path):
-            fix = "rename it, or its folder: manifests and logs name their files in UTF-8"
-            raise ValueError(f"input={name}: its name is not UTF-8. Fix: {fix}.")
-        if (path.exists() or path.is_symlink()) and not path.is_file():
-            fix = "name files, or remove it from the folder"
-            raise ValueError(f"input={path}: is not a regular file. Fix: {fix}.")
+
+def _fix_of_suffix(path: Path) -> str:
+    if path.suffix in _OFFICE_SUFFIXES:
+        return f"save it as {path.with_suffix('.txt').name}, in UTF-8"
+    if path.suffix in (".csv", ".tsv"):
+        return f"convert it to {path.with_suffix('.jsonl').name}, one object with a field text per line"
+    if path.name.endswith((".gz", ".zip", ".tar", ".xz", ".bz2", ".zst")):
+        return "unpack it"
+    return "rename it to .txt if it is text in UTF-8, or to .jsonl if each line is a JSON object"
 
 
 def check_apart(inputs: Iterable[Path], output: Path) -> None:
@@ -194,20 +234,20 @@ def check_apart(inputs: Iterable[Path], output: Path) -> None:
 
 
 def read_documents(
-    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False
+    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, rule: TextRule = FILES
 ) -> Iterator[tuple[bytes, str]]:
-    """Yields (line without its end, text) of every document of a JSONL file, and counts into `tally`.
+    """Yields (line of JSONL without its end, text) of every document of a file, and counts into `tally`.
 
     Args and Raises: as `read_objects`.
     """
-    for line, document in read_objects(path, tally, text_field=text_field, skip_bad=skip_bad):
+    for line, document in read_objects(path, tally, text_field=text_field, skip_bad=skip_bad, rule=rule):
         yield line, document[text_field]
 
 
 def read_objects(
-    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False
+    path: Path, tally: Tally, *, text_field: str = "text", skip_bad: bool = False, rule: TextRule = FILES
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Yields (line without its end, JSON object) of every document of a JSONL file, and counts into `tally`.
+    """Yields (line of JSONL without its end, JSON object) of every document, and counts into `tally`.
 
     Args:
         path: the file.
@@ -215,11 +255,12 @@ def read_objects(
         text_field: name of the field with the text.
         skip_bad: skip and count what is no document instead of raising. A file that ends early raises all the
             same.
+        rule: what a document of a text file is.
 
     Raises:
-        BadDocument: at the first line that is no document, or if a compressed file is damaged.
+        BadDocument: at the first line that is no document, or if a file is damaged.
     """
-    for number, line in read_lines(path):
+    for number, line in read_lines(path, text_field=text_field, rule=rule):
         try:
             document = _object_of(line)
             text = text_in(document, text_field)
@@ -285,64 +326,22 @@ def _json_problem(line: bytes) -> str:
     return "not valid JSON"  # lone surrogates among it, which UTF-8 has no bytes for
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, line without LF or CRLF) of a plain, .gz or .zst file; memory: the longest line.
+def read_lines(
+    path: Path, *, text_field: str = "text", rule: TextRule = FILES
+) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1, line of JSONL without LF or CRLF) of a file; memory: the longest line.
 
     Raises:
-        BadDocument: a compressed file is damaged or ends early.
+        BadDocument: the file is damaged or ends early.
     """
     number = 0
     try:
-        for number, line in enumerate(_raw_lines(path), 1):
+        for number, line in enumerate(raw_lines(path, text_field=text_field, rule=rule), 1):
             if number == 1 and line.startswith(BOM):
                 line = line[len(BOM) :]
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
     except DAMAGE as error:
         raise damaged(path, number + 1, error) from error
-
-
-class ZstdDamage(Exception):
-    """A .zst file that cannot be read to its end."""
-
-
-# What reading a compressed file raises where it is damaged or ends early.
-DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
-
-
-def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
-    """One of `DAMAGE` as the error that names the line."""
-    return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
-
-
-def read_chunks(path: Path) -> Iterator[bytes]:
-    """Yields the decompressed bytes of a .gz or .zst file, up to 1 MiB at a time; raises one of `DAMAGE`."""
-    check_regular([path])
-    if not path.stat().st_size:
-        raise EOFError("it is empty")  # both formats have a header even for no bytes at all
-    with path.open("rb") as file:
-        yield from _decompressed(path, file)
-
-
-def _decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
-    if path.suffix == ".gz":
-        with gzip.GzipFile(fileobj=file) as stream:
-            while chunk := stream.read(_CHUNK_BYTES):
-                yield chunk
-        return
-    import pyarrow
-
-    # The zstandard package decompresses all it is given at once, or ends silently where the file does.
-    with pyarrow.CompressedInputStream(file, "zstd") as stream:
-        while True:
-            try:
-                chunk = stream.read(_CHUNK_BYTES)
-            except OSError as error:
-                if error.errno is not None:  # of the disk
-                    raise
-                raise ZstdDamage(str(error)) from error
-            if not chunk:
-                return
-            yield chunk
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:
@@ -356,6 +355,8 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
         if suffix in (".gz", ".zst"):
             with suppress(BadDocument):  # reading it will say so
                 ratio = compression_ratio(files[sizes.index(max(sizes))])
+        elif suffix == PARQUET_SUFFIX:
+            ratio = _PARQUET_RATIO
         total_bytes += int(sum(sizes) * ratio)
     return total_bytes
 
@@ -369,7 +370,7 @@ def compression_ratio(path: Path) -> float:
     num_compressed = num_bytes = 0
     with path.open("rb") as file:
         try:
-            for chunk in _decompressed(path, file):
+            for chunk in decompressed(path, file):
                 num_compressed, num_bytes = file.tell(), num_bytes + len(chunk)
                 if num_bytes >= 2**22:
                     break
@@ -378,24 +379,3 @@ def compression_ratio(path: Path) -> float:
                 pass
             raise damaged(path, 1, error) from error
     return num_bytes / num_compressed if num_bytes else 1.0
-
-
-def _raw_lines(path: Path) -> Iterator[bytes]:
-    if path.suffix in (".gz", ".zst"):
-        yield from _split(read_chunks(path))
-    else:
-        check_regular([path])
-        with path.open("rb", buffering=_CHUNK_BYTES) as file:
-            yield from file
-
-
-def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    rest: list[bytes] = []
-    for chunk in chunks:
-        *lines, last = chunk.split(b"\n")
-        for line in lines:
-            yield b"".join([*rest, line, b"\n"])
-            rest = []
-        rest.append(last)
-    if last_line := b"".join(rest):
-        yield last_line

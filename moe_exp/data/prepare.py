@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import orjson
-from rich import filesize
 
 from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.execution import Execution, num_workers
-from moe_exp.data.convert.steps import PARQUET_SUFFIX
 from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
+from moe_exp.data.kinds import PARQUET_SUFFIX
 from moe_exp.data.shuffle.shuffle import check_settings, shuffle
 from moe_exp.data.stage import check_free_disk, free_disk, is_stale, run_stage
+from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
@@ -162,8 +162,8 @@ def summary_rows(manifest: Mapping[str, Any]) -> dict[str, object]:
     rows["documents read"] = read["num_documents"]
     rows |= {f"skipped: {reason}": number for reason, number in read["skipped"].items()}
     rows |= {f"filtered: {name}": tally["num_documents"] for name, tally in manifest["filtered"].items()}
-    size = filesize.decimal(sum(one["bytes"] for one in manifest["outputs"]))
-    text = filesize.decimal(written["num_text_bytes"])
+    size = bytes_text(sum(one["bytes"] for one in manifest["outputs"]))
+    text = bytes_text(written["num_text_bytes"])
     rows |= {"documents written": written["num_documents"], "text": text, "chunks": len(manifest["outputs"])}
     return rows | {"on disk": size, "seconds": manifest["seconds"]}
 
@@ -204,15 +204,11 @@ def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
 
 
 def _about(num_bytes: float) -> str:
-    return (
-        f"about {filesize.decimal(round(num_bytes))}"
-        if num_bytes
-        else "a size that is known during the download"
-    )
+    return f"about {bytes_text(num_bytes)}" if num_bytes else "a size that is known during the download"
 
 
 def _free(folder: Path) -> str:
-    return filesize.decimal(free_disk(folder))
+    return bytes_text(free_disk(folder))
 
 
 def _size(paths: Sequence[Path]) -> int:

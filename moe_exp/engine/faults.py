@@ -22,6 +22,7 @@ from moe_exp.host.exit_codes import (
     CAUSED_BY_ANOTHER,
     LAUNCH_TIME,
     complain,
+    leave_reasons,
     report_exit_code,
     report_first,
 )
@@ -71,9 +72,11 @@ def stop_signal() -> Iterator[StopSignal]:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank, which nothing else would end after its agent
         end_with_parent(signal.SIGTERM)
-    yield stop
-    for number, handler in before.items():
-        signal.signal(number, handler)
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class StopRules:
@@ -127,6 +130,7 @@ def end_job(lines: Sequence[str], code: int) -> NoReturn:
     """
     if os.environ.get("RANK", "0") == "0":
         complain(*lines)
+        leave_reasons(*lines)
     _wait_for_device()
     has_launcher = report_exit_code(code)
     # Skips the clean-up of process groups, which would wait for the other ranks.
@@ -155,8 +159,10 @@ def named_by_rank(stop: StopSignal) -> Iterator[None]:
             _wait_for_cause(stop)
         if isinstance(error, ValueError) and ". Fix: " in str(error):
             _end_with_line(error)
+        line = f"{rank_place()} failed: {type(error).__name__}: {error}"
+        leave_reasons(line)
         with contextlib.suppress(OSError):  # a log on a full disk
-            print(f"moe-exp: {rank_place()} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            print(f"moe-exp: {line}", file=sys.stderr)
             traceback.print_exc()
             sys.stderr.flush()
         _leave_error(error)
@@ -168,6 +174,7 @@ def _end_with_line(error: ValueError) -> NoReturn:
     """Ends the job for a user error, which a restart would not fix; the node's first rank prints it."""
     if report_first(BAD_INPUT):
         complain(*str(error).splitlines())
+        leave_reasons(*str(error).splitlines())
     _leave_error(error)
     os._exit(BAD_INPUT)
 

@@ -17,7 +17,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from moe_exp.config import Config
+from moe_exp.config import Config, setting_error
 from moe_exp.config.determinism import deterministic_environment, environment_problems
 from moe_exp.host.exit_codes import RENDEZVOUS_KEY
 
@@ -52,18 +52,29 @@ def choose_communication() -> tuple[str, str]:
 def start(config: Config) -> Runtime:
     """Joins torchrun's job: process group, Megatron's parallel state, seeds, threads, DETERMINISTIC.
 
+    A process group that exists is used, and `stop` keeps it.
+
     Raises:
         ValueError: if the number of ranks is not NNODES * GPUS_PER_NODE, or the environment forbids
             DETERMINISTIC.
     """
-    rank, local_rank = int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-    world_size = int(os.environ["WORLD_SIZE"])
+    global _found
+    rank, world_size = _place()
+    local_rank = int(os.environ.get("LOCAL_RANK") or rank % config.gpus_per_node)
     if world_size != config.world_size:
         raise ValueError(
             f"GPUS_PER_NODE={config.gpus_per_node}: with NNODES={config.nnodes} that is {config.world_size}"
             f" ranks, torchrun started {world_size}. Fix: give torchrun and the settings the same numbers."
         )
     device = _device(config, local_rank)
+    if is_in_group():
+        _found = torch.distributed.group.WORLD
+    else:
+        _init_group(device, rank, world_size)
+    return joined(config, rank, local_rank, device)
+
+
+def _init_group(device: torch.device, rank: int, world_size: int) -> None:
     timeout = datetime.timedelta(minutes=30)
     # Only NCCL knows the device; given here, it connects at once and a missing GPU is noticed at the start.
     store, _, _ = next(rendezvous("env://", timeout=timeout))
@@ -72,7 +83,53 @@ def start(config: Config) -> Runtime:
         store=PrefixStore(os.environ.get(RENDEZVOUS_KEY, ""), store),
         device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
-    return joined(config, rank, local_rank, device)
+
+
+def join_job(config: Config) -> None:
+    """Starts the process group of torchrun's job if there is none, and keeps it for further runs: the ranks
+    could not connect a second time.
+    """
+    if not is_in_group():
+        atexit.register(_leave)
+        rank, world_size = _place()
+        _init_group(_device(config, int(os.environ["LOCAL_RANK"])), rank, world_size)
+
+
+# Default process groups: one that `start` found, and that of `share_alone`.
+_found: Any = None
+_alone: Any = None
+
+
+def is_rank() -> bool:
+    """Whether another program has started this process as a rank: under torchrun, or in a process group."""
+    return {"RANK", "WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys() or is_in_group()
+
+
+def is_in_group() -> bool:
+    """Whether this process is in a process group that is not `share_alone`'s."""
+    return torch.distributed.is_initialized() and torch.distributed.group.WORLD is not _alone
+
+
+def _place() -> tuple[int, int]:
+    """Rank and world size of the process group, or of torchrun's environment without one."""
+    if is_in_group():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def world_settings() -> dict[str, int]:
+    """GPUS_PER_NODE, NNODES and NODE_RANK of the job that this process is a rank of.
+
+    Raises:
+        ValueError: Megatron's parallel state is in use.
+    """
+    if parallel_state.model_parallel_is_initialized():
+        fix = "call parallel_state.destroy_model_parallel() first, or train in another process"
+        raise ValueError(f"parallel_state: it is initialized, and training sets up its own. Fix: {fix}.")
+    rank, world_size = _place()
+    found = os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count() or world_size
+    per_node = min(int(found), world_size)
+    return {"gpus_per_node": per_node, "nnodes": world_size // per_node, "node_rank": rank // per_node}
 
 
 def start_alone(config: Config) -> Runtime:
@@ -80,6 +137,28 @@ def start_alone(config: Config) -> Runtime:
     device = _device(config, 0)
     torch.distributed.init_process_group(choose_communication()[0], store=HashStore(), rank=0, world_size=1)
     return joined(config, 0, 0, device)
+
+
+def share_alone(config: Config) -> Runtime:
+    """The only rank of this process group, which is made if there is none, and kept for further calls.
+
+    Raises:
+        ValueError: this process is one of several ranks.
+    """
+    global _alone
+    if not torch.distributed.is_initialized():
+        atexit.register(_leave)
+        rank = start_alone(config)
+        _alone = torch.distributed.group.WORLD
+        return rank
+    if (world_size := torch.distributed.get_world_size()) > 1:
+        fix = "call it in a process of its own, or use moe-exp generate, score or eval with --tp or --ep"
+        raise setting_error("world_size", world_size, "a model is loaded by one rank", fix)
+    device = _device(config, 0)
+    if not parallel_state.model_parallel_is_initialized():
+        return joined(config, 0, 0, device)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    return Runtime(0, 0, 1, device, socket.gethostname(), groups)
 
 
 def joined(config: Config, rank: int, local_rank: int, device: torch.device) -> Runtime:
@@ -161,8 +240,16 @@ def freeze_garbage() -> None:
 
 
 def stop() -> None:
+    """Leaves Megatron's parallel state, and the process group unless `start` found it."""
     if torch.distributed.is_initialized():
         parallel_state.destroy_model_parallel()
+        if torch.distributed.group.WORLD is not _found:
+            torch.distributed.destroy_process_group()
+
+
+def _leave() -> None:
+    """Ends a process group that was kept, which NCCL asks for, at the end of the process."""
+    if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 

@@ -25,8 +25,14 @@ METRICS_FILE = "MOE_EXP_METRICS_FILE"
 
 LAUNCH_TIME = "MOE_EXP_LAUNCH_TIME"
 
+# Set by the launcher: token files and tokenizer made of the text that TRAIN_DATA names, as JSON.
+PREPARED_TEXT = "MOE_EXP_PREPARED_TEXT"
+
 # Set by the launcher: prefix of names in the job's stores, see launch/rendezvous.py.
 RENDEZVOUS_KEY = "MOE_EXP_RENDEZVOUS_KEY"
+
+# Set by `moe_exp.train`: where ranks write the lines with which they end.
+REASONS_FILE = "MOE_EXP_REASONS_FILE"
 
 # Messages of torch.distributed on healthy ranks when another rank has died.
 CAUSED_BY_ANOTHER = (
@@ -84,6 +90,13 @@ def show_alive() -> None:
     if path := os.environ.get(EXIT_CODE_FILE):
         with suppress(OSError):  # the launcher has ended, or the disk is full
             alive_file(path).touch()
+
+
+def leave_reasons(*lines: str) -> None:
+    """Appends the reasons why this rank ends to the file of `moe_exp.train`, if it started the job."""
+    if path := os.environ.get(REASONS_FILE):
+        with suppress(OSError), Path(path).open("a", encoding="utf-8") as file:
+            file.writelines(f"{line}\n" for line in lines)
 
 
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,12 +19,23 @@ _CHUNK_BYTES = 1 << 20
 
 def bytes_text(num_bytes: float) -> str:
     """Three digits and a decimal unit: 1.75 TB."""
-    *units, largest = ("bytes", "kB", "MB", "GB", "TB", "PB", "EB")
-    for unit in units:
-        if abs(num_bytes) < 999.5:  # 999.5 and above rounds to the next unit
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:,.0f} {largest}" if abs(num_bytes) >= 999.5 else f"{num_bytes:.3g} {largest}"
+    return scaled_text(num_bytes, (" bytes", " kB", " MB", " GB", " TB", " PB", " EB"))
+
+
+def count_text(number: float, digits: int = 3) -> str:
+    """Significant digits and the letter of a count: 30.5B."""
+    return scaled_text(number, ("", "K", "M", "B", "T"), digits)
+
+
+def scaled_text(number: float, units: Sequence[str], digits: int = 3) -> str:
+    """Significant digits and the first of `units`, each a thousand of the one before, that needs no more."""
+    *smaller, largest = units
+    limit = 1000 - 0.5 * 10 ** (3 - digits)  # from here on it rounds to the next unit
+    for unit in smaller:
+        if abs(number) < limit:
+            return f"{number:.{digits}g}{unit}"
+        number /= 1000
+    return f"{number:,.0f}{largest}" if abs(number) >= limit else f"{number:.{digits}g}{largest}"
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -15,6 +17,17 @@ from types import FrameType
 
 # Signals to save and exit, also SLURM's warning (--signal=B:USR1@300). SIGHUP counts as SIGTERM.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+
+def own_command() -> list[str]:
+    """The words that start `moe-exp` of this environment in the user's shell."""
+    beside, on_path = Path(sys.executable).with_name("moe-exp"), shutil.which("moe-exp")
+    if on_path and (Path(on_path) == beside or not beside.is_file()):
+        return ["moe-exp"]
+    words = [str(beside)] if beside.is_file() else [sys.executable, "-m", "moe_exp"]
+    if Path(words[0]).is_relative_to(Path.cwd()):
+        words[0] = os.path.relpath(words[0])
+    return words
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, TextIO
 
-from rich import filesize
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+
+from moe_exp.host.files import bytes_text
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class _Counter:
             logger.info("%s: %s, %s, %.0f s left", self.what, self.amount(), self.rate(), left)
 
     def _size(self, units: int) -> str:
-        return filesize.decimal(units) if self.unit == "bytes" else f"{units:,} {self.unit}"
+        return bytes_text(units) if self.unit == "bytes" else f"{units:,} {self.unit}"
 
 
 def print_summary(title: str, rows: Mapping[str, object]) -> None:

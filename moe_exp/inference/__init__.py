@@ -12,4 +12,5 @@ eval_report.py   results of `moe-exp eval` as tables and JSON
 sampling.py      chooses the next token
 text.py          prompts to tokens, and a stream of tokens to text
 generate.py      `moe-exp generate`: prompts to text
+model.py         `moe_exp.load_model`: a model in this process
 """

@@ -16,6 +16,8 @@ from moe_exp.checkpoint.format.folders import iteration_of, one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text.settings import find_prepared_text
+from moe_exp.data.tokens.files import Share, parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import parse_blend
@@ -40,7 +42,7 @@ class EvalRequest(Request):
     """Settings of an evaluation."""
 
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
-    # prefixes of .bin/.idx files, each a row; none: the validation data of the run, or of the embedded corpus
+    # prefixes of .bin/.idx files, each a row; none: VALID_DATA of the run, its SPLIT, or the embedded corpus
     data: tuple[str, ...] = ()
     samples: int | None = None  # only the first sequences of each prefix; None: all
     by_document: bool = False  # every document alone, see `held_out.Cut`
@@ -128,9 +130,13 @@ def _tokenizer(request: EvalRequest, saved: Config) -> TextTokenizer | None:
 
 
 def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[HeldOut]:
-    cut = Cut(saved.seq_len, request.by_document, whole_only=request.capacity, samples=request.samples)
+    prefixes, share = (list(request.data), (0.0, 1.0)) if request.data else _own_data(saved)
+    cut = Cut(
+        saved.seq_len, request.by_document, whole_only=request.capacity, samples=request.samples,
+        share=share, share_of_sequences=saved.data_order == "megatron",
+    )  # fmt: skip
     sources, problems = [], []
-    for prefix in request.data or _own_data(saved):
+    for prefix in prefixes:
         try:
             source = HeldOut(str(Path(prefix).expanduser()), cut)
         except ValueError as error:
@@ -147,14 +153,21 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
     return sources
 
 
-def _own_data(saved: Config) -> list[str]:
-    """Prefixes of the run's validation data."""
+def _own_data(saved: Config) -> tuple[list[str], Share]:
+    """Prefixes of the run's validation data, and the share of their documents."""
+    saved = find_prepared_text(saved)
+    share = parse_split(saved.split)[1] if saved.split else None
     if saved.valid_data:
-        return [prefix for _, prefix in parse_blend(saved.valid_data)]
+        logger.info("data: VALID_DATA of the run")
+        return [prefix for _, prefix in parse_blend(saved.valid_data)], (0.0, 1.0)
+    if saved.train_data and share:
+        logger.info("data: the part of TRAIN_DATA that SPLIT=%s holds out for validation", saved.split)
+        return [prefix for _, prefix in parse_blend(saved.train_data)], share
     if saved.train_data:
-        rule = "there is none, and the training had no VALID_DATA"
+        rule = "there is none, and the training had neither VALID_DATA nor a SPLIT for validation"
         raise ValueError(problem("data", "", rule, "give --data, prefixes of .bin/.idx files"))
-    return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix]
+    logger.info("data: the held-out part of the embedded corpus")
+    return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
 
 
 def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut]) -> None:

@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.text import Text
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
@@ -130,14 +132,32 @@ def _agreed(stage: Stage, logits: torch.Tensor | None, sampler: Sampler) -> tupl
 
 
 def generate(
-    plan: Plan, rank: Runtime, *, show: Callable[[str], None] = lambda text: None
+    plan: Plan,
+    rank: Runtime,
+    *,
+    begin: Callable[[str], None] = lambda prompt: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Generated]:
-    """Loads the model and yields a result per prompt; `show` gets text as it comes. Called by every rank."""
+    """Loads the model and yields a result per prompt. `begin` gets each prompt first, then `show` its text as
+    it comes. Called by every rank.
+    """
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    return continue_prompts(plan, stage, begin=begin, show=show)
+
+
+def continue_prompts(
+    plan: Plan,
+    stage: Stage,
+    *,
+    begin: Callable[[str], None] = lambda prompt: None,
+    show: Callable[[str], None] = lambda text: None,
+) -> Iterator[Generated]:
+    """Like `generate`, with a model that is loaded. Called by every rank."""
     decode, eod_id = decoder_of(plan.tokenizer), plan.tokenizer.eod_id
     for index, (prompt, tokens) in enumerate(zip(plan.request.prompts, plan.prompt_tokens, strict=True)):
         result, stream = Generated(prompt, tokens), TextStream(decode, tokens, plan.request.stops)
         last = min(plan.max_positions, len(tokens) + plan.request.max_new_tokens)
+        begin(prompt)
         clock = _Clock(len(tokens))
         drawn = new_tokens(stage, tokens, Sampler(plan.request.sampling, index), max_positions=last)
         with contextlib.closing(drawn):  # frees the cache
@@ -153,8 +173,8 @@ def generate(
                     result.finish_reason = "stop"
                     break
         _grow(result, stream.finish(), show)
-        logger.info("%s", clock) if rank.is_first else None
         yield result
+        logger.info("%s", clock) if stage.rank.is_first else None  # after the caller has ended the line
 
 
 def _grow(result: Generated, text: str, show: Callable[[str], None]) -> None:
@@ -183,17 +203,24 @@ class _Clock:
 
 
 def print_generated(plan: Plan, rank: Runtime) -> None:
-    """Generates, and prints text as it comes, or JSON lines, on rank 0. Called by every rank."""
+    """Generates, and prints text as it comes, or JSON lines, on rank 0; a terminal also shows the prompts.
+    Called by every rank.
+    """
     as_json, out = plan.request.as_json, sys.stdout
+    is_terminal = out.isatty() and not as_json
+
+    def begin(prompt: str) -> None:
+        if rank.is_first and is_terminal:
+            Console().print(Text(prompt, style="bold"), end="", soft_wrap=True)
 
     def show(text: str) -> None:
         if rank.is_first and not as_json:
             out.write(text)
             out.flush()
 
-    for number, result in enumerate(generate(plan, rank, show=show), 1):
+    for number, result in enumerate(generate(plan, rank, begin=begin, show=show), 1):
         if rank.is_first:
-            more = number < len(plan.prompt_tokens)
+            more = number < len(plan.prompt_tokens) and not is_terminal
             print(json.dumps(asdict(result), ensure_ascii=False) if as_json else "\n" * more, flush=True)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.config import problem
-from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.files import Share, TokenFiles, share_range
 from moe_exp.data.tokens.text_bytes import TokenBytes
 
 Int64Array = npt.NDArray[np.int64]
@@ -27,6 +27,8 @@ class Cut:
     by_document: bool = False  # each document is a text; else all are one, as in validation during training
     whole_only: bool = False  # leave out sequences shorter than S, as validation during training does
     samples: int | None = None  # only the first sequences; None: all
+    share: Share = (0.0, 1.0)  # the part of the documents, as SPLIT divides them
+    share_of_sequences: bool = False  # DATA_ORDER=megatron divides the sequences of the file instead
 
 
 class HeldOut:
@@ -45,7 +47,10 @@ class HeldOut:
             raise ValueError(problem("data", self.prefix, rule, "give more text"))
 
     def _sequences(self, cut: Cut) -> tuple[Int64Array, Int64Array]:
-        bounds = self.files.document_bounds if cut.by_document else self.files.document_bounds[[0, -1]]
+        divided = self.files.sequence_bounds if cut.share_of_sequences else self.files.document_bounds
+        first, last = divided[list(share_range(len(divided) - 1, cut.share))]
+        bounds = np.unique(np.clip(self.files.document_bounds, first, last))
+        bounds = bounds if cut.by_document else bounds[[0, -1]]
         lengths = np.maximum(np.diff(bounds) - 1, 0)  # predicted tokens of each text
         counts = -(-lengths // cut.seq_len)
         place = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moe_exp.config import Config, problem
 from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.encoders import Encoders
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 
@@ -26,7 +27,7 @@ def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> T
     .model file, or `bytes`. `allow_special` parses special tokens in text, such as <s>. ValueError if there
     is none or it has ids that the model has not.
     """
-    path = name or saved.tokenizer or _embedded(saved)
+    path = name or saved.tokenizer or find_prepared_text(saved).tokenizer or _embedded(saved)
     if path != "bytes" and not Path(path).exists():
         raise ValueError(problem("tokenizer", path, "does not exist", _GIVE))
     tokenizer = load_named_tokenizer(path, allow_special=allow_special)

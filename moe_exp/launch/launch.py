@@ -12,24 +12,35 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import Config, ConfigError, load_config, module_arguments
+from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
+from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import as_given
+from moe_exp.config.settings_file import read_settings
 from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.data.own_text.settings import facts_for_ranks, plan_text, with_prepared_text
+from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
     FAILED,
     FINISHED,
     LAUNCH_TIME,
     METRICS_FILE,
+    PREPARED_TEXT,
     RENDEZVOUS_KEY,
     complain,
 )
-from moe_exp.host.processes import signals_handled
-from moe_exp.launch.machine_checks import check_environment, check_files, check_machine, space_warnings
+from moe_exp.host.processes import own_command, signals_handled
+from moe_exp.launch.machine_checks import (
+    check_environment,
+    check_files,
+    check_machine,
+    data_problems,
+    space_warnings,
+)
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
@@ -41,49 +52,118 @@ from moe_exp.launch.torchrun_job import (
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text
+from moe_exp.runs.summary import Caller
 from moe_exp.watch.hangs.monitor import HangWatch
 
 
-def train(flags: Mapping[str, Any], *, dry_run: bool = False) -> int:
+def train(
+    flags: Mapping[str, Any],
+    *,
+    resume: str = "",
+    dry_run: bool = False,
+    raises: bool = False,
+    command: str = "",
+) -> int:
     """Checks the settings and runs this node's job, or with `dry_run` prints what would run.
 
     Args:
-        flags: settings from the command line by field name; None counts as not given.
+        flags: settings from the command line by field name; None counts as not given. `config` is the path
+            of a settings file.
+        resume: run folder to continue with its own settings.
         dry_run: starts and creates nothing; devices and packages missing on this machine are only warnings.
+        raises: for settings that cannot run, ConfigError instead of printed lines.
+        command: as the user typed it, for the commands that the summary suggests.
 
     Returns:
         Exit code: 0 finished, 75 stopped (the same command resumes), 2 settings cannot run, others failed.
     """
     warn_of_misspelt()
     try:
-        config = load_config(flags)
+        flags = with_run_folder(flags, resume) if resume else flags
+        given = with_file(flags, os.environ)
+        config = load_config(given)
+        sources = {name: str(settings_path(flags["config"])) for name in given if flags.get(name) is None}
+        if sources and not resume:
+            _refuse_same_folder(config, flags["config"])
+        names, given = set(given_values(given, os.environ)), _without_usual(config, given, sources)
+        config, vocabulary = with_vocab_size(config, names, RunFolder.of(config).config)
+        if vocabulary:
+            given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         if not dry_run:
             _warn([*schedule_warnings(config), *space_warnings(config)])
             _report_changes(config)
-        return _dry_run(config, flags) if dry_run else launch(config, flags)
+            if vocabulary and config.node_rank == 0:
+                print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
+        return _dry_run(config, given, sources) if dry_run else launch(config, given, command=command)
     except ConfigError as error:
+        if raises:
+            raise
         for line in error.problems:
             complain(line)
         return BAD_INPUT
 
 
-def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE) -> int:
+def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """`flags` with config.yaml of a run folder as settings file, and with that folder as the one to write.
+
+    Raises:
+        ConfigError: it is no run folder, or `flags` name another one.
+    """
+    path = Path(folder).expanduser()
+    path = path if path.name not in ("", "..") else path.resolve()
+    if not RunFolder(path).config.is_file():
+        near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
+        rule = "is no run folder, as it has no config.yaml"
+        raise ConfigError([problem("resume", folder, rule, f"name one, as in --resume {near}")])
+    for name in ("config", "run_dir", "run_name"):
+        if flags.get(name) is not None:
+            rule = f"--resume {folder} already says which settings and which folder"
+            fix = "leave it out, or start another run with --config and --run-name"
+            raise ConfigError([problem(name, flags[name], rule, fix)])
+    # RUN_NAME may have several parts
+    saved = Path(read_settings(RunFolder(path).config).get("run_name") or path.name).parts
+    parts = len(saved) if path.parts[-len(saved) :] == saved else 1
+    run_dir, run_name = Path(*path.parts[:-parts]), Path(*path.parts[-parts:])
+    places = {"run_dir": str(run_dir), "run_name": str(run_name)}
+    return {**flags, **places, "config": str(RunFolder(path).config)}
+
+
+def _refuse_same_folder(config: Config, file: str) -> None:
+    """A run built from the settings of another must not continue it by chance."""
+    path, folder = settings_path(file), RunFolder.of(config)
+    if folder.config.exists() and folder.config.samefile(path):
+        rule = f"has the settings of {folder.path}, which this run would continue"
+        fix = f"set another RUN_NAME for a new run, or continue with --resume {folder.path}"
+        raise ConfigError([problem("config", file, rule, fix)])
+
+
+def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
+    """`given` for the ranks: without values of a settings file that they have anyway, by PRESET."""
+    usual = load_config({"preset": config.preset}, {})
+    same = {name for name in from_file if getattr(config, name) == getattr(usual, name)} - {"preset"}
+    return {name: value for name, value in given.items() if name not in same}
+
+
+def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE, *, command: str = "") -> int:
     """Runs this node's ranks until they end, with up to MAX_RESTARTS restarts after failures.
 
     Args:
         flags: command line settings, which the ranks resolve again together with the environment.
         module: what each rank runs.
+        command: see `train`.
 
     Raises:
-        ConfigError: the embedded corpus, or the key that several nodes share, cannot be made.
+        ConfigError: the embedded corpus, the token files of TRAIN_DATA's text, or the key that several nodes
+            share, cannot be made.
     """
     if not config.train_data:
         try:
             ensure_embedded_corpus(Path(config.data_dir))
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
+    prepared = _with_text(config)
     if config.preflight and module == TRAIN_MODULE:
         # imported here, as it uses functions of this module
         from moe_exp.launch.preflight.report import passes
@@ -93,6 +173,7 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
     started, start, folder = datetime.now().astimezone(), time.monotonic(), RunFolder.of(config)
     environ = child_environment(config)
     environ |= {METRICS_FILE: str(folder.metrics.absolute()), LAUNCH_TIME: str(start)}
+    environ |= {PREPARED_TEXT: facts_for_ranks(prepared)} if prepared is not config else {}
     if config.nnodes > 1:
         try:
             environ[RENDEZVOUS_KEY] = shared_key(folder.rendezvous_key)
@@ -100,20 +181,40 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE)
             raise ConfigError([str(error)]) from None
     stopping = STOPPING if config.save_at_end else _STOPPING_UNSAVED
     arguments = rank_arguments(config, flags) if module == TRAIN_MODULE else module_arguments(flags)
-    command = torchrun_command(config, arguments, module)
+    agent = torchrun_command(config, arguments, module)
     with HangWatch(config, folder) if module == TRAIN_MODULE else nullcontext() as watch:
         environ |= watch.environment if watch else {}
-        code = run_job(command, environ, stopping=stopping, poll=watch.poll if watch else None)
+        code = run_job(agent, environ, stopping=stopping, poll=watch.poll if watch else None)
     if config.node_rank:
         return code
     with signals_handled(signal.SIG_IGN):  # schedulers send several
-        ended = finish_run(config, folder, since=started, wall_seconds=time.monotonic() - start, code=code)
+        seconds, caller = time.monotonic() - start, _caller(flags, command)
+        ended = finish_run(config, folder, since=started, wall_seconds=seconds, code=code, caller=caller)
     if ended is None:
         return code
     status, text = ended
     print(f"\n{text}", flush=True)
     # Teardown of finished ranks may fail, for instance if a peer left earlier.
     return FINISHED if status == "finished" else code or FAILED
+
+
+def _caller(flags: Mapping[str, Any], command: str) -> Caller:
+    settings = (name.upper() for name in Config.model_fields)
+    given = {name: os.environ[name] for name in settings if os.environ.get(name) and name not in _OF_THE_NODE}
+    program = own_command()
+    typed = command or shlex.join([*program, "train", *module_arguments(flags)])
+    return Caller(shlex.join(program), typed, given)
+
+
+_OF_THE_NODE = ("MASTER_ADDR", "NNODES", "NODE_RANK")
+
+
+def _with_text(config: Config) -> Config:
+    """`config` with token files and tokenizer in place of the text that its data settings name, if any."""
+    prepared = with_prepared_text(config)
+    if prepared is not config and (problems := [*data_problems(prepared)]):
+        raise ConfigError(problems)
+    return prepared
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:
@@ -128,10 +229,13 @@ _STOPPING_UNSAVED = (
 )
 
 
-def _dry_run(config: Config, flags: Mapping[str, Any]) -> int:
+def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str]) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
-    print(dry_run_text(config, flags), flush=True)
+    print(dry_run_text(config, flags, sources=sources), flush=True)
     problems = check_files(config, with_space=False)
+    if not problems:
+        for line in plan_text(config):
+            print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
     _warn([*check_machine(config), *new, *schedule_warnings(config), *space_warnings(config)])
     _report_changes(config)
@@ -152,13 +256,24 @@ def _warn(lines: Iterable[str]) -> None:
 
 
 def dry_run_text(
-    config: Config, flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None
+    config: Config,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    sources: Mapping[str, str] | None = None,
 ) -> str:
-    """Merged settings with their sources (none: default), the torchrun command and the start-up report."""
+    """Merged settings with their sources (none: default), the torchrun command and the start-up report.
+
+    Args:
+        flags: settings of the command line.
+        environ: os.environ by default.
+        sources: of settings that are from neither; they win over those found here.
+    """
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     lines = []
     for name, value in config.model_dump().items():
-        source = _source(name, value, config.preset, flags, os.environ if environ is None else environ)
+        found = _source(name, value, config.preset, flags, os.environ if environ is None else environ)
+        source = (sources or {}).get(name, found)
         setting = f"{name.upper()}={as_given(value)}"
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from packaging.version import Version
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.determinism import environment_problems
+from moe_exp.config.setting_types import names_text
+from moe_exp.data.own_text.settings import text_problems
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
@@ -43,6 +46,7 @@ def check_machine(config: Config) -> list[str]:
         *_snapshot(config),
         *_traced_modules(config),
         *_packages(config),
+        *_prometheus(config),
         *_port(config),
         *_shared_memory(config),
     ]
@@ -51,7 +55,7 @@ def check_machine(config: Config) -> list[str]:
 def check_files(config: Config, *, with_space: bool = True) -> list[str]:
     """Data, tokenizer and folders, on every node; `with_space`: and disk space for the run."""
     return [
-        *_data(config),
+        *data_problems(config),
         *_tokenizer(config),
         *_load_dir(config),
         *_upcycle_from(config),
@@ -143,7 +147,21 @@ def _traced_modules(c: Config) -> Iterator[str]:
             yield problem("trace_calls_in", name, rule, fix)
 
 
+def training_problem() -> str:
+    """A line if this Python lacks the packages of the extra `train`, else ""."""
+    missing = [
+        name for name in ("torch", "megatron", "safetensors") if importlib.util.find_spec(name) is None
+    ]
+    if not missing:
+        return ""
+    rule = f"lacks {', '.join(missing)}, which training needs"
+    fix = 'pip install "moe-exp[train]", in a checkout pip install -c constraints.txt -e ".[train]"'
+    return problem("python", sys.executable, rule, fix)
+
+
 def _packages(c: Config) -> Iterator[str]:
+    if lacking := training_problem():
+        yield lacking
     if c.impl == "te" and importlib.util.find_spec("transformer_engine") is None:
         fix = "pip install transformer-engine[pytorch], or set IMPL=local"
         yield problem("impl", "te", "transformer_engine is not installed", fix)
@@ -154,6 +172,22 @@ def _packages(c: Config) -> Iterator[str]:
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         fix = "pip install wandb, or set WANDB_MODE=disabled"
         yield problem("wandb_project", c.wandb_project, "wandb is not installed", fix)
+
+
+def _prometheus(c: Config) -> Iterator[str]:
+    path = Path(c.prometheus_file)
+    if not c.prometheus_file or c.node_rank:  # rank 0 writes it
+        return
+    if path.suffix != ".prom" or path.is_dir():
+        yield problem(
+            "prometheus_file", path, "must be a file *.prom, as node_exporter reads no other", _PROM
+        )
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        rule = f"{path.parent} is {'not writable' if path.parent.is_dir() else 'no folder'}"
+        yield problem("prometheus_file", path, rule, _PROM)
+
+
+_PROM = "name a file such as NAME.prom in the folder of node_exporter's --collector.textfile.directory"
 
 
 def _expert_backend(c: Config) -> Iterator[str]:
@@ -257,8 +291,13 @@ def _shared_memory(c: Config) -> Iterator[str]:
         yield problem("num_workers", c.num_workers, rule, fix)
 
 
-def _data(c: Config) -> Iterator[str]:
-    """TRAIN_DATA (or its parts by SPLIT) and VALID_DATA: complete, long enough, within the vocabulary."""
+def data_problems(c: Config) -> Iterator[str]:
+    """TRAIN_DATA (or its parts by SPLIT) and VALID_DATA: complete, long enough, within the vocabulary; text
+    that they name is only checked for what its preparation could not use.
+    """
+    if names_text(c.train_data) or names_text(c.valid_data):
+        yield from text_problems(c)
+        return
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
@@ -276,6 +315,10 @@ def _data(c: Config) -> Iterator[str]:
 
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:
+    if not any(Path(f"{prefix}{suffix}").exists() for suffix in (".bin", ".idx")):
+        rule = f"there is no such file or folder of text, and no token files {prefix}.bin and .idx"
+        yield problem(name, prefix, rule, "correct the path: give text, or a prefix without .bin")
+        return
     if reason := bin_idx_problem(prefix):
         fix = f"give in {name.upper()} the path of an existing .bin and .idx pair, without suffix"
         yield problem(name, prefix, reason, fix)
@@ -352,6 +395,8 @@ def _data_dir(c: Config) -> Iterator[str]:
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty) goes"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron go"
+    elif names_text(c.train_data) or names_text(c.valid_data):
+        what = "the token files of the text go"
     elif c.train_data or any(folder.glob("python_stdlib_*/manifest.json")):
         return
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))

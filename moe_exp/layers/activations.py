@@ -83,12 +83,20 @@ def weighted_activation_backward(
     return dhidden_RF, dweights_R, product_RF
 
 
-class WeightedActivation(torch.autograd.Function):
-    """`weighted_activation` with autograd; saves only its inputs.
+def differentiable_weighted_activation(hidden_RF: Tensor, weights_R: Tensor, name: str) -> Tensor:
+    """`weighted_activation` with autograd; saves only its inputs. The dtypes may differ.
 
-    `WeightedActivation.apply(hidden_RF, weights_R, name)`; the dtypes may differ.
+    Under torch.compile it is plain operations, which the compiler fuses.
     """
+    if not torch.compiler.is_compiling():
+        return _WeightedActivation.apply(hidden_RF, weights_R, name)
+    function, gated = ACTIVATIONS[name]
+    gate_RF, up_RF = hidden_RF.chunk(2, dim=1) if gated else (hidden_RF, None)
+    product_RF = function(gate_RF) if up_RF is None else function(gate_RF) * up_RF
+    return product_RF * weights_R.to(hidden_RF.dtype).unsqueeze(1)
 
+
+class _WeightedActivation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden_RF: Tensor, weights_R: Tensor, name: str) -> Tensor:
         ctx.save_for_backward(hidden_RF, weights_R)

@@ -15,8 +15,9 @@ def is_counted_forward() -> bool:
 
     Reentrant checkpointing (Megatron's) runs the first pass without gradients and the second, in backward,
     with them: the second counts. Non-reentrant checkpointing runs both with gradients, the second under hooks
-    on saved tensors: the first counts. Any other pass without gradients is an evaluation.
+    on saved tensors: the first counts. Any other pass without gradients is an evaluation. A compiled layer
+    cannot see who calls it: under torch.compile every pass with gradients counts.
     """
-    if not torch.is_grad_enabled():
-        return False
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return torch.is_grad_enabled()
     return not (in_backward() and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None)

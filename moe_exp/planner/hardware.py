@@ -10,6 +10,7 @@ from typing import Any
 from moe_exp.host.files import read_json
 
 PROFILES = Path(__file__).parent / "profiles"
+DEFAULT_GPU = "A100-80GB"
 _ALIASES = {
     "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB"
 }  # fmt: skip
@@ -23,7 +24,8 @@ class Hardware:
     name: str  # as a CSV or `--gpu` gives it
     architecture: str  # volta, ampere, hopper, blackwell, or cpu
     memory_bytes: float  # memory of the device
-    # peak of the matrix units by compute type (fp32, bf16, fp16), multiply and add counted as two, in FLOP/s
+    # peak of the matrix units by compute type (fp32, bf16, fp16, and fp8 if there is one), multiply and add
+    # counted as two, in FLOP/s
     dense_flops: dict[str, float]
     memory_bytes_per_second: float  # bandwidth of the device's memory
     # streaming multiprocessors (SMs), over which a product's tiles are spread; 1 on processors

@@ -8,15 +8,16 @@ from itertools import compress, groupby
 from statistics import fmean
 from typing import Any, TextIO
 
-from rich import filesize
 from rich.box import HEAVY_HEAD, SIMPLE
 from rich.table import Table
 
 from moe_exp.config import Config
+from moe_exp.host.files import bytes_text, count_text
 from moe_exp.host.progress import table_console
 from moe_exp.planner.costs.code_paths import counted_as
+from moe_exp.planner.costs.goodput import Goodput
 from moe_exp.planner.costs.memory import StageMemory
-from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters
+from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
 from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.estimate import Cost
 from moe_exp.planner.fit.calibration import Calibration
@@ -44,13 +45,15 @@ class PlanPrinter:
     def __init__(self, stream: TextIO):
         self._console = table_console(stream, highlight=False)
 
-    def run(self, report: Mapping[str, Any], prediction: Prediction, cost: Cost) -> None:
+    def run(
+        self, report: Mapping[str, Any], prediction: Prediction, cost: Cost, goodput: Goodput | None = None
+    ) -> None:
         """Prints the cost of a run: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
         title = "{num_gpus} x {gpu}, {layout}, PRESET={preset}, {dtype}".format_map(report)
-        of_rank = f"{count['most_loaded_rank']:,} at most (stage {count['most_loaded_stage']})"
+        of_rank = f"{counted(count['most_loaded_rank'])} at most (stage {count['most_loaded_stage']})"
         rows = {
-            "parameters": f"{count['total']:,}, {count['active_per_token']:,} active per token",
+            "parameters": f"{counted(count['total'])}, {counted(count['active_per_token'])} active per token",
             "parameters of a rank": of_rank,
             "layers of the stages": short_stages(report["stage_layers"]),
             **report["counted_as"],
@@ -59,7 +62,8 @@ class PlanPrinter:
             "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
             "tokens per second": f"{time['tokens_per_second']:,.0f}",
             "whole run": _whole(cost),
-            "checkpoint": filesize.decimal(report["checkpoint_bytes"]),
+            **(_goodput_rows(goodput) if goodput else {}),
+            "checkpoint": bytes_text(report["checkpoint_bytes"]),
             "batch that fills the pipe": f"{report['filling_batch']:,} samples",
             "notes": ", ".join(report["notes"]),
         }
@@ -104,7 +108,7 @@ class PlanPrinter:
         write(f"{layout_words(config)}: {_whole(cost)}")
         write(f"  {_seconds(candidate.seconds)} s per iteration {error_words(candidate.prediction)}")
         write(f"  a global batch of {candidate.filling_batch:,} fills the pipe, {config.gbsz:,} is given")
-        write(f"  a checkpoint has {filesize.decimal(checkpoint_bytes(config))}")
+        write(f"  a checkpoint has {bytes_text(checkpoint_bytes(config))}")
 
     def explanation(self, explained: Explanation, found: Search) -> None:
         """Why a layout is refused, or where it stands."""
@@ -199,7 +203,7 @@ class PlanPrinter:
 def model_words(config: Config, hardware: Hardware) -> str:
     """Description of the searched model in one line."""
     count = count_parameters(config)
-    size = f"{_short(count.total / 1e9)}B parameters, {_short(count.active_per_token / 1e9)}B active"
+    size = f"{count_text(count.total)} parameters, {count_text(count.active_per_token)} active"
     batch = f"GBSZ={config.gbsz}, SEQ_LEN={config.seq_len}"
     return f"PRESET={config.preset}, {size}, {config.dtype}, {batch}; {config.world_size} x {hardware.name}"
 
@@ -247,6 +251,17 @@ def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemor
         first += len(members)
 
 
+def _goodput_rows(of: Goodput) -> dict[str, str]:
+    days = f"{of.wall_seconds / 86400:.3g} days of wall time" if of.wall_seconds else "it never finishes"
+    intervals = f"SAVE_INTERVAL={of.best_iterations} (Daly; {of.young_iterations} by Young)"
+    assumed = f"a failure every {of.mtbf_hours:.3g} hours, a save of {of.save_seconds:.3g} s,"
+    assumed += f" {of.restart_seconds / 60:.3g} min from a failure to the next iteration,"
+    return {
+        "goodput": f"{of.goodput:.1%} training: {days}; {of.best_goodput:.1%} with {intervals}",
+        "which assumes": f"{assumed} {of.evaluation_share:.2%} more for evaluation",
+    }
+
+
 def _verdict(prediction: Prediction) -> str:
     needed, device = prediction.needed_bytes / _GIBIBYTE, prediction.memory_bytes / _GIBIBYTE
     margin = prediction.margin_bytes / _GIBIBYTE
@@ -259,7 +274,9 @@ def _verdict(prediction: Prediction) -> str:
 
 
 def _whole(cost: Cost) -> str:
-    words = f"{cost.num_iterations:,} iterations, {_tokens(cost.num_tokens)} tokens: {_short(cost.days)} days"
+    words = (
+        f"{cost.num_iterations:,} iterations, {count_text(cost.num_tokens)} tokens: {_short(cost.days)} days"
+    )
     words += f", {_short(cost.gpu_hours)} GPU-hours"
     return words if cost.price is None else f"{words}, price {cost.price:,.2f}"
 
@@ -276,10 +293,6 @@ def _number(value: object) -> str:
         power, letter = next((power, letter) for power, letter in scales if value >= power)
         return f"{value / power:.4g} {letter}"
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _tokens(count: int) -> str:
-    return f"{_short(count / 1e9)}B" if count >= 1e9 else f"{_short(count / 1e6)}M"
 
 
 def _short(number: float) -> str:

@@ -4,13 +4,15 @@ loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
+from typing import Any
 
 import numpy as np
 
 from moe_exp.config import TRAITS, Config
+from moe_exp.host.quantities import rate_text
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.load_history import Floats
 from moe_exp.report.run_data import Run
@@ -18,6 +20,7 @@ from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trail
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
+_FEWEST_RATES, _STEADY = 5, 0.2  # records with a throughput, and how far it may vary
 _ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
 NATS, BITS = "nats per token", "bits per byte"
@@ -173,7 +176,7 @@ def parity(run: Run, other: Run) -> Parity:
     The smoothed loss at a record is the mean training loss of the last w tokens, in whole records; w is 5% of
     the tokens of the shorter run, and at least 1% of those of the longer. The loss that both reach is the
     larger of the two minima, rounded up to four places. Each run's cost is where its curve first reaches it,
-    interpolated linearly between two records.
+    interpolated linearly between two records. A run that starts there has no cost to compare.
     """
     pair = (run, other)
     unit, window = loss_unit(pair), window_of(pair)
@@ -184,6 +187,9 @@ def parity(run: Run, other: Run) -> Parity:
     curves = [smoothed(one, unit, window) for one in pair]
     own_lowest, other_lowest = map(lowest, curves)
     loss = rounded_up(max(own_lowest, other_lowest))
+    for one, curve in zip(pair, curves, strict=True):
+        if curve[np.isfinite(curve)][0] <= loss:
+            return Parity(run, other, reason=f"{one.name} starts at {loss:.4f} {unit} or below")
     ours, theirs = (cost_of(one, curve, loss) for one, curve in zip(pair, curves, strict=True))
     assert ours and theirs
     return Parity(
@@ -228,6 +234,31 @@ def parity_text(found: Parity) -> str:
 def in_words(parts: Sequence[str]) -> str:
     """Joins as in `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
+
+
+def is_validated_alike(runs: Sequence[Run]) -> bool:
+    """Whether the validation losses of these runs are of the same data, as far as settings are known."""
+    known = [run.settings for run in runs if run.settings]
+    return len({tuple(str(one.get(name) or "") for name in _validated_on(one)) for one in known}) < 2
+
+
+def _validated_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("valid_data",) if settings.get("valid_data") else ("train_data", "split")
+
+
+def _throughput_note(run: Run) -> str:
+    """By how much tokens per second varied within a run, if by more than 20%; empty otherwise."""
+    rates = run.train["tokens_per_second"][1:]  # the first one contains compilation and caches
+    rates = rates[np.isfinite(rates)]
+    if len(rates) < _FEWEST_RATES:
+        return ""
+    low, median, high = np.percentile(rates, [5, 50, 95])
+    if not median or high - low <= _STEADY * median:
+        return ""
+    return (
+        f"{run.name} by {(high - low) / median:.0%} of its median, from {rate_text(low)} to {rate_text(high)}"
+        " tokens/s"
+    )
 
 
 def differing_settings(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -344,6 +375,13 @@ def warnings_of(runs: Sequence[Run]) -> list[str]:
             else "losses per token do not compare, and bits per byte are not known"
         )
         found.append(f"The runs have different tokenizers ({which}): {use}.")
+    if not is_validated_alike(runs):
+        found.append("The runs were validated on different data: they are ranked by their training losses.")
+    if uneven := [note for run in runs if (note := _throughput_note(run))]:
+        found.append(
+            "Throughput varied by more than 20% (5th to 95th percentile) within a run, so that its times say"
+            f" little about the model: {'; '.join(uneven)}."
+        )
     window = window_of(runs)
     for run in runs:
         if num := int((~np.isfinite(run.train["lm_loss"])).sum()):

@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rich import box, filesize
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -20,6 +20,7 @@ from rich.text import Text
 
 from moe_exp.config import ConfigError, problem
 from moe_exp.host.processes import signals_handled
+from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
 from moe_exp.report.text_curves import plot, sparkline
 
@@ -381,15 +382,7 @@ def _age_line(follower: Follower) -> Text:
 
 
 def _span(seconds: float | None) -> str:
-    if seconds is None:
-        return _NOTHING
-    return (
-        f"{seconds:.2g} s"
-        if seconds < 10
-        else f"{seconds:.0f} s"
-        if seconds < 120
-        else str(timedelta(seconds=round(seconds)))
-    )
+    return _NOTHING if seconds is None else duration(seconds)
 
 
 def _number(value: Any, form: str) -> str:
@@ -399,7 +392,7 @@ def _number(value: Any, form: str) -> str:
 
 def _bytes(train: Mapping[str, Any]) -> str:
     known = number(train.get("peak_memory_bytes")) or number(train.get("memory_allocated_bytes"))
-    return filesize.decimal(int(known)) if known else _NOTHING
+    return bytes_text(known) if known else _NOTHING
 
 
 def _printable(text: str) -> str:

@@ -12,32 +12,41 @@ from pathlib import Path
 
 from moe_exp.config import ConfigError, problem
 from moe_exp.host.files import write_atomically
+from moe_exp.host.quantities import target_text
 from moe_exp.report import page_parts as parts
 from moe_exp.report.comparison import (
     NATS,
     Overview,
-    Parity,
     common_loss,
     differing_settings,
     overview,
-    parities,
     parity_text,
     warnings_of,
     window_of,
 )
+from moe_exp.report.headline import headline, pairs
+from moe_exp.report.history import about_html, events_html, samples_html
 from moe_exp.report.page_data import embedded, page_data
 from moe_exp.report.page_parts import cost_texts, overview_rows
-from moe_exp.report.quantities import target_text
 from moe_exp.report.run_data import Run, read_runs, run_problems
 
 _ASSETS = Path(__file__).parent / "assets"
 _GENERATOR = '<meta name="generator" content="moe-exp report">'
 MOST_BYTES = 5_000_000
+_SCRIPTS = ("format", "series", "chart", "tools", "heatmap", "page")
+_LOSS_CHARTS = ("loss", "valid", "minus", "valid-minus", "ppl", "bits")
+_TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
 _DETAILS = (1.0, 0.5, 0.2, 0.05)
 
 
 def write_report(
-    paths: Sequence[Path], out: Path | None, *, kind: str = "html", title: str = "", loss: float | None = None
+    paths: Sequence[Path],
+    out: Path | None,
+    *,
+    kind: str = "html",
+    title: str = "",
+    loss: float | None = None,
+    notes: str = "",
 ) -> list[str]:
     """Writes the report of these run folders to `out`, or prints it if that is None.
 
@@ -47,6 +56,7 @@ def write_report(
         kind: `html` or `md`.
         title: heading; by default the names of the runs.
         loss: at which costs are given; by default the lowest that all runs reach.
+        notes: a text under the heading.
 
     Returns:
         Warnings to read before comparing, a sentence each.
@@ -58,9 +68,9 @@ def write_report(
         raise ConfigError(problems)
     runs = read_runs(paths)
     text = _valid(
-        report_html(runs, title=title, loss=loss)
+        report_html(runs, title=title, loss=loss, notes=notes)
         if kind == "html"
-        else report_markdown(runs, title=title, loss=loss)
+        else report_markdown(runs, title=title, loss=loss, notes=notes)
     )
     if out is None:
         print(text, end="")
@@ -113,13 +123,16 @@ def title_of(runs: Sequence[Run]) -> str:
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
-def report_markdown(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:
+def report_markdown(
+    runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = ""
+) -> str:
     """The report as short Markdown."""
     views, chosen, unit = _views(runs, loss)
     return markdown(
         views,
         title or title_of(runs),
-        parities(runs),
+        notes,
+        [*headline(runs), *(parity_text(one) for one in (pairs(runs) if len(runs) > 1 else []))],
         warnings_of(runs),
         differing_settings(runs),
         chosen,
@@ -127,23 +140,20 @@ def report_markdown(runs: Sequence[Run], *, title: str = "", loss: float | None 
     )
 
 
-def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None) -> str:
+def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = "") -> str:
     """The report as one HTML file of less than MOST_BYTES; ValueError if its tables alone are larger."""
     views, chosen, unit = _views(runs, loss)
+    sections = [section for section in _sections(runs, views, chosen, unit, loss) if section.content]
     fields = {
         "title": escape(title or title_of(runs)),
         "subtitle": (
             f"{len(runs)} {'run' if len(runs) == 1 else 'runs'}, written"
             f" {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
         ),
-        "warnings": parts.warnings_html(warnings_of(runs)),
-        "parity": parts.parity_html(parities(runs)),
-        "overview": parts.overview_html(views),
-        "cost": parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None),
-        "settings": parts.settings_html(runs, differing_settings(runs)),
-        "experts": parts.experts_html(runs),
-        "spikes": parts.spikes_html(runs),
-        "events": parts.events_html(runs),
+        "notes": f'<p class="own">{escape(notes)}</p>' if notes else "",
+        "contents": parts.contents_html(sections),
+        "result": parts.result_html(runs, warnings_of(runs)),
+        "sections": "".join(map(parts.section_html, sections)),
         **_assets(),
     }
     for detail in _DETAILS:
@@ -154,18 +164,35 @@ def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = No
     raise ValueError(problem("run", f"{len(runs)} folders", rule, "report fewer at a time"))
 
 
+def _sections(
+    runs: Sequence[Run], views: Sequence[Overview], chosen: float, unit: str | None, loss: float | None
+) -> list[parts.Section]:
+    """The foldable parts of the page below the result."""
+    differing = differing_settings(runs)
+    cost = parts.cost_html(views, chosen, unit, window_of(runs), is_common=loss is None)
+    speed = parts.charts_html(_TRAINING_CHARTS) + parts.spikes_html(runs)
+    return [
+        parts.Section("loss", "Loss", parts.charts_html(_LOSS_CHARTS, wide="loss")),
+        parts.Section("numbers", "The runs in numbers", parts.overview_html(views)),
+        parts.Section("cost", "Time to a loss", cost),
+        parts.Section("settings", "Settings that differ", parts.settings_html(runs, differing)),
+        parts.Section("experts", "Experts", parts.experts_html(runs)),
+        parts.Section("training", "Training and speed", speed, is_open=False),
+        parts.Section("samples", "Generated text", samples_html(runs), is_open=False),
+        parts.Section("about", "Machine and command", about_html(runs), is_open=False),
+        parts.Section("events", "Events", events_html(runs), is_open=False),
+    ]
+
+
 @cache
 def _assets() -> dict[str, str]:
     def read(name: str) -> str:
         return (_ASSETS / name).read_text(encoding="utf-8")
 
+    scripts = ("uplot/uPlot.iife.min.js", *(f"{name}.js" for name in _SCRIPTS))
     return {
-        "uplot_css": read("uplot/uPlot.min.css"),
-        "uplot_js": read("uplot/uPlot.iife.min.js"),
-        "css": read("page.css"),
-        "chart_js": read("chart.js"),
-        "heatmap_js": read("heatmap.js"),
-        "page_js": read("page.js"),
+        "css": read("uplot/uPlot.min.css") + read("page.css"),
+        "scripts": "".join(f"<script>{read(name)}</script>\n" for name in scripts),
     }
 
 
@@ -184,7 +211,8 @@ MARKER = "<!-- moe-exp report -->"
 def markdown(
     views: Sequence[Overview],
     title: str,
-    found: Sequence[Parity],
+    notes: str,
+    results: Sequence[str],
     warnings: Sequence[str],
     settings: Sequence[tuple[str, Sequence[str]]],
     loss: float,
@@ -206,8 +234,9 @@ def markdown(
                 )
             )
     lines = [MARKER, f"### {plain(title)}", ""]
+    lines += [plain(notes), ""] * bool(notes)
     lines += [f"> **Note:** {plain(text)}" for text in warnings] + [""] * bool(warnings)
-    lines += [f"**{plain(parity_text(one))}**\n" for one in found]
+    lines += [f"**{plain(results[0])}**\n", *(f"{plain(text)}\n" for text in results[1:] if text)]
     lines += table(["", *(view.run.name for view in views)], rows)
     if settings and len(views) > 1:
         lines += [

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.report.comparison import BITS, NATS, bits_per_nat, common_loss, loss_unit, smoothed, window_of
+from moe_exp.report.headline import baseline_of, grouped_by_seed
 from moe_exp.report.load_history import NUM_COLUMNS, Floats, number
 from moe_exp.report.run_data import AXES, VALID_CURVES, Run
 from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
@@ -52,6 +53,8 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
     found = common_loss(runs)[0] if loss is None else loss
     return {
         "unit": unit or NATS,
+        "groups": grouped_by_seed(runs),
+        "baseline": baseline_of(runs),
         "window_tokens": _rounded(window),
         "loss": _rounded(found),
         "runs": [
@@ -87,7 +90,10 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
         "bits_per_nat": _rounded(bits_per_nat(run)) if unit == BITS else None,
         "x": {key: _list(train[key][ends]) for key in AXES},
         "curves": {key: curve for key, curve in curves.items() if curve},
-        "valid": {key: _list(run.valid[key][every]) for key in (*AXES, *VALID_CURVES)},
+        "valid": {
+            **{key: _list(run.valid[key][every]) for key in AXES},
+            **{key: [_rounded(value, 9) for value in run.valid[key][every]] for key in VALID_CURVES},
+        },
         "reach": _reach(best, {key: train[key] for key in AXES}, new_minima(best, max(20, points // 3))),
         "changes": _changes(run),
         "spikes": {
@@ -130,6 +136,8 @@ def _curve(values: Floats, starts: Floats, *, with_range: bool = False) -> dict[
         return None
     found = bucketed(values, starts)
     curve: dict[str, Any] = {"mean": _list(found.mean), "gaps": np.flatnonzero(found.num_missing).tolist()}
+    if len(starts) < len(values):  # else the page has every record
+        curve["last"] = _rounded(values[np.isfinite(values)][-1])
     if with_range and len(starts) < len(values):
         curve |= {"low": _list(found.low), "high": _list(found.high)}
     return curve

@@ -4,34 +4,74 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from datetime import datetime
+from dataclasses import dataclass
 from html import escape
-from typing import Any
 
+from moe_exp.host.quantities import (
+    bytes_text,
+    count_text,
+    digits_text,
+    duration,
+    flops_text,
+    loss_text,
+    percent,
+    rate_text,
+    target_text,
+)
 from moe_exp.report.comparison import (
     NATS,
     Cost,
     Overview,
     Parity,
     has_loss,
-    in_words,
     parity_text,
     why_not_compared,
 )
+from moe_exp.report.headline import AXES, RANKING_RULE, Ranking, amount_text, headline, pairs, ranking
 from moe_exp.report.load_history import LAYER_KEYS
-from moe_exp.report.quantities import bytes_text, duration, loss_text, percent, short, target_text
 from moe_exp.report.run_data import Run
 from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 
-FAULTS = ("checkpoint_failed", "damaged_checkpoint", "other_data")
-_MOST_ROWS = 300
-_MOST_MARKS = 150
+_MOST_CARDS = 4  # with more comparisons, a table
 
 
 def warnings_html(warnings: Sequence[str]) -> str:
     """A box with a paragraph per warning; empty without any."""
     lines = "".join(f"<p>{escape(text)}</p>" for text in warnings)
     return f'<div class="warning" role="note">{lines}</div>' if lines else ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page that can be folded. `content` is HTML; without any, the section is left out."""
+
+    name: str
+    title: str
+    content: str
+    is_open: bool = True
+
+
+def contents_html(sections: Sequence[Section]) -> str:
+    """Links to the parts of the page."""
+    links = [("result", "Result"), *((one.name, one.title) for one in sections)]
+    return "<ul>" + "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in links) + "</ul>"
+
+
+def section_html(section: Section) -> str:
+    """A section with its heading as the handle that folds it."""
+    name, is_open = section.name, " open" if section.is_open else ""
+    return (
+        f'<section id="{name}" aria-labelledby="h-{name}"><details class="group"{is_open}>'
+        f'<summary><h2 id="h-{name}">{section.title}</h2></summary>{section.content}</details></section>\n'
+    )
+
+
+def charts_html(names: Sequence[str], wide: str = "") -> str:
+    """Places of charts, which the script fills, and of the note about those that it hides."""
+    boxes = "".join(
+        f'<div class="chart{" wide" if name == wide else ""}" data-chart="{name}"></div>' for name in names
+    )
+    return f'<p class="note hidden-charts" hidden></p><div class="charts">{boxes}</div>'
 
 
 def table(head: Sequence[str], rows: Sequence[str], label: str, *, css: str = "scroll") -> str:
@@ -52,27 +92,78 @@ def run_name(run: Run, index: int) -> str:
     )
 
 
-def parity_html(found: Sequence[Parity]) -> str:
-    """A card for each comparison with a dense run, and the definition."""
-    if not found:
-        return (
-            '<p class="note">With a dense run and one with experts, this says what share of the FLOPs and the'
-            " time a loss costs.</p>"
+def how(rule: str) -> str:
+    """A rule that is shown on request. `rule` is text."""
+    return f'<details class="how"><summary>how?</summary><p>{escape(rule)}</p></details>'
+
+
+def result_html(runs: Sequence[Run], warnings: Sequence[str]) -> str:
+    """The headline, warnings, the losses at equal tokens, FLOPs and time, and what the same loss costs."""
+    text, about_seeds = headline(runs)
+    parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
+    if len(runs) == 1:
+        return "".join([*parts, warnings_html(warnings)])
+    found = [one for axis in AXES if (one := ranking(runs, axis))]
+    parts += [how(RANKING_RULE), warnings_html(warnings)]
+    if found:
+        parts.append(_equal_table(found))
+    return "".join(parts) + parity_html(pairs(runs))
+
+
+def _equal_table(found: Sequence[Ranking]) -> str:
+    names = [one.group.name for one in found[0].standings]
+    rows = []
+    for one in found:
+        losses = {standing.group.name: standing.loss for standing in one.standings}
+        best = min(losses.values())
+        cells = "".join(
+            f'<td class="{"less" if losses[name] == best else ""}">{loss_text(losses[name])}</td>'
+            for name in names
         )
+        where = f"equal {AXES[one.axis]}: {one.what} after {amount_text(one.axis, one.at)}"
+        rows.append(f'<tr><th scope="row">{escape(where)}</th>{cells}</tr>')
+    head = [f'<span class="run" title="{escape(name)}">{escape(name)}</span>' for name in names]
+    return table(["", *head], rows, "Losses at equal tokens, FLOPs and time")
+
+
+_PARITY_RULE = (
+    "Both are taken where their smoothed loss first comes to the lowest that both reach, on the straight line"
+    " between two records: the higher of their two lowest ones, rounded up to four places. The smoothed loss"
+    " at a record is the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of"
+    " the shorter run, and at least 1% of those of the longer. FLOPs are the model's, forward and backward;"
+    " time is that of training, without evaluation and saving. A run that starts at this loss or below is not"
+    " compared."
+)
+
+
+def parity_html(found: Sequence[Parity]) -> str:
+    """A card for each comparison at the same loss, or a table of many, and the definition."""
+    if not found:
+        return ""
+    title = "<h3>What the same training loss costs</h3>"
+    if len(found) <= _MOST_CARDS:
+        return f'{title}<div class="cards">{"".join(map(_card, found))}</div>{how(_PARITY_RULE)}'
+    rows = []
+    for one in found:
+        pair = f"{escape(one.run.name)} against {escape(one.other.name)}"
+        if one.reason:
+            cells = f'<td class="text" colspan="4">{escape(one.reason)}</td>'
+        else:
+            shares = (one.tokens, one.flops, one.seconds)
+            cells = "".join(
+                f"<td>{text}</td>" for text in (loss_text(one.loss), *(percent(share, 0) for share in shares))
+            )
+        rows.append(f'<tr><th scope="row">{pair}</th>{cells}</tr>')
+    head = ["run", "loss that both reach", "of the tokens", "of the FLOPs", "of the time"]
     return (
-        f'<div class="cards">{"".join(map(_card, found))}</div><p class="note">Both are taken where their'
-        " smoothed loss first comes to the lowest that both reach, on the straight line between two records:"
-        " the higher of their two lowest ones, rounded up to four places. The smoothed loss at a record is"
-        " the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of the"
-        " shorter run, and at least 1% of those of the longer. FLOPs are the model's, forward and backward;"
-        " time is that of training, without evaluation and saving.</p>"
+        title + table(head, rows, "What the same training loss costs", css="scroll tall") + how(_PARITY_RULE)
     )
 
 
 def _card(found: Parity) -> str:
     if found.reason:
         return f'<div class="card"><p>{escape(parity_text(found))}</p></div>'
-    shares = [(found.flops, "of the FLOPs"), (found.seconds, "of the time"), (found.tokens, "of the tokens")]
+    shares = [(found.tokens, "of the tokens"), (found.flops, "of the FLOPs"), (found.seconds, "of the time")]
     figures = "".join(
         f'<div><b class="{"less" if share < 1 else ""}">{percent(share, 0)}</b><span>{what}</span></div>'
         for share, what in shares
@@ -93,24 +184,31 @@ def overview_html(views: Sequence[Overview]) -> str:
     ]
     return table(
         ["", *(run_name(view.run, index) for index, view in enumerate(views))], body, "The runs in numbers"
-    )
+    ) + how(_STATE_RULE)
+
+
+_STATE_RULE = (
+    "The state is that of the last end event. A run that died wrote none: its state is then that of"
+    " summary.json, if this is not older than the metrics. Without either, a run counts as running if it"
+    " wrote something within the last ten minutes. Throughput is the median over the records."
+)
 
 
 def overview_rows(views: Sequence[Overview]) -> list[tuple[str, list[str]]]:
     """Rows of the overview as plain text, without rows that no run has a value for."""
     rows: list[tuple[str, list[str]]] = [
-        ("parameters", [short(view.total_parameters) for view in views]),
-        ("active per token", [short(view.active_parameters) for view in views]),
+        ("parameters", [count_text(view.total_parameters) for view in views]),
+        ("active per token", [count_text(view.active_parameters) for view in views]),
         ("iterations", [f"{view.iteration:.0f}" if math.isfinite(view.iteration) else "–" for view in views]),
-        ("tokens", [short(view.tokens) for view in views]),
-        ("FLOPs", [short(view.flops) for view in views]),
+        ("tokens", [count_text(view.tokens) for view in views]),
+        ("FLOPs", [flops_text(view.flops) for view in views]),
         ("training time", [duration(view.seconds) for view in views]),
         ("training loss at the end (mean of the last 5%)", [loss_text(view.final_loss) for view in views]),
         ("validation loss", [loss_text(view.valid_loss) for view in views]),
-        ("validation perplexity", [short(view.valid_ppl) for view in views]),
+        ("validation perplexity", [digits_text(view.valid_ppl) for view in views]),
         ("bits per byte", [loss_text(view.bits_per_byte) for view in views]),
-        ("tokens per second", [short(view.tokens_per_second) for view in views]),
-        ("TFLOP/s per rank", [short(view.tflops_per_gpu) for view in views]),
+        ("tokens per second", [rate_text(view.tokens_per_second) for view in views]),
+        ("TFLOP/s per rank", [digits_text(view.tflops_per_gpu, 3) for view in views]),
         ("peak memory of a rank", [bytes_text(view.peak_memory_bytes) for view in views]),
     ]
     return [(name, values) for name, values in rows if any(value != "–" for value in values)]
@@ -141,12 +239,12 @@ def cost_html(
         f'<p id="target" hidden><label>loss to reach, {unit} <input id="target-loss" type="number"'
         f' step="{step}" value="{shown}"></label></p>'
     )
-    note = (
+    rule = (
         "What each run had used when its smoothed loss first was at or below that loss; the table starts"
         f" with {shown} {unit}{', the lowest that all runs reach' if is_common else ''}. Smoothed: the mean"
-        f" over the last {short(window_tokens)} tokens, in whole records.{left_out}"
+        f" over the last {count_text(window_tokens)} tokens, in whole records.{left_out}"
     )
-    return f'{choose}{table(head, rows, "Cost of a loss")}<p class="note">{note}</p>'
+    return choose + table(head, rows, "Cost of a loss") + how(rule)
 
 
 def _cost_row(view: Overview, index: int) -> str:
@@ -161,7 +259,7 @@ def cost_texts(cost: Cost | None) -> list[str]:
     """Tokens, FLOPs, time and iteration as text."""
     if cost is None:
         return ["not reached"] * 4
-    return [short(cost.tokens), short(cost.flops), duration(cost.seconds), f"{cost.iteration:.0f}"]
+    return [count_text(cost.tokens), flops_text(cost.flops), duration(cost.seconds), f"{cost.iteration:.0f}"]
 
 
 def settings_html(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
@@ -212,9 +310,15 @@ def experts_html(runs: Sequence[Run]) -> str:
     with_experts = [run for run in runs if run.load]
     if not with_experts:
         return '<p class="note">None of the runs has recorded experts.</p>'
-    charts = "".join(f'<div class="chart" data-chart="{name}"></div>' for name in _EXPERT_CHARTS)
     tables = "".join(_layer_table(run) for run in with_experts)
-    return f'{_EXPERT_VIEW}<div class="charts">{charts}</div>{tables}'
+    charts = f"<summary>Curves of the experts</summary>{charts_html(_EXPERT_CHARTS)}"
+    return f'{_EXPERT_VIEW}{how(_DEAD_RULE)}{tables}<details class="group">{charts}</details>'
+
+
+_DEAD_RULE = (
+    "The load of an expert is its tokens, divided by the tokens it would get if all experts of the layer got"
+    " the same number: 1 is the fair share. An expert below 0.01 counts as dead."
+)
 
 
 def _layer_table(run: Run) -> str:
@@ -234,10 +338,10 @@ def _layer_table(run: Run) -> str:
         of_layer = {key: float(means[key][-1, index]) for key in LAYER_KEYS}
         entropy, num_experts = of_layer["router_entropy"], run.load.num_experts
         cells = [
-            short(of_layer["max_over_mean"]), percent(of_layer["dead_fraction"]),
-            percent(of_layer["dropped_fraction"]), short(entropy),
+            digits_text(of_layer["max_over_mean"]), percent(of_layer["dead_fraction"]),
+            percent(of_layer["dropped_fraction"]), digits_text(entropy),
             percent(entropy / math.log(num_experts) if num_experts > 1 else float("nan")),
-            short(of_layer["top1_weight"]),
+            digits_text(of_layer["top1_weight"]),
         ]  # fmt: skip
         rows.append(f'<tr><th scope="row">{layer}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>')
     return (
@@ -258,149 +362,5 @@ def spikes_html(runs: Sequence[Run]) -> str:
         found = run.train["iteration"][spikes(run.train["grad_norm"])].astype(int).tolist()
         shown = ", ".join(map(str, found[:20])) + (", ..." if len(found) > 20 else "")
         items.append(f"{escape(run.name)}: {f'{len(found)} (iterations {shown})' if found else 'none'}")
-    rule = f"more than {SPIKE_FACTOR:g} times the median of the {SPIKE_WINDOW} records before it"
-    return f'<p class="note">Spikes of the gradient norm, {rule}: {"; ".join(items)}.</p>'
-
-
-def events_html(runs: Sequence[Run]) -> str:
-    """A timeline per run since its own start, all on one scale, and the events as a table."""
-    timed = [[(when, event) for event in run.events if (when := _time(event)) is not None] for run in runs]
-    spans = [_span(run, events) for run, events in zip(runs, timed, strict=True)]
-    longest = max((end - start for start, end in spans), default=0.0)
-    if not any(timed):
-        return '<p class="note">No events are recorded.</p>'
-    tracks = "".join(
-        "<div><div"
-        f' class="name">{run_name(run, index)}</div>{_track(index, events, spans[index], longest)}</div>'
-        for index, (run, events) in enumerate(zip(runs, timed, strict=True))
-    )
-    key = (
-        '<p class="note key"><span><i class="start"></i>start,'
-        ' resume</span><span><i></i>checkpoint</span><span><i class="changed"></i>resume with changed'
-        ' settings</span><span><i class="fault"></i>fault</span><span><i'
-        f' class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
-    )
-    kept = [most_informative(run.events, _MOST_ROWS) for run in runs]
-    rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index, kept[index])]
-    left_out = [
-        f"{text} of {run.name}"
-        for run, one in zip(runs, kept, strict=True)
-        if (text := _left_out(run.events, one))
-    ]
-    head = ["run", "event", "iteration", "time", "details"]
-    shown = table(head, rows, "Events", css="scroll tall")
-    title = (
-        f"Events: {len(rows)}; left out are {escape(in_words(left_out))}"
-        if left_out
-        else f"All events ({len(rows)})"
-    )
-    return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
-
-
-def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
-    """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
-    order = sorted(
-        range(len(events)),
-        key=lambda index: (not is_fault(events[index]), is_checkpoint(events[index]), -index),
-    )
-    return [events[index] for index in sorted(order[:most])]
-
-
-def _left_out(events: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> str:
-    """As in `399 checkpoints and 2 others`; empty if all are kept."""
-    checkpoints = sum(map(is_checkpoint, events)) - sum(map(is_checkpoint, kept))
-    parts = [(checkpoints, "checkpoints"), (len(events) - len(kept) - checkpoints, "others")]
-    return in_words([f"{number:,} {what}" for number, what in parts if number])
-
-
-def is_checkpoint(event: dict[str, Any]) -> bool:
-    """Whether the event is a saved checkpoint."""
-    return event.get("event") == "checkpoint"
-
-
-def _time(event: dict[str, Any]) -> float | None:
-    try:
-        return datetime.fromisoformat(str(event.get("time"))).timestamp()
-    except ValueError:
-        return None
-
-
-def _span(run: Run, events: Sequence[tuple[float, dict[str, Any]]]) -> tuple[float, float]:
-    if not events:
-        return 0.0, 0.0
-    times = [when for when, _ in events]
-    last = run.written.timestamp() if run.written and run.status == "running" else max(times)
-    return min(times), max(last, *times)
-
-
-def _track(
-    index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tuple[float, float], longest: float
-) -> str:
-    def place(when: float) -> str:
-        return f"{100 * (when - span[0]) / max(longest, 1e-9):.3f}%"
-
-    parts = [
-        '<i class="active"'
-        f' style="--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"></i>'
-        for begin, end in _active(events, span[1])
-    ]
-    times = {id(event): when for when, event in events}
-    checkpoints = [event for _, event in events if is_checkpoint(event)]
-    others = most_informative([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
-    for event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others:
-        when = times[id(event)]
-        name = str(event.get("event"))
-        css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
-        if name == "changed_settings":
-            css = "changed"
-        text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
-        parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
-    return (
-        '<div class="track" role="img" aria-label="timeline; the table below has the'
-        f' events">{"".join(parts)}</div>'
-    )
-
-
-def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
-    """Intervals from each start to the last event before the next start."""
-    starts = [
-        position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")
-    ]
-    ends = [*starts[1:], len(events)] if starts else []
-    spans = []
-    for position, following in zip(starts, ends, strict=True):
-        end = last if following == len(events) else events[following - 1][0]
-        spans.append((events[position][0], max(end, events[position][0])))
-    return spans
-
-
-def is_fault(event: dict[str, Any]) -> bool:
-    """Whether the event needs attention."""
-    name = str(event.get("event"))
-    return (
-        name in FAULTS
-        or "fault" in name
-        or "fail" in name
-        or "spike" in name
-        or event.get("status") == "failed"
-    )
-
-
-def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[str]:
-    rows = []
-    for event in events:
-        details = ", ".join(
-            f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
-            for key, value in event.items()
-            if key not in ("kind", "iteration", "event", "time")
-        )
-        css = ' class="fault"' if is_fault(event) else ""
-        texts = [
-            event.get("event"),
-            event.get("iteration"),
-            str(event.get("time", "")).replace("T", " "),
-            details[:500],
-        ]
-        cells = "".join(f'<td class="text">{escape(str(text))}</td>' for text in texts)
-        rows.append(f'<tr{css}><th scope="row">{run_name(run, index)}</th>{cells}</tr>')
-    return rows
+    rule = f"A spike is more than {SPIKE_FACTOR:g} times the median of the {SPIKE_WINDOW} records before it."
+    return f'<p class="note">Spikes of the gradient norm: {"; ".join(items)}.</p>{how(rule)}'

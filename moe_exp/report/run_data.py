@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.host.progress import progress
-from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
 from moe_exp.report.load_history import Floats, LoadHistory, number
 from moe_exp.report.run_status import ended_status
 from moe_exp.runs.records import parsed_record
@@ -37,6 +37,7 @@ _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
 VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
 _LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
+_MOST_TEXT = 200_000  # characters of notes.md and of generated.jsonl
 _PROGRESS_BYTES, _STEP_BYTES = 1 << 26, 1 << 22
 
 
@@ -53,6 +54,9 @@ class Run:
         events: records of kind event, in the file's order.
         load: expert load over time; false without experts.
         notes: what could not be read, a sentence each.
+        starts: entries of provenance.json, oldest first.
+        text: the content of notes.md.
+        samples: prompt and generated text of each line of generated.jsonl.
         written: when metrics.jsonl was last written, with time zone.
         ended: how the latest start ended; None if no end is recorded.
     """
@@ -66,6 +70,9 @@ class Run:
     events: list[dict[str, Any]] = field(default_factory=list)
     load: LoadHistory = field(default_factory=lambda: LoadHistory(1))
     notes: list[str] = field(default_factory=list)
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""
+    samples: list[tuple[str, str]] = field(default_factory=list)
     written: datetime | None = None
     ended: str | None = None
 
@@ -116,7 +123,30 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         with progress("reading metrics", total) as advance:
             runs = [read_run(path, advance) for path in folders]
     _distinguish(runs)
+    _count_alike(runs)
     return runs
+
+
+def _count_alike(runs: Sequence[Run]) -> None:
+    """Converts the FLOPs of runs with different ATTENTION_FLOPS to those of the causal half."""
+    rules = {run.config.attention_flops for run in runs if run.config}
+    for run in runs if len(rules) > 1 else ():
+        if run.config and run.config.attention_flops != "causal":
+            rule, run.config = run.config.attention_flops, _with_rule(run.config, "causal")
+            factor = rule_factor(run.config, rule)
+            for values in (run.train["consumed_flops"], run.train["tflops_per_gpu"]):
+                values *= factor
+            run.valid["consumed_flops"] *= factor
+            run.notes.append(f"FLOPs and TFLOP/s are converted from ATTENTION_FLOPS={rule} to causal")
+
+
+def _with_rule(config: Config, rule: str) -> Config:
+    return config.model_copy(update={"attention_flops": rule})
+
+
+def _is_run(path: Path) -> bool:
+    folder = RunFolder(path)
+    return folder.config.exists() or folder.metrics.exists()
 
 
 def run_problems(paths: Sequence[Path]) -> list[str]:
@@ -129,12 +159,12 @@ def _folder_problems(path: Path) -> list[str]:
     if not path.is_dir():
         rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
         return [problem("run", path, rule, fix)]
-    folder = RunFolder(path)
-    if folder.config.exists() or folder.metrics.exists():
+    if _is_run(path):
         return []
     inside = sorted(child.parent.name for child in path.glob("*/metrics.jsonl"))
     if inside:
         fix = f"give the run folders in it: {', '.join(inside[:5])}{', ...' if len(inside) > 5 else ''}"
+        fix += f", or the pattern '{path}/*' in quotes"
     return [problem("run", path, "is no run folder: it has neither config.yaml nor metrics.jsonl", fix)]
 
 
@@ -164,7 +194,30 @@ def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None
             reader.add(record)
     reader.finish()
     run.ended = _ended(run, folder)
+    _read_extras(run, folder)
     return run
+
+
+def _read_extras(run: Run, folder: RunFolder) -> None:
+    """Provenance, and the files that users put into a run folder for the report."""
+    starts = _json_of(folder.provenance).get("starts")
+    run.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    run.text = _text_of(run, "notes.md").strip()
+    for line in _text_of(run, "generated.jsonl").splitlines():
+        sample = parsed_record(line) or {}
+        if isinstance(text := sample.get("text"), str):
+            run.samples.append((str(sample.get("prompt", "")), text))
+
+
+def _text_of(run: Run, name: str) -> str:
+    try:
+        with regular(run.path / name).open(encoding="utf-8", errors="replace") as file:
+            return file.read(_MOST_TEXT)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        run.notes.append(f"{name} cannot be read ({error.strerror or error})")
+        return ""
 
 
 def _ended(run: Run, folder: RunFolder) -> str | None:
@@ -202,6 +255,7 @@ def _read_settings(run: Run, path: Path) -> None:
         run.notes.append("config.yaml holds no settings")
         return
     run.settings = {str(name): value for name, value in settings.items()}
+    run.settings.setdefault("attention_flops", RULE_BEFORE)
     try:
         run.config = Config(
             **{name: value for name, value in run.settings.items() if name in Config.model_fields}
@@ -311,6 +365,7 @@ def _complete_axes(run: Run) -> None:
     """FLOPs and wall time for older files: FLOPs per sample times samples, and the sum of iteration times."""
     train, valid = run.train, run.valid
     if run.config:
+        _count_starts_alike(run, run.config)
         per_sample = flops_per_iteration(run.config, 1)
         _fill(train["consumed_flops"], train["consumed_samples"] * per_sample)
     _fill(train["consumed_tokens"], train["consumed_samples"] * number(run.settings.get("seq_len")))
@@ -333,6 +388,20 @@ def _complete_axes(run: Run) -> None:
                 np.interp(valid["iteration"], train["iteration"][known], train[key][known], left=np.nan),
             )
     _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
+
+
+def _count_starts_alike(run: Run, config: Config) -> None:
+    """Converts FLOPs that starts with another ATTENTION_FLOPS have written to those that `config` counts."""
+    starts = [event for event in run.events if event.get("event") in ("start", "resume")]
+    if all(event.get("attention_flops", RULE_BEFORE) == config.attention_flops for event in starts):
+        return
+    for curves, keys in ((run.train, ("consumed_flops", "tflops_per_gpu")), (run.valid, ("consumed_flops",))):
+        factors = np.ones(len(curves["iteration"]))
+        for event in starts:
+            rule = str(event.get("attention_flops", RULE_BEFORE))
+            factors[curves["iteration"] > number(event.get("iteration"))] = rule_factor(config, rule)
+        for key in keys:
+            curves[key] *= factors
 
 
 def _fill(values: Floats, other: Floats) -> None:

@@ -1,10 +1,11 @@
-"""The loss curve of one run as a PNG."""
+"""Curves of runs: the loss of one as a PNG, and several runs beside each other as a figure."""
 
 from __future__ import annotations
 
+import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,80 @@ def smoothed(values: Sequence[float], half_width: int) -> list[float]:
         window = [near for near in values[i - reach : i + reach + 1] if not math.isnan(near)]
         means.append(math.nan if math.isnan(value) else sum(window) / len(window))
     return means
+
+
+# Panels of `draw_runs`: title, kind of record, value of a record (None: not measured).
+_PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...] = (
+    ("train loss (nats per token)", "train", lambda record: record.get("lm_loss")),
+    ("validation loss (nats per token)", "valid", lambda record: record.get("lm_loss")),
+    ("tokens per second", "train", lambda record: record.get("tokens_per_second")),
+    ("busiest expert over the mean, mean of the layers", "train", lambda record: _imbalance(record)),
+)
+
+
+def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "iteration") -> Any:
+    """Draws a panel each for losses, throughput and expert balance, with a line per run.
+
+    Args:
+        runs: records by the name of the run.
+        x: key of the records for the horizontal axis.
+
+    Returns:
+        A matplotlib Figure that notebooks show. Panels that no run has a value for are left out.
+
+    Raises:
+        ValueError: no record has a value to draw.
+    """
+    curves = {
+        title: {name: _curve(records, kind, x, value) for name, records in runs.items()}
+        for title, kind, value in _PANELS
+    }
+    shown = {title: lines for title, lines in curves.items() if any(xs for xs, _ in lines.values())}
+    if not shown:
+        fix = "run until the first LOG_INTERVAL, or give another x"
+        raise ValueError(f"x={x}: no record has it with a value to draw. Fix: {fix}.")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_rows = -(-len(shown) // 2)
+    figure: Any = Figure(figsize=(10, 3.4 * num_rows), layout="constrained")
+    FigureCanvasAgg(figure)
+    for place, (title, lines) in enumerate(shown.items(), start=1):
+        axes = figure.add_subplot(num_rows, min(2, len(shown)), place)
+        for number, (name, points) in enumerate(lines.items()):
+            if points[0]:
+                axes.plot(
+                    *points, color=f"C{number}", label=name, marker="o" if len(points[0]) < 10 else None
+                )
+        axes.set_title(title, fontsize=10, loc="left")
+        axes.set_xlabel(x.replace("_", " "))
+        axes.grid(axis="y", color="#ececec")
+        if len(runs) > 1:
+            axes.legend(frameon=False, fontsize=8)
+    figure._repr_png_ = lambda: _png(figure)  # as pyplot would, but without its global figures
+    return figure
+
+
+def _curve(
+    records: Sequence[Mapping[str, Any]],
+    kind: str,
+    x: str,
+    value: Callable[[Mapping[str, Any]], float | None],
+) -> tuple[list[float], list[float]]:
+    measured = [
+        (record[x], number)
+        for record in records
+        if record.get("kind") == kind and record.get(x) is not None and (number := value(record)) is not None
+    ]
+    return [point[0] for point in measured], [point[1] for point in measured]
+
+
+def _imbalance(record: Mapping[str, Any]) -> float | None:
+    found = [layer["max_over_mean"] for layer in record.get("experts") or [] if layer["max_over_mean"]]
+    return sum(found) / len(found) if found else None
+
+
+def _png(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=100)
+    return buffer.getvalue()

@@ -11,13 +11,19 @@ from moe_exp.host.files import write_json
 from moe_exp.runs.curves import draw_loss_curve
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runs.summary import Status, summarize, summary_text
+from moe_exp.runs.summary import Caller, Status, summarize, summary_text
 
 LOSS_CURVE = "loss_curve.png"
 
 
 def finish_run(
-    config: Config, folder: RunFolder, *, since: datetime, wall_seconds: float, code: int | None = None
+    config: Config,
+    folder: RunFolder,
+    *,
+    since: datetime,
+    wall_seconds: float,
+    code: int | None = None,
+    caller: Caller | None = None,
 ) -> tuple[Status, str] | None:
     """Writes the summary of the start of this run that was made after `since`.
 
@@ -25,6 +31,7 @@ def finish_run(
         since: when this start was launched, with time zone.
         wall_seconds: from the launch to the end.
         code: exit code of the ranks.
+        caller: how the user started the run.
 
     Returns:
         The status and the summary text, which says what could not be written; None if the run did not get as
@@ -35,7 +42,7 @@ def finish_run(
     if status is None:
         return None
     summary = summarize(config, records, folder, wall_seconds, status, code)
-    text = summary_text(summary, config)
+    text = summary_text(summary, config, caller)
     try:
         write_json(folder.summary, summary)
         if summary["min_lm_loss"] is not None:

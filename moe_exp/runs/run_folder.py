@@ -178,6 +178,14 @@ def hold_run_folder(config: Config) -> None:
 _HELD: list[BaseFileLock] = []  # an unreferenced lock would be released
 
 
+def release_run_folders() -> int:
+    """Ends the locks of `hold_run_folder`, if the process continues after its run; returns their number."""
+    num_held = len(_HELD)
+    while _HELD:
+        _HELD.pop().release()
+    return num_held
+
+
 def _held_problem(config: Config) -> list[str]:
     rule = f"another run is writing {RunFolder.of(config).path}"
     return [problem("run_name", config.name, rule, "wait for its end, or give this run another RUN_NAME")]
@@ -225,8 +233,10 @@ def _previous_settings(folder: RunFolder) -> dict[str, Any]:
 # Parts of a run whose changes are reported at a resume, the most important first.
 _REPORTED_PARTS: tuple[Part, ...] = ("learning", "data", "model", "experts", "layout")
 # Settings of these parts that do not change what a resumed run computes, or only through others.
-_UNREPORTED = {"preset", "allow_other_data", "data_dir", "upcycle_from", "upcycle_granularity"}
-_UNREPORTED |= {"init_std", "init_distribution"}
+_UNREPORTED = (
+    "preset", "allow_other_data", "data_dir", "upcycle_from", "upcycle_granularity", "init_std",
+    "init_distribution",
+)  # fmt: skip
 
 
 def changes_of_resume(config: Config) -> list[str]:

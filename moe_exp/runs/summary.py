@@ -5,16 +5,40 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
-from moe_exp.config import Config, load_config
+from pydantic import ValidationError
+
+from moe_exp.config import Config
+from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
 from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
 
-_SCRIPT = "bash moe_exp/scripts/run_moe_from_scratch.sh"
+
+@dataclass(frozen=True)
+class Caller:
+    """How the user started a run, for the commands that the summary suggests."""
+
+    program: str = "moe-exp"
+    command: str = "moe-exp train"  # as typed, with its flags
+    environ: Mapping[str, str] = field(default_factory=dict)  # settings from the environment, by variable
+
+    def command_with(self, **changes: Any) -> str:
+        """The command with other values of some settings, in the place where the user gave them."""
+        settings = dict(self.environ)
+        flags = []
+        for name, value in changes.items():
+            text = str(value).lower() if isinstance(value, bool) else str(value)
+            if name.upper() in settings and f"--{name.replace('_', '-')}" not in self.command:
+                settings[name.upper()] = text
+            else:
+                flags.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
+        given = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
+        return " ".join([*given, self.command, *flags])
 
 
 def summarize(
@@ -135,14 +159,15 @@ def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
     }
 
 
-def summary_text(summary: Mapping[str, Any], config: Config) -> str:
+def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:
     """The summary for people: results, where they are and what to try next; no newline at the end."""
     head = (
         f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations in"
         f" {_time(summary['wall_seconds'])}"
     )
-    lines = [head, *_result_lines(summary), "What to try next", *_next_lines(summary, config)]
-    return "\n".join([lines[0], *(line if line == "What to try next" else "  " + line for line in lines[1:])])
+    next_lines = _next_lines(summary, config, caller or Caller())
+    indented = ["  " + line for line in _result_lines(summary)]
+    return "\n".join([head, *indented, "What to try next", *("  " + line for line in next_lines)])
 
 
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
@@ -195,19 +220,20 @@ def _balance_text(balance: Mapping[str, Any]) -> str:
     )
 
 
-def _next_lines(summary: Mapping[str, Any], config: Config) -> list[str]:
-    folder = shlex.quote(summary["run_folder"])
+def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> list[str]:
+    folder, program = shlex.quote(summary["run_folder"]), caller.program
     lines = _going_on(summary, config, folder)
     if summary["logged_iteration"]:
-        lines.append(
-            f"moe-exp report {folder}   # a page of its curves and its experts' load; several runs beside"
-            " each other"
-        )
-        lines.append(f"tensorboard --logdir {folder}/tensorboard")
+        lines.append(f"{program} report {folder}   # a page of its curves and of the load of its experts")
+    if summary["checkpoints"] and (config.tokenizer or not config.train_data):
+        prompt = "The" if config.train_data else "def main("
+        lines.append(f"{program} generate --checkpoint {folder} --prompt {shlex.quote(prompt)}")
+    if summary["checkpoints"] and not (config.use_moe and config.moe_type == "moe"):
+        lines.append(f"{program} convert to-hf {folder} exported   # for transformers and vLLM")
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
         lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
     has_failed = summary["status"] == "failed" or summary["exit_code"] == FAILED
-    return lines if has_failed else lines + _other_runs(config)
+    return lines if has_failed else lines + _other_runs(config, caller)
 
 
 def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[str]:
@@ -243,53 +269,36 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
     return [f"the same command again {again}"]
 
 
-def _other_runs(config: Config) -> list[str]:
-    """Commands of runs to compare with."""
-    given = _given(config)
-    others = ", with your other settings as before" if len(given) > _MOST_GIVEN else ""
-    script = _SCRIPT if others else " ".join([*given, _SCRIPT])
-    if not config.use_moe:
-        return [f"USE_MOE=true{_other_name(config, 'moe')} {script}   # the same with experts{others}"]
-    lines = [f"USE_MOE=false{_other_name(config, 'dense')} {script}   # the dense baseline{others}"]
-    if config.ep == 1 and config.num_experts % 2 == 0:
-        ranks = "" if config.world_size % (2 * config.etp * config.pp) == 0 else " GPUS_PER_NODE=2"
-        lines.append(
-            f"EP=2{ranks}{_other_name(config, 'ep2')} {script}   # experts spread over two ranks{others}"
-        )
+def _other_runs(config: Config, caller: Caller) -> list[str]:
+    """The user's own command with another setting, for runs to compare with."""
+    if config.nnodes > 1:
+        return []
+    others: list[tuple[str, str, dict[str, Any]]] = []
+    if config.use_moe:
+        others.append(("dense", "the dense baseline", {"use_moe": False}))
+        if config.ep == 1:
+            others.append(("ep2", "experts spread over two ranks", {"ep": 2} | _more_ranks(config)))
+    else:
+        others.append(("moe", "the same with experts", {"use_moe": True}))
+    lines = []
+    for suffix, what, changes in others:
+        if config.run_name:  # names that are built change by themselves
+            changes |= {"run_name": f"{config.run_name}_{suffix}"}
+        if _can_run(config, changes):
+            lines.append(f"{caller.command_with(**changes)}   # {what}")
     return lines
 
 
-_MOST_GIVEN = 6  # settings that a suggestion repeats; runs with more have a script or export them
-# Changed by suggestions, or specific to the machine.
-_NOT_REPEATED = (
-    "use_moe",
-    "ep",
-    "gpus_per_node",
-    "run_name",
-    "master_addr",
-    "master_port",
-    "nnodes",
-    "node_rank",
-)
+def _more_ranks(config: Config) -> dict[str, Any]:
+    fits = config.world_size % (2 * config.etp * config.pp) == 0
+    return {} if fits else {"gpus_per_node": 2 * config.gpus_per_node}
 
 
-def _given(config: Config) -> list[str]:
-    """Settings that differ from the preset, as variables; some may already be exported."""
-    preset = load_config({"preset": config.preset}, {}).model_dump()
-    given = {
-        name: value
-        for name, value in config.model_dump().items()
-        if value != preset[name] and name not in _NOT_REPEATED
-    }
-    return [
-        f"{name.upper()}={shlex.quote(str(value).lower() if isinstance(value, bool) else str(value))}"
-        for name, value in given.items()
-    ]
-
-
-def _other_name(config: Config, suffix: str) -> str:
-    """A new RUN_NAME if one was given; built names change by themselves."""
-    return f" RUN_NAME={config.run_name}_{suffix}" if config.run_name else ""
+def _can_run(config: Config, changes: Mapping[str, Any]) -> bool:
+    try:
+        return not check_config(Config(**{**config.model_dump(), **changes}))
+    except ValidationError:
+        return False
 
 
 def _number(value: float | None) -> str:

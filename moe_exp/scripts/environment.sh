@@ -2,7 +2,7 @@
 # The Python environment of moe_exp, for the scripts that source this file:
 #
 #   source moe_exp/scripts/environment.sh
-#   find_python [EXTRA ...]          # extras of setup.py: dev, wandb, gpu, te, megablocks
+#   find_python EXTRA ...            # extras of setup.py: train, plan (no torch), dev, wandb, gpu, te, ...
 #   moe_exp train "$@"               # find_python, then that command
 #
 # After find_python, $PYTHON has every dependency in a version that setup.py accepts, and finds this checkout. It is
@@ -12,11 +12,13 @@
 #   3. python3 or python of PATH, if it meets the requirements, as in a container
 #   4. a new .venv, with the versions of constraints.txt. It sees the packages of a Python that brings its own
 #      torch.
-# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) say where packages come from.
+# pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) and files say where packages come from.
+# Without them, a machine without GPUs gets torch from PyTorch's index of CPU builds, if that answers.
 
 _root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 _venv="$_root/.venv"
 _count_gpus="from moe_exp.host.devices import count_gpus"
+_cpu_index=https://download.pytorch.org/whl/cpu
 
 _say() { printf '[%3d s] %s\n' "$SECONDS" "$*" >&2; }
 
@@ -29,17 +31,24 @@ _fail() {
 print_help() { awk 'NR > 1 { if (!sub(/^# ?/, "")) exit; print }' "$1"; }
 
 # Runs the command $1 of moe-exp with the arguments $2 ... of the script that sources this file; --help prints
-# the script's head.
+# the script's head. `slurm` needs no torch where it starts nothing with this Python.
 moe_exp() {
-    local argument
+    local argument extra=train
+    if [ "$1" = slurm ] && [ -n "${CONTAINER:-}" ]; then extra=plan; fi
     for argument in "${@:2}"; do
         if [ "$argument" = --help ] || [ "$argument" = -h ]; then
             print_help "$0"
             exit 0
         fi
+        case "$1 $argument" in
+            "slurm --dry-run" | "slurm --container" | "slurm --container="*) extra=plan ;;
+        esac
     done
-    # shellcheck disable=SC2119  # no extras
-    find_python
+    find_python "$extra"
+    if [ "$1" = train ]; then # for the commands that a run suggests at its end
+        MOE_EXP_COMMAND="$(printf ' %q' bash "$0" "${@:2}")"
+        export MOE_EXP_COMMAND="${MOE_EXP_COMMAND# }"
+    fi
     exec "$PYTHON" -m moe_exp "$@"
 }
 
@@ -52,7 +61,6 @@ _python_of_path() {
     command -v python3 || command -v python || _fail "no Python on PATH. Fix: install Python 3.10 or newer"
 }
 
-# shellcheck disable=SC2120  # scripts that source this file pass extras
 find_python() {
     local python lacking extra
     if [ ! -f "$_root/setup.py" ]; then # installed by pip: its Python is the active one
@@ -89,14 +97,12 @@ find_python() {
     export PYTHON="$_venv/bin/python"
 }
 
-_stamp_file() { (IFS=+ && printf '%s/moe-exp-stamp%s' "$_venv" "${*:++$*}"); }
-
 _stamp() { { cat "$_root/setup.py" "$_root/constraints.txt" && printf '%s' "$_root"; } | cksum; }
 
-# The stamp says that .venv was completed from these files; the check of the packages, that nothing has gone
-# since.
+# The stamp says that .venv was completed from these files; the check of the packages, that it has those of the
+# extras and that nothing has gone since.
 _ready() {
-    [ "$(cat "$(_stamp_file "$@")" 2>/dev/null)" = "$(_stamp)" ] &&
+    [ "$(cat "$_venv/moe-exp-stamp" 2>/dev/null)" = "$(_stamp)" ] &&
         _unmet "$_venv/bin/python" "$@" >/dev/null 2>&1
 }
 
@@ -120,8 +126,7 @@ _build() ( # in a subshell, which holds the lock until it ends
             _fail "the packages in $_venv do not import, see above." \
                 "Fix: another Python (PYTHON=...), or remove .venv"
     fi
-    _stamp >"$(_stamp_file)"
-    _stamp >"$(_stamp_file "$@")"
+    _stamp >"$_venv/moe-exp-stamp"
     _say "$_venv is ready"
 )
 
@@ -140,7 +145,7 @@ _new_venv() {
             "Fix: install its venv package (Debian, Ubuntu: python3-venv)"
     # A container's torch was built for its GPUs, and the packages beside it for that torch: keep them.
     if "$python" -c 'import sys; sys.exit(sys.prefix != sys.base_prefix)' &&
-        ! grep -q '^torch' <<<"$(_unmet "$python")"; then
+        ! grep -q '^torch' <<<"$(_unmet "$python" train)"; then
         shared=(--system-site-packages)
     fi
     _say "making $_venv with $("$python" --version) (${python})${shared[*]:+, which brings its own torch}"
@@ -148,30 +153,66 @@ _new_venv() {
 }
 
 _install() {
-    local torch pins=(-c constraints.txt)
-    local pip=("$_venv/bin/python" -m pip install --disable-pip-version-check -qq)
+    local torch pins=(-c constraints.txt) lacks_torch=""
     cd "$_root" || exit
+    if grep -q '^torch' <<<"$(_unmet "$_venv/bin/python" "$@")"; then lacks_torch=1; fi
     if grep -q '^include-system-site-packages = true' "$_venv/pyvenv.cfg"; then
         torch='from importlib.metadata import version; print(version("torch"))'
         torch="torch==$("$_venv/bin/python" -c "$torch")"
         pins=("$torch")
-    else
+    elif [ -n "$lacks_torch" ]; then
         torch="$(grep '^torch==' constraints.txt)"
-        if grep -q '^torch' <<<"$(_unmet "$_venv/bin/python")" &&
-            ! "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then
-            _say "no GPU here: the CPU build of torch is far smaller;" \
-                "PyTorch's 'Get Started' page names its index, for PIP_INDEX_URL"
+        if _wants_cpu_build && _say "installing $torch, a CPU build from $_cpu_index" &&
+            _pip --no-deps --index-url "$_cpu_index" "$torch"; then # what it needs follows below
+            :
+        else
+            _say "installing $torch"
+            _pip "${pins[@]}" "$torch"
         fi
-        _say "installing $torch"
-        "${pip[@]}" "${pins[@]}" "$torch"
     fi
-    "${pip[@]}" "${pins[@]}" "setuptools>=77" # older ones cannot build without the wheel package
+    _pip "${pins[@]}" "setuptools>=77" # older ones cannot build without the wheel package
     _say "installing moe_exp${*:+ with $*} and what it still needs"
-    "${pip[@]}" "${pins[@]}" --no-build-isolation -e ".$(IFS=, && printf '%s' "${*:+[$*]}")"
+    _pip "${pins[@]}" --no-build-isolation -e ".$(IFS=, && printf '%s' "${*:+[$*]}")"
+}
+
+# pip install, with its own progress on a terminal; elsewhere a line for each package of a megabyte or more.
+_pip() {
+    local pip=("$_venv/bin/python" -m pip install --disable-pip-version-check) line
+    if [ -t 2 ]; then
+        PIP_ROOT_USER_ACTION=ignore "${pip[@]}" "$@" >&2
+        return
+    fi
+    {
+        PIP_ROOT_USER_ACTION=ignore "${pip[@]}" --progress-bar off "$@" 2> >(grep -v '^WARNING: ' >&2) ||
+            printf '%s\n' "failed with $?"
+    } | {
+        while IFS= read -r line; do
+            case "$line" in
+                "failed with "*) return "${line#failed with }" ;;
+                *"Downloading "*\ [MG]B\) | *"Using cached "*\ [MG]B\)) _say "  ${line#"${line%%[! ]*}"}" ;;
+            esac
+        done
+    }
+}
+
+# Whether torch should come from PyTorch's index of CPU builds: no GPU, no index or folder of packages given to
+# pip, and an answer within five seconds. macOS has CPU builds everywhere.
+_wants_cpu_build() {
+    local ask="import sys, urllib.request as u; u.urlopen(sys.argv[1] + '/torch/', timeout=5).close()"
+    [ "$(uname)" = Linux ] || return 1
+    if "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then return 1; fi
+    if "$_venv/bin/python" -m pip config list 2>/dev/null | grep -qE '(index|index-url|find-links)='; then
+        _say "no GPU here: torch comes from where pip is configured to look"
+        return 1
+    fi
+    if "$_venv/bin/python" -c "$ask" "$_cpu_index" 2>/dev/null; then return 0; fi
+    _say "no GPU here, but $_cpu_index does not answer: torch comes from pip's default index, with CUDA libraries"
+    return 1
 }
 
 _works() {
     _say "trying the packages"
-    _unmet "$_venv/bin/python" "$@" >&2 &&
-        "$_venv/bin/python" -W ignore -c 'import torch, megatron.core, numpy, pydantic, tokenizers'
+    local modules="numpy, pydantic, tokenizers"
+    if [ "$*" != plan ]; then modules="torch, megatron.core, $modules"; fi
+    _unmet "$_venv/bin/python" "$@" >&2 && "$_venv/bin/python" -W ignore -c "import $modules"
 }

@@ -18,6 +18,7 @@ from filelock import FileLock, Timeout
 from moe_exp.config import TRAITS, Config, load_config, module_arguments
 from moe_exp.config.loading import given_values
 from moe_exp.config.setting_types import KEPT
+from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.processes import children_of, end_with_parent
 from moe_exp.runs.run_folder import RunFolder
 
@@ -30,9 +31,14 @@ MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured
 
 
 def given_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of `environ` and `flags`, with PRESET fixed as on this node; ConfigError for bad values."""
+    """Settings of `environ` and `flags`, with PRESET fixed as on this node, and VOCAB_SIZE by the data.
+
+    Raises:
+        ConfigError: for bad values.
+    """
     given = given_values(flags, environ)
-    return given | {"preset": load_config(given, {}).preset}
+    config, vocabulary = with_vocab_size(load_config(given, {}), given)
+    return given | {"preset": config.preset} | ({"vocab_size": config.vocab_size} if vocabulary else {})
 
 
 def train_command(flags: Mapping[str, Any]) -> list[str]:

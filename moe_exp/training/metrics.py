@@ -1,20 +1,16 @@
-"""Metrics of a run: metrics.jsonl first, then console, TensorBoard and wandb as mirrors. Also logging."""
+"""Metrics of a run: metrics.jsonl first, then console, TensorBoard and wandb as mirrors."""
 
 from __future__ import annotations
 
 import logging
 import math
-import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import datetime
 from types import TracebackType
 from typing import Any
 
 from moe_exp.config import Config
-from moe_exp.host.devices import device_label
 from moe_exp.runs.records import (
     EXPERT_KEYS,
     TRAIN_KEYS,
@@ -25,7 +21,8 @@ from moe_exp.runs.records import (
     read_metrics,
 )
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
+from moe_exp.training.console import console_line, progress_line, terminal_line, timers_line, validation_lines
+from moe_exp.training.mirrors import Mirror, axes_of, open_prometheus, open_tensorboard, open_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +64,9 @@ class Metrics:
         for record in kept:
             self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
-        self.event("resume" if start_iteration else "start", start_iteration, num_removed_records=num_removed)
+        self._mirrors += open_prometheus(config)
+        facts = {"num_removed_records": num_removed, "attention_flops": config.attention_flops}
+        self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:
         """Writes a train record; ValueError if its keys are not TRAIN_KEYS without training_seconds."""
@@ -82,10 +81,12 @@ class Metrics:
         if not self._config.use_moe or self._config.z_loss_coeff == 0:
             full["z_loss"] = None
         self._write(full)
-        logger.info("%s", console_line(full, self._config.train_iters, datetime.now()), extra=_BARE)
-        logger.info("%s", progress_line(full), extra=_BARE)
+        self._log(
+            [console_line(full, self._config.train_iters, datetime.now()), progress_line(full)],
+            terminal_line(full, self._config.train_iters),
+        )
         if full["timers"]:
-            logger.info("%s", timers_line(full["timers"]), extra=_BARE)
+            logger.info("%s", timers_line(full["timers"]), extra={"bare": True})
         self._mirror(full)
 
     def valid(
@@ -110,8 +111,7 @@ class Metrics:
         }
         record["lm_loss_bits_per_byte"] = lm_loss / math.log(2) / bytes_per_token if bytes_per_token else None
         self._write(record)
-        for line in validation_lines(record):
-            logger.info("%s", line, extra=_BARE)
+        self._log(validation_lines(record), terminal_line(record, self._config.train_iters))
         self._mirror(record)
 
     def event(self, name: str, iteration: int, /, **details: Any) -> None:
@@ -130,6 +130,10 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close(failed=error is not None)
+
+    def _log(self, lines: Sequence[str], on_terminal: str) -> None:
+        """Logs lines with their own format, such as Megatron's; a terminal shows `on_terminal` instead."""
+        logger.info("%s", "\n".join(lines), extra={"bare": True, "on_terminal": on_terminal})
 
     def _write(self, record: Record) -> None:
         """On a full disk, training continues, and the record is kept until the next one."""
@@ -206,74 +210,6 @@ class TrainingTime:
         )
 
 
-def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
-    """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, too."""
-    losses = [
-        (" lm loss: {:.6E}", "lm_loss"),
-        (" load_balancing_loss: {:.6E}", "load_balancing_loss"),
-        (" z_loss: {:.6E}", "z_loss"),
-    ]
-    fields = [
-        (" consumed samples: {:12d}", "consumed_samples"),
-        (" elapsed time per iteration (ms): {:.1f}", "elapsed_time_per_iteration_ms"),
-        (" throughput per GPU (TFLOP/s/GPU): {:.1f}", "tflops_per_gpu"),
-        (" learning rate: {:.6E}", "learning_rate"),
-        (" global batch size: {:5d}", "global_batch_size"),
-        *losses,
-        (" loss scale: {:.1f}", "loss_scale"),
-        (" grad norm: {:.3f}", "grad_norm"),
-        (" num zeros: {:.1f}", "num_zeros"),
-        (" params norm: {:.3f}", "params_norm"),
-        (" number of skipped iterations: {:3d}", "skipped_iterations"),
-        (" number of nan iterations: {:3d}", "nan_iterations"),
-    ]
-    line = f"[{now:%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{train_iters:8d} |"
-    return line + "".join(
-        text.format(record[key]) + " |" for text, key in fields if record.get(key) is not None
-    )
-
-
-def progress_line(record: Mapping[str, Any]) -> str:
-    """Progress line with what Megatron's lacks: time left, tokens per second and the balance of the
-    experts.
-    """
-    parts = []
-    if (eta_seconds := record.get("eta_seconds")) is not None and math.isfinite(eta_seconds):
-        parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")
-    if record.get("tokens_per_second") is not None:
-        parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
-    if experts := [layer for layer in record.get("experts") or [] if layer["max_over_mean"] is not None]:
-        worst = max(experts, key=lambda layer: float(layer["max_over_mean"]))
-        within = (
-            f", {worst['microbatch_max_over_mean']:.2f} within a micro-batch"
-            if worst.get("microbatch_max_over_mean")
-            else ""
-        )
-        parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']}){within}")
-        if (dropped := max(layer["dropped_fraction"] or 0.0 for layer in experts)) > 0:
-            parts.append(f"dropped up to {dropped:.1%}")
-    return ", ".join(parts)
-
-
-def timers_line(timers: Mapping[str, float]) -> str:
-    """Milliseconds per iteration by phase; those in brackets are parts of the one before them."""
-    values = {
-        phase: f"{phase.replace('_', '-')} {milliseconds:.1f}" for phase, milliseconds in timers.items()
-    }
-    inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
-    if inside:
-        values["forward_backward"] = f"{values['forward_backward']} ({inside})"
-    return f"ms per iteration: {', '.join(values.values())}"
-
-
-def validation_lines(record: Mapping[str, Any]) -> list[str]:
-    """Megatron's validation line between its two rulers."""
-    line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
-    line += f"lm loss PPL: {record['lm_loss_ppl']:.6E} | "
-    ruler = "-" * (len(line) + 1)
-    return [ruler, line, ruler]
-
-
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
     """The numbers of a train or valid record, named as in TensorBoard and wandb, e.g. `train/lm_loss`."""
     values = {}
@@ -293,66 +229,3 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
             if value is not None
         }
     return values
-
-
-# Marks lines with their own format, such as Megatron's.
-_BARE = {"bare": True}
-
-
-class _Lines(logging.Formatter):
-    """INFO as it is, or with the time; WARNING and above with time, host name, rank and device."""
-
-    def __init__(self, rank: int, *, with_time: bool):
-        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
-        self._source = f"{socket.gethostname()} rank {rank} {device_label()}"
-        self._with_time = with_time
-
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        time = f"[{self.formatTime(record, self.datefmt)}] "
-        if record.levelno >= logging.WARNING:
-            return f"{time}{record.levelname} {self._source} {record.name}: {record.message}"
-        return time + record.message if self._with_time and not hasattr(record, "bare") else record.message
-
-
-class _LogFile(logging.FileHandler):
-    """train.log; the first write error is reported on the console, without traceback."""
-
-    _is_full = False
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        error = sys.exc_info()[1]
-        if not isinstance(error, OSError):
-            super().handleError(record)
-        elif not self._is_full:
-            self._is_full = True
-            with suppress(OSError):
-                print(
-                    f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost",
-                    file=sys.stderr,
-                    flush=True,
-                )
-
-
-def setup_logging(folder: RunFolder, rank: int) -> None:
-    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
-
-    INFO goes to stdout, the rest to stderr. Rank 0 must open the run folder first; a rank that cannot see the
-    folder (no shared file system) logs only to its console. Calling it again replaces the handlers.
-    """
-    root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:
-        root.removeHandler(handler)
-        handler.close()
-    lowest = logging.INFO if rank == 0 else logging.WARNING
-    stdout, stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
-    stdout.addFilter(lambda record: record.levelno < logging.WARNING)
-    stderr.addFilter(lambda record: record.levelno >= logging.WARNING)
-    handlers: list[logging.Handler] = [stdout, stderr]
-    if folder.path.is_dir():
-        # delay: ranks without a warning never open the file.
-        handlers.append(_LogFile(folder.log, encoding="utf-8", delay=True))
-    for handler in handlers:
-        handler.setLevel(lowest)
-        handler.setFormatter(_Lines(rank, with_time=isinstance(handler, logging.FileHandler)))
-        root.addHandler(handler)
-    logging.getLogger("moe_exp").setLevel(lowest)

@@ -1,15 +1,19 @@
-"""The mirrors of metrics.jsonl: TensorBoard and wandb."""
+"""The mirrors of metrics.jsonl: TensorBoard, wandb and a file for Prometheus."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import secrets
 import threading
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
-from moe_exp.config import Config, ConfigError, problem, to_yaml
+from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
 from moe_exp.host.files import write_atomically
 from moe_exp.runs.run_folder import RunFolder
 
@@ -26,6 +30,8 @@ AXES = {
 # Axes used as TensorBoard steps, which are integers, for the losses: unit, and units per one of AXES.
 _STEPS = {"tokens": ("tokens", 1.0), "flops": ("gflops", 1e-9), "seconds": ("milliseconds", 1e3)}
 _OVER_STEPS = ("train/lm_loss", "valid/lm_loss")
+
+_AFTER_TRAIN = ("moe/", "perf/")
 
 Axes = Mapping[str, float]
 
@@ -55,7 +61,7 @@ class _TensorBoard:
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, axes["iteration"])
+            self._writer.add_scalar(tensorboard_name(name), value, axes["iteration"])
         for axis, writer in self._by_axis.items():
             for name in _OVER_STEPS:
                 if name in values and axis in axes:
@@ -68,6 +74,11 @@ class _TensorBoard:
             writer.close()
 
 
+def tensorboard_name(name: str) -> str:
+    """Name of a curve in TensorBoard, which sorts by name: `train/` comes before `train_moe/`."""
+    return f"train_{name}" if name.startswith(_AFTER_TRAIN) else name
+
+
 def _step(axis: str, axes: Axes) -> int:
     return round(axes[axis] * _STEPS[axis][1])
 
@@ -75,11 +86,12 @@ def _step(axis: str, axes: Axes) -> int:
 def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, last: Axes) -> list[Mirror]:
     """TensorBoard, cleared from `start_iteration` on; [] if not installed or not writable.
 
-    TensorBoard plots over steps, wall-clock time or time since the first record. Losses are repeated over
-    tokens, FLOPs and training time, each in its own folder, because a resume removes events by step.
+    TensorBoard plots over steps, wall-clock time or time since the first record. With TENSORBOARD_AXES, the
+    losses are repeated over tokens, FLOPs and training time, each in its own folder, because a resume removes
+    events by step.
 
     Args:
-        config: is written as text.
+        config: is written as text and as hyperparameters.
         folder: the run folder.
         start_iteration: from which training resumes.
         last: position of the last record until then.
@@ -111,11 +123,26 @@ def _tensorboard(
         "config", "".join(f"    {line}\n" for line in to_yaml(config).splitlines()), start_iteration + 1
     )
     writer.add_text("group", group_of(config), start_iteration + 1)
+    _add_hyperparameters(config, writer)
     by_axis = {}
-    for axis, (unit, _) in _STEPS.items():
+    for axis, (unit, _) in _STEPS.items() if config.tensorboard_axes else ():
         purge_step = _step(axis, last) + 1 if axis in last else 0
         by_axis[axis] = make(str(folder.tensorboard / f"by_{unit}"), purge_step=purge_step)
     return _TensorBoard(writer, by_axis)
+
+
+def _add_hyperparameters(config: Config, writer: Any) -> None:
+    """The settings of the HPARAMS tab. SummaryWriter.add_hparams would add a run of its own to every run."""
+    from torch.utils.tensorboard.summary import hparams
+
+    values = {
+        name: str(value).lower() if isinstance(value, bool) or value is None else value
+        for name, value in config.model_dump().items()
+        if TRAITS[name].part not in ("place", "care")
+    }
+    experiment, start, _ = hparams(values, dict.fromkeys(_OVER_STEPS, 0))
+    for summary in (experiment, start):
+        writer.file_writer.add_summary(summary)
 
 
 def _keep_threads_quiet() -> None:
@@ -135,6 +162,61 @@ def _keep_threads_quiet() -> None:
 def group_of(config: Config) -> str:
     """`dense`, `moe` or `dmoe`."""
     return config.moe_type if config.use_moe else "dense"
+
+
+_OF_A_LAYER = re.compile(r"moe/layer_(\d+)/(.+)")
+
+
+class _Prometheus:
+    """The newest values as gauges of node_exporter's textfile collector, which reads complete files only."""
+
+    name = "Prometheus"
+
+    def __init__(self, path: Path, config: Config):
+        self._path, self._label = path, f'run="{_label(config.name)}"'
+        self._values: dict[str, float] = {}
+        self._failed = False
+
+    def write(self, values: Mapping[str, float], axes: Axes) -> None:
+        position = {f"consumed_{axis}": value for axis, value in axes.items() if axis != "iteration"}
+        self._values |= {**values, "iteration": axes["iteration"], **position}
+        self._values["last_record_timestamp_seconds"] = time.time()
+        metrics: dict[str, list[str]] = {}  # all values of a metric must stand together
+        for name, value in sorted(self._values.items()):
+            layer = _OF_A_LAYER.fullmatch(name)
+            metric = "moe_exp_" + re.sub(r"\W", "_", f"layer/{layer[2]}" if layer else name, flags=re.ASCII)
+            label = f'{self._label},layer="{int(layer[1])}"' if layer else self._label
+            metrics.setdefault(metric, []).append(f"{metric}{{{label}}} {_number(value)}")
+        lines = [line for name, of in metrics.items() for line in (f"# TYPE {name} gauge", *of)]
+        try:
+            write_atomically(self._path, "\n".join(lines) + "\n")
+        except OSError as error:
+            if not self._failed:
+                logger.warning(
+                    "PROMETHEUS_FILE=%s: cannot be written (%s)", self._path, error.strerror or error
+                )
+            self._failed = True
+        else:
+            self._failed = False
+
+    def close(self, failed: bool) -> None:
+        """Leaves the file: its timestamp shows that the run has ended."""
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _number(value: float) -> str:
+    """As Prometheus writes numbers that are not finite."""
+    if math.isnan(value):
+        return "NaN"
+    return repr(float(value)) if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
+
+
+def open_prometheus(config: Config) -> list[Mirror]:
+    """The file of PROMETHEUS_FILE, if requested; its folder must exist, see `machine_checks`."""
+    return [_Prometheus(Path(config.prometheus_file), config)] if config.prometheus_file else []
 
 
 class _Wandb:

@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 def build_data(config: Config) -> tuple[Samples, Samples | None]:
-    """Training and validation samples: TRAIN_DATA and VALID_DATA (or a split), or the embedded corpus."""
+    """Training and validation samples: TRAIN_DATA and VALID_DATA (or a split), or the embedded corpus; text
+    that they name has to be prepared (data/own_text.py).
+    """
     train_data, valid_data = config.train_data, config.valid_data
     if not train_data:
         corpus = ensure_embedded_corpus(Path(config.data_dir))

@@ -86,7 +86,7 @@ def test_required_package_that_is_missing_is_an_error_with_its_fix(
     assert doctor.main() == 1
     report = capsys.readouterr().out
     assert f"Required and missing in {sys.executable}: {package}" in report
-    assert "pip install -c constraints.txt -e ." in report
+    assert 'pip install -c constraints.txt -e ".[train]"' in report
 
 
 def test_version_outside_the_range_is_unmet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +114,7 @@ def test_extras_add_their_requirements() -> None:
     assert set(doctor.requirements(["wandb", "dev"])) > set(doctor.requirements())
     with pytest.raises(
         ValueError,
-        match=r"extra 'nonsense' does not exist: use one of gpu, te, .*, adam8bit, data, fast, dev",
+        match=r"extra 'nonsense' does not exist: use one of plan, train, gpu, .*, adam8bit, data, fast, dev",
     ):
         doctor.requirements(["nonsense"])
 
@@ -128,7 +128,7 @@ def test_a_requirement_of_other_pythons_is_none(monkeypatch: pytest.MonkeyPatch)
 
 def test_missing_is_answered_without_third_party_packages() -> None:
     """The scripts ask a Python in which nothing is installed: -S leaves site-packages out."""
-    done = run_module("-S", "-m", "moe_exp.commands.doctor", "--missing")
+    done = run_module("-S", "-m", "moe_exp.commands.doctor", "--missing", "train")
     assert done.returncode == 1
     assert done.stdout.splitlines() == doctor.requirements()
     assert done.stderr == ""
@@ -165,3 +165,16 @@ def test_kernels_that_cannot_be_compared(
     monkeypatch.setattr(kernel_checks, "missing", lambda: "triton is not installed")
     assert doctor.check_kernels() == 0
     assert capsys.readouterr().out == "No kernel is checked: triton is not installed.\n"
+
+
+def test_a_login_node_needs_neither_torch_nor_megatron(monkeypatch, capsys) -> None:
+    """`pip install moe-exp[plan]`: no package of training is among its requirements, dev has all of them."""
+    names = {line.partition(">")[0] for line in doctor.requirements(["plan"])}
+    assert not names & {"torch", "megatron-core", "triton", "safetensors", "tensorboard", "matplotlib"}
+    of_training = set(doctor.requirements(["train"])) - set(doctor.requirements(()))
+    assert of_training and of_training <= set(doctor.requirements(["dev"]))
+    pretend_missing(monkeypatch, "torch", "megatron-core")
+    assert doctor.main() == 1
+    assert (
+        "Planning, reports and `moe-exp slurm` with CONTAINER work without them." in capsys.readouterr().out
+    )

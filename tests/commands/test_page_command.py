@@ -8,6 +8,7 @@ import pytest
 
 from helpers.run_folders import dense_and_moe, event, train_record, write_run
 from moe_exp.cli import main
+from moe_exp.host.quantities import bytes_text
 from moe_exp.report.page import MOST_BYTES, report_html
 from moe_exp.report.page_data import embedded
 from moe_exp.report.run_data import read_runs
@@ -28,11 +29,11 @@ def test_a_page(tmp_path, capsys):
     out = tmp_path / "report.html"
     assert report(*dense_and_moe(tmp_path), "--out", out) == 0
     page = out.read_text()
-    assert capsys.readouterr().out == f"{out}: {len(page.encode()):,} bytes\n"
+    assert capsys.readouterr().out == f"wrote {bytes_text(len(page.encode()))}: open {out}\n"
     assert len(page) < 300_000
     assert "experts reaches the loss of dense (4." in page
     # one link, and nothing that is fetched
-    assert not re.search(r'(src|href)="(?!https://github.com/leeoniya/uPlot")', page)
+    assert not re.search(r'(src|href)="(?!https://github.com/leeoniya/uPlot"|#)', page)
     runs = data_of(page)["runs"]
     assert [run["name"] for run in runs] == ["dense", "experts"]
     assert (
@@ -52,8 +53,36 @@ def test_markdown(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "### dense and experts"
     assert "|  | dense | experts |" in lines and "| training time | 4 s | 12 s |" in lines
-    assert sum(line.startswith("**experts reaches the loss of dense") for line in lines) == 1
+    assert lines[3].startswith("> **Note:** experts: 2 of 40") and lines[5] == (
+        "**experts is better than dense by 1.0000 at equal tokens: validation loss 3.0500 against 4.0500 nats"
+        " per token, after 20.48K tokens each.**"
+    )
+    assert sum(line.startswith("experts reaches the loss of dense") for line in lines) == 1
     assert "| USE\\_MOE | false | true |" in lines
+
+
+def test_folders_by_pattern_notes_and_generated_text(tmp_path, capsys):
+    dense, moe = dense_and_moe(tmp_path / "runs")
+    (tmp_path / "runs" / "other").mkdir()
+    (moe / "notes.md").write_text(f"dropless {EVIL}\n")
+    (moe / "generated.jsonl").write_text('{"prompt": "def ", "text": "main():"}\nnot a line\n{"text": 3}\n')
+    (moe / "provenance.json").write_text(
+        '{"starts": [{"time": "2026-01-02T10:00:00+00:00", "command": ["train.py", "a b"], "host": "n1",'
+        ' "versions": {"torch": "2.13"}}, {"time": "2026-01-03T10:00:00+00:00", "host": "n2"}]}'
+    )
+    (tmp_path / "about.md").write_text("The second try.\n")
+    out = tmp_path / "report.html"
+    assert report(tmp_path / "runs" / "*", "--notes", tmp_path / "about.md", "--out", out) == 0
+    page = out.read_text()
+    assert [run["name"] for run in data_of(page)["runs"]] == ["dense", "experts"]
+    assert '<p class="own">The second try.</p>' in page and EVIL not in page
+    assert '<p class="own">dropless &lt;script&gt;' in page and "<b>def </b>main():</p>" in page
+    for text in ("2026-01-02 10:00:00", "2026-01-03 10:00:00", "n2", "moe-exp train --preset=cpu"):
+        assert text in page
+    assert report(dense, "--notes", "a text", "--format", "md") == 0
+    assert "a text" in capsys.readouterr().out.splitlines()
+    assert report(tmp_path / "none*") == 1
+    assert "none*: matches no run folder. Fix: check the pattern" in capsys.readouterr().err
 
 
 def test_names_and_settings_are_text(tmp_path):

@@ -34,7 +34,7 @@ def objects(printed: str) -> list[dict]:
     return [json.loads(line) for line in printed.splitlines()]
 
 
-def test_text_and_json(checkpoint, capsys, tmp_path):
+def test_text_and_json(checkpoint, capsys, tmp_path, monkeypatch):
     (tmp_path / "prompt.txt").write_text("né", encoding="utf-8")
     prompts = ["--prompt", "abc", "--prompt-file", str(tmp_path / "prompt.txt"), "--max-new-tokens", "12"]
     assert generate(checkpoint, *prompts, "--json") == 0
@@ -48,6 +48,11 @@ def test_text_and_json(checkpoint, capsys, tmp_path):
         assert result["text"] == bytes(result["tokens"]).decode(errors="replace")
     assert generate(checkpoint, *prompts) == 0
     assert capsys.readouterr().out == f"{first['text']}\n\n{second['text']}\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    assert generate(checkpoint, *prompts) == 0
+    assert capsys.readouterr().out == f"abc{first['text']}\nné{second['text']}\n"
 
 
 def test_drawing_is_repeatable(checkpoint, capsys):

@@ -200,7 +200,8 @@ def test_every_setting_is_a_flag():
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args(["--num-experts", "16", "--vpp=none"])
-    assert vars(args) == dict.fromkeys(Config.model_fields) | {"num_experts": "16", "vpp": "none"}
+    given = {"num_experts": "16", "vpp": "none"}
+    assert vars(args) == dict.fromkeys(["config", *Config.model_fields]) | given
     assert "--gbsz GBSZ" in parser.format_help()
 
 

@@ -20,7 +20,7 @@ from moe_exp.data.documents import (
     BadDocument,
     Tally,
     estimate_line_bytes,
-    jsonl_files_in,
+    files_in,
     read_documents,
     read_lines,
     text_of,
@@ -234,7 +234,7 @@ def test_a_fifo_among_the_files_of_a_folder_is_refused(tmp_path, suffix):
     os.mkfifo(fifo)
     refusal = rf"input={re.escape(str(fifo))}: is not a regular file\. Fix: name files, or remove it"
     with pytest.raises(ValueError, match=refusal):
-        jsonl_files_in(tmp_path)
+        files_in(tmp_path)
     with pytest.raises(ValueError, match=refusal):
         next(read_lines(fifo))
 
@@ -247,7 +247,8 @@ def test_memory_of_a_file_that_compresses_well_is_that_of_its_chunks(tmp_path):
     code = f"""
 import resource
 from pathlib import Path
-from moe_exp.data.documents import compression_ratio, read_chunks, read_lines
+from moe_exp.data.documents import compression_ratio, read_lines
+from moe_exp.data.kinds import read_chunks
 path = Path({str(path)!r})
 next(read_lines(path))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

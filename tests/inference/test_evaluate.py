@@ -17,10 +17,12 @@ import torch
 from helpers.hf.hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp import cli, train
+from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import runtime
 from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
+from moe_exp.inference.held_out import Cut, HeldOut
 from moe_exp.inference.jobs import run_alone
 from moe_exp.inference.layout import Layout
 from moe_exp.runs.records import read_metrics
@@ -123,6 +125,29 @@ def test_samples_and_documents(checkpoint, prefixes, capsys):
     )
     assert row["lm_loss"] == pytest.approx(sum(part[0] for part in parts) / row["tokens"], rel=1e-6)
     assert row["bytes"] == sum(max(0, len(text.encode()) - 1) for text in TEXTS["code"])
+
+
+def test_without_data_it_takes_what_the_run_held_out(prefixes, tmp_path, caplog):
+    model, settings = tiny_model("mixtral")
+    data = {"train_data": prefixes["prose"], "split": "50,50", "data_order": "megatron"}
+    folder = write_checkpoint(model, tmp_path / "iter_0000000", **settings, **data)
+    bounds = TokenFiles(prefixes["prose"]).document_bounds.tolist()
+    with caplog.at_level("INFO", "moe_exp"):
+        (source,) = plan_evaluation(EvalRequest(str(folder), tokenizer="bytes")).sources
+    assert "data: the part of TRAIN_DATA that SPLIT=50,50 holds out for validation" in caplog.text
+    assert (source.begins[0], source.ends[-1]) == (bounds[2], bounds[4])
+
+
+@pytest.mark.parametrize("by_document", [False, True])
+def test_a_share_of_the_documents(prefixes, by_document):
+    files = TokenFiles(prefixes["prose"])
+    source = HeldOut(prefixes["prose"], Cut(SEQ_LEN, by_document, share=(0.5, 1.0)))
+    parts = documents("prose")[2:]
+    tokens = parts if by_document else [parts[0] + parts[1]]
+    assert source.num_predicted == sum(len(part) - 1 for part in tokens)
+    assert source.ends[-1] == files.document_bounds[-1]
+    with pytest.raises(ValueError, match="it has fewer tokens than two"):
+        HeldOut(prefixes["prose"], Cut(SEQ_LEN, share=(0.0, 0.1)))
 
 
 def on_ranks(requests: list[EvalRequest], ports: list[int]) -> list[dict]:
@@ -246,7 +271,10 @@ def test_bad_input(checkpoint, prefixes, tmp_path, capsys):
         (["--data", prose, "--tokenizer", "nowhere"], ["TOKENIZER=nowhere: does not exist. Fix: "]),
         (["--data", prose, "--capacity", "--by-document"], ["BY_DOCUMENT=true: "]),
         (["--data", prose, "--ep", "8"], ["EP=8: does not divide NUM_EXPERTS=4. Fix: "]),
-        ([], ["DATA=: there is none, and the training had no VALID_DATA. Fix: give --data"]),
+        (
+            [],
+            ["DATA=: there is none, and the training had neither VALID_DATA nor a SPLIT"],
+        ),
     ]
     for flags, lines in cases:
         assert run_eval(checkpoint, *flags) == 1, flags

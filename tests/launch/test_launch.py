@@ -22,6 +22,7 @@ from moe_exp.config import Config, add_arguments, load_config, module_arguments
 from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, report_exit_code, reported_exit_code
+from moe_exp.host.processes import own_command
 from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
 from moe_exp.launch.torchrun_job import child_environment, shared_key, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
@@ -321,7 +322,27 @@ def test_abbreviated_and_unknown_flags_are_refused(capsys):
         with pytest.raises(SystemExit) as end:
             main(["train", flag])
         assert end.value.code == 2
-        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+        asked = "did you mean --num-experts?"
+        assert f"{flag.partition('=')[0]} does not exist, {asked}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["tran"], "argument command: invalid choice: 'tran', did you mean train?"),
+        (["plan", "serch"], "moe-exp plan: error: argument command: invalid choice: 'serch', did you mean"),
+        (["train", "--learning-rate", "1"], "--learning-rate does not exist, did you mean --lr or --min-lr?"),
+        (["train", "--micro-batch-size=4"], "--micro-batch-size does not exist, did you mean --mbsz?"),
+        (["train", "--foo", "1", "--num-layer", "2"], "--foo does not exist; --num-layer does"),
+        (["report", "x", "--formt", "md"], "moe-exp report: error: --formt does not exist, did you mean"),
+        (["train", "x"], "moe-exp train: error: unrecognized arguments: x"),
+    ],
+)  # fmt: skip
+def test_misspelt_commands_and_flags(arguments, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["train", "--lr=--"], ["report", "x", "--out=--"]])
@@ -553,3 +574,17 @@ def test_job_ends_when_the_launcher_is_killed(tmp_path):
     launcher.kill()
     launcher.communicate(timeout=30)
     wait_for(tmp_path / "saved0")
+
+
+def test_own_command_is_one_that_the_shell_finds(tmp_path, monkeypatch):
+    python, script = tmp_path / "bin" / "python", tmp_path / "bin" / "moe-exp"
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setenv("PATH", "")
+    assert own_command() == [str(python), "-m", "moe_exp"]
+    script.parent.mkdir()
+    script.touch(0o755)
+    assert own_command() == [str(script)]
+    monkeypatch.chdir(tmp_path)
+    assert own_command() == ["bin/moe-exp"]
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert own_command() == ["moe-exp"]

@@ -4,6 +4,7 @@ import pytest
 
 from helpers.chromium import BINARY, Chromium
 from helpers.run_folders import dense_and_moe, experts, train_record, write_run
+from moe_exp.host import quantities
 from moe_exp.report.page import write_report
 
 pytestmark = pytest.mark.skipif(BINARY is None, reason="no Chromium is installed (apt-get install chromium)")
@@ -28,8 +29,14 @@ def page(tmp_path_factory):
 def charts(browser) -> dict:
     """Title of each chart that is shown to the text of its line."""
     return dict(
-        browser("Report.charts.filter(c => !c.box.hidden).map(c => [c.title, c.readout.textContent])")
+        browser("Report.charts.filter(c => !c.box.hidden).map(c => [c.caption(), c.readout.textContent])")
     )
+
+
+def unfold(browser) -> None:
+    """Opens all groups, which draws their charts."""
+    browser("document.querySelectorAll('details.group').forEach(group => { group.open = true; })")
+    browser("new Promise(done => setTimeout(done, 100))")
 
 
 def colored(browser, selector: str) -> int:
@@ -48,15 +55,24 @@ def test_it_opens_from_the_disk_without_an_error_or_a_request(browser, page):
         == browser("document.querySelector('h1').textContent")
         == "<script>document.title = 'run'</script>"
     )
+    assert browser("document.querySelector('[data-chart=grad_norm] canvas')") is None  # folded: not drawn
+    unfold(browser)
     shown = charts(browser)
     assert shown["Training loss, nats per token"].startswith("latest")
     assert {
         "Validation perplexity",
         "Gradient norm before clipping",
-        "Router entropy by layer, nats",
-        "Dropped tokens by layer",
+        "Training loss minus that of dense",
+        "Dead experts (under 1% of the fair share), mean of the layers",
     } <= set(shown)
     assert "Router weight of the first choice by layer" not in shown  # not recorded
+    note = "document.querySelector('#training .hidden-charts')"
+    assert browser(f"{note}.textContent") == (
+        "4 constant charts hidden: Learning rate (0.001), Tokens per second, all ranks (5,120), Model TFLOP/s"
+        " per rank (0.5), Peak memory of a rank (4 GB). show"
+    )
+    browser(f"{note}.querySelector('button').click()")
+    assert {"Learning rate", "Peak memory of a rank"} <= set(charts(browser))
     assert all(colored(browser, f'[data-chart="{name}"] canvas') > 5 for name in ("loss", "ppl", "grad_norm"))
 
 
@@ -87,10 +103,10 @@ def test_hover_and_arrow_keys_tell_the_values(browser, page):
     )
     browser("Report.charts[0].place.scrollIntoView({block: 'center'}); Report.charts[0].place.focus()")
     browser.press("End")
-    assert charts(browser)["Training loss, nats per token"] == "iteration 40dense 4experts 3"
+    assert charts(browser)["Training loss, nats per token"] == "iteration 40dense 4.0000experts 3.0000"
     browser.press("Home")
     browser.press("ArrowRight")
-    assert charts(browser)["Training loss, nats per token"] == "iteration 2dense 7.8experts 7.75"
+    assert charts(browser)["Training loss, nats per token"] == "iteration 2dense 7.8000experts 7.7500"
     browser.press("Escape")
     x, y, width = browser(
         "(r => [r.left, r.top + 50, r.width])(Report.charts[0].plot.over.getBoundingClientRect())"
@@ -99,12 +115,102 @@ def test_hover_and_arrow_keys_tell_the_values(browser, page):
     assert charts(browser)["Training loss, nats per token"].startswith("iteration 2")
 
 
-def test_smoothing_by_hand(browser, page):
+def test_smoothing_by_a_worked_example(browser, page):
     browser.open(page)
-    # Forwards 4 and (4*0.25 + 1*0.5)/0.75 = 2, backwards 1 and (1*0.25 + 4*0.5)/0.75 = 3; of each place the
-    # mean. A gap stays one.
-    assert browser("Report.smoothed([4, null, 1], 0.5)") == [3.5, None, 1.5]
+    # TensorBoard's: last = 0.5*last + 0.5*value, divided by 1 - 0.5^n. 4: 2/0.5. Then (1 + 0.5)/0.75 = 2, and
+    # (0.75 + 3)/0.875. A gap stays one, and no value depends on a later one.
+    assert browser("Report.smoothed([4, null, 1, 6], 0.5)") == [4, None, 2, pytest.approx(3.75 / 0.875)]
+    assert browser("Report.smoothed([4, null, 1], 0.5)") == [4, None, 2]
     assert browser("Report.smoothed([4, 4, 4], 0.9).map(value => value.toFixed(6))") == ["4.000000"] * 3
+    # Without a cursor the line shows the latest value itself, however smooth the curve is.
+    browser("slider = document.getElementById('smoothing'); slider.value = 0.99")
+    browser("slider.dispatchEvent(new Event('input'))")
+    assert charts(browser)["Training loss, nats per token"] == "latestdense 4.0000experts 3.0000"
+
+
+def test_seeds_are_a_band_and_the_difference_a_curve(browser, tmp_path):
+    losses = {"dense": (5, 4), "dense_2": (7, 6), "moe": (4, 2), "moe_2": (6, 5)}
+    paths = []
+    for name, values in losses.items():
+        records = [train_record(index, loss) for index, loss in enumerate(values, start=1)]
+        seed, use_moe = (2 if "_2" in name else 1), "moe" in name
+        paths.append(write_run(tmp_path / name, records, seed=seed, use_moe=use_moe))
+    write_report(paths, tmp_path / "report.html")
+    browser.open(tmp_path / "report.html")
+    assert (
+        charts(browser)["Training loss, nats per token"] == "latestdense (2 seeds) 5.0000moe (2 seeds) 3.5000"
+    )
+    band = "(one => [one.label, one.y, one.low, one.high])"
+    assert browser(f"Report.charts[0].series().map({band})") == [
+        ["dense (2 seeds)", [6, 5], [5, 4], [7, 6]],
+        ["moe (2 seeds)", [5, 3.5], [4, 2], [6, 5]],
+    ]
+    # Seed by seed: 4 - 5 and 6 - 7, then 2 - 4 and 5 - 6.
+    assert browser(f"Report.charts.find(c => c.box.dataset.chart == 'minus').series().map({band})") == [
+        ["moe (2 seeds)", [-1, -1.5], [-1, -2], [-1, -1]]
+    ]
+    browser("document.getElementById('bands').click()")
+    assert browser("Report.charts[0].series().map(one => one.label)") == list(losses)
+    browser(
+        "box = document.getElementById('baseline'); box.value = 3; box.dispatchEvent(new Event('change'))"
+    )
+    assert "Training loss minus that of moe_2" in charts(browser)
+    # Records of the baseline at other places: 3 lies halfway between 4 and 2.
+    assert browser("Report.interpolated([2, 4], [4, 2], [1, 2, 3, 4, 5])") == [None, 4, 3, 2, None]
+    assert browser.problems == []
+
+
+def test_the_tools_of_a_chart(browser, page):
+    browser.open(page)
+    browser("document.querySelector('input[value=iteration]').click(); chart = Report.charts[0]")
+    assert browser("chart.csv().split('\\n').slice(0, 2)") == [
+        "run,iteration,value,smoothed,low,high", "dense,1,7.9,7.9,,",
+    ]  # fmt: skip
+    assert browser("Report.csvText([['a, b', 'c\"d', null]])") == '"a, b","c""d",\n'
+    assert browser(
+        "chart.png().width > chart.plot.ctx.canvas.width && chart.png().toDataURL().slice(0, 14)"
+    ) == ("data:image/png")
+    heat = "document.querySelector('#heat-now .tools')"
+    assert browser(f"{heat}.querySelectorAll('button').length") == 3
+    labels = "[...chart.box.querySelectorAll('.tools summary, .tools input')].map(one => one.ariaLabel)"
+    title = "Training loss, nats per token"
+    assert browser(labels) == [
+        f"Tools of the chart {title}", f"Lowest y of the chart {title}", f"Highest y of the chart {title}",
+    ]  # fmt: skip
+    browser("input = chart.box.querySelector('.tools input'); input.value = 2.5")
+    browser("input.dispatchEvent(new Event('input'))")
+    assert browser("chart.plot.scales.y.min") == 2.5
+    browser("full = chart.box.querySelector('.tools [aria-pressed]')")
+    browser("full.click()")
+    assert browser("chart.box.getBoundingClientRect().width == innerWidth && chart.plot.height > 400")
+    browser.press("Escape")
+    assert browser("chart.plot.height") == 340 and browser.problems == []
+
+
+def test_the_page_writes_numbers_as_the_terminal_does(browser, page):
+    browser.open(page)
+    numbers = [
+        0,
+        1,
+        12.345,
+        59,
+        119.96,
+        200,
+        999.96,
+        16384,
+        100_000,
+        999_960,
+        999.5e6,
+        3.4567e9,
+        2.5e18,
+        3e-6,
+    ]
+    names = ("count", "flops", "digits", "bytes", "rate", "loss")
+    writers = {name: getattr(quantities, f"{name}_text") for name in names} | {
+        "duration": quantities.duration
+    }
+    for name, write in writers.items():
+        assert browser(f"{numbers}.map(value => Report.{name}(value))") == list(map(write, numbers))
 
 
 def test_a_run_can_be_hidden(browser, page):
@@ -159,6 +265,15 @@ def test_the_cost_of_another_loss(browser, page):
 def test_a_phone(browser, page, scripts):
     browser.open(page, width=390, height=844, scripts=scripts)
     assert browser("document.documentElement.scrollWidth") == 390
+    if scripts:
+        unfold(browser)
+        assert browser("document.documentElement.scrollWidth") == 390
+        # A table that is wider than its frame says so, until its end is reached.
+        box = "document.querySelector('#cost .scroll')"
+        state = f"[{box}.previousElementSibling.hidden, {box}.hasAttribute('data-more')]"
+        assert browser(state) == [False, True]
+        browser(f"{box}.scrollLeft = 1000; new Promise(done => setTimeout(done, 100))")
+        assert browser(state) == [False, False]
     tables = browser("[...document.querySelectorAll('.scroll')].map(box => box.getAttribute('aria-label'))")
     assert {
         "The runs in numbers",
@@ -181,6 +296,7 @@ def test_names_as_training_gives_them(browser, tmp_path, width):
         path.rename(tmp_path / name)
     write_report([tmp_path / name for name in names], tmp_path / "report.html")
     browser.open(tmp_path / "report.html", width=width, height=800)
+    unfold(browser)
     assert browser("document.documentElement.scrollWidth") == width
     values = (
         "[...document.querySelectorAll('.chart .readout b')].filter(value =>"

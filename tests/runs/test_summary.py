@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_exp.config import Config, load_config
+from moe_exp.config import Config
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runs.summary import summarize, summary_text
+from moe_exp.runs.summary import Caller, summarize, summary_text
 
 
 def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, Any]:
@@ -117,22 +117,36 @@ def test_text(folder: RunFolder) -> None:
   checkpoints  2, the newest is checkpoints/iter_0000004
   run folder   {folder.path}
 What to try next
-  moe-exp report {folder.path}   # a page of its curves and its experts' load; several runs beside each other
-  tensorboard --logdir {folder.path}/tensorboard
-  USE_MOE=false bash moe_exp/scripts/run_moe_from_scratch.sh   \
-# the dense baseline, with your other settings as before
-  EP=2 GPUS_PER_NODE=2 bash moe_exp/scripts/run_moe_from_scratch.sh   \
-# experts spread over two ranks, with your other settings as before"""
+  moe-exp report {folder.path}   # a page of its curves and of the load of its experts
+  moe-exp generate --checkpoint {folder.path} --prompt 'def main('
+  moe-exp convert to-hf {folder.path} exported   # for transformers and vLLM
+  moe-exp train --use-moe false   # the dense baseline
+  moe-exp train --ep 2 --gpus-per-node 2   # experts spread over two ranks"""
     )
 
 
-def test_what_to_try_next_repeats_the_settings_that_were_given(folder: RunFolder) -> None:
-    given = load_config(
-        {"preset": "cpu", "gpus_per_node": 1, "train_iters": 60, "log_timers": True, "data_dir": "my data"},
-        {},
+def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> None:
+    given = config(train_iters=60, use_moe=True, run_name="mine", train_data="my data", split="99,1")
+    environ = {"RUN_NAME": "mine", "USE_MOE": "true", "TRAIN_DATA": "my data"}
+    caller = Caller(".venv/bin/moe-exp", "bash run.sh --train-iters 60", environ)
+    text = summary_text(summarize(given, RECORDS, folder, 12.3, "finished"), given, caller)
+    assert f"  .venv/bin/moe-exp report {folder.path}   #" in text
+    assert (
+        "  RUN_NAME=mine_dense USE_MOE=false TRAIN_DATA='my data' bash run.sh --train-iters 60   # the dense"
+        in text
     )
-    text = summary_text(summarize(given, RECORDS, folder, 12.3, "finished"), given)
-    assert "  USE_MOE=false TRAIN_ITERS=60 DATA_DIR='my data' LOG_TIMERS=true bash moe_exp" in text
+    ep2 = "bash run.sh --train-iters 60 --ep 2 --gpus-per-node 2   # experts"
+    assert f"  RUN_NAME=mine_ep2 USE_MOE=true TRAIN_DATA='my data' {ep2}" in text
+    assert "generate" not in text  # nobody knows the tokenizer
+    assert caller.command_with(train_iters=9).endswith("--train-iters 60 --train-iters 9")  # the last counts
+
+
+def test_no_command_is_suggested_that_would_be_refused(folder: RunFolder) -> None:
+    upcycled = config(upcycle_from="runs/other/checkpoints", moe_type="moe")
+    text = summary_text(summarize(upcycled, RECORDS, folder, 12.3, "finished"), upcycled)
+    assert "dense" not in text.partition("next")[2] and "to-hf" not in text
+    nodes = config(nnodes=2, gpus_per_node=8)
+    assert "--ep" not in summary_text(summarize(nodes, RECORDS, folder, 12.3, "finished"), nodes)
 
 
 def test_a_run_without_records(tmp_path: Path) -> None:
@@ -160,7 +174,7 @@ def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: 
         "a lower LR than 1e+30, with another RUN_NAME" in text
         and "iter_0000004, which helps where a batch was the cause" in text
     )
-    assert "LR=1e" not in text and "EP=2" not in text
+    assert "LR=1e" not in text and "--ep 2" not in text
 
 
 def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder) -> None:
@@ -171,7 +185,7 @@ def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder)
         "  SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000   # exit code 1: SAVE_AT_END=false, and"
         " nothing was saved" in text
     )
-    assert "USE_MOE" not in text
+    assert "--use-moe" not in text
 
 
 def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
@@ -213,16 +227,20 @@ def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:
 def test_a_dense_run_is_sent_to_experts_and_a_given_name_is_not_used_twice(folder: RunFolder) -> None:
     dense = config(use_moe=False, run_name="a")
     text = summary_text(summarize(dense, [train(1, 8.0, experts=[])], folder, 1.0, "finished"), dense)
-    assert "USE_MOE=true RUN_NAME=a_moe bash" in text and "EP=2" not in text and "experts   " not in text
+    assert (
+        "moe-exp train --use-moe true --run-name a_moe" in text
+        and "--ep 2" not in text
+        and "experts   " not in text
+    )
 
 
 def test_ep_is_offered_only_where_it_fits(folder: RunFolder) -> None:
     for settings, offer in [
-        ({"gpus_per_node": 2}, "  EP=2 bash"),
+        ({"gpus_per_node": 2}, "train --ep 2   #"),
         ({"num_experts": 7}, None),
         ({"ep": 2, "gpus_per_node": 2}, None),
     ]:
         text = summary_text(
             summarize(config(**settings), RECORDS, folder, 1.0, "finished"), config(**settings)
         )
-        assert (offer in text) if offer else ("EP=2" not in text)
+        assert (offer in text) if offer else ("--ep 2" not in text)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import pty
 import re
 import socket
 from collections.abc import Iterator
@@ -21,7 +23,14 @@ from moe_exp.host.devices import device_label
 from moe_exp.runs import records
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder
-from moe_exp.training.metrics import Metrics, console_line, progress_line, setup_logging, validation_lines
+from moe_exp.training.console import (
+    console_line,
+    progress_line,
+    setup_logging,
+    terminal_line,
+    validation_lines,
+)
+from moe_exp.training.metrics import Metrics
 
 EXAMPLE = (
     "[2024-10-24 21:02:27] iteration       40/   40000 | consumed samples:         2560 | elapsed time per"
@@ -141,6 +150,29 @@ def test_progress_line() -> None:
     assert progress_line(
         train_record(experts=[train_record()["experts"][0] | {"dropped_fraction": 0.125}])
     ).endswith("experts max/mean 1.06 (layer 1), 1.50 within a micro-batch, dropped up to 12.5%")
+
+
+def test_terminal_lines_fit_80_columns() -> None:
+    def line(total: int = 40000, **changes: Any) -> str:
+        return terminal_line({"kind": "train"} | train_record(**changes), total)
+
+    assert line() == "step    40/40000  loss 10.8115   556K tokens/s  eta 0:01:23  expert max 2.00x"
+    dense = {"experts": [], "tokens_per_second": 9588.4, "lm_loss": None, "nan_iterations": 3}
+    assert line(300, **dense) == "step  40/300  loss nan  3 nan  9,588 tokens/s  eta 0:01:23"
+    long = {
+        "iteration": 476838,
+        "eta_seconds": 12.2 * 86400,
+        "tokens_per_second": 2e6,
+        "skipped_iterations": 2,
+    }
+    assert line(476838, **long) == "step 476838/476838  loss 10.8115  2 skipped     2M tokens/s  eta  12d 4h"
+    full = [train_record()["experts"][0] | {"dropped_fraction": 0.125}]
+    assert line(300, experts=full).endswith("expert max 1.06x")  # no room for the next part
+    assert line(40, experts=full, lm_loss=1.0, eta_seconds=None).endswith("max 1.06x  dropped 12.5%")
+    valid = {"kind": "valid", "iteration": 40, "lm_loss": 4.5, "lm_loss_ppl": 90.017}
+    assert terminal_line(valid | {"lm_loss_bits_per_byte": 1.25}, 300) == (
+        "step  40/300  validation loss 4.5000  perplexity 90.02  1.250 bits per byte"
+    )
 
 
 def test_validation_lines_are_megatrons() -> None:
@@ -348,6 +380,29 @@ def test_log_of_rank_0(
     logged = folder.log.read_text().splitlines()
     assert re.fullmatch(r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] hello", logged[0])
     assert logged[1:] == [err.strip(), line, progress]
+
+
+def test_a_terminal_shows_short_lines_and_the_log_megatrons(
+    folder: RunFolder, config: Config, clean_logging: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal, stdout = pty.openpty()
+    with os.fdopen(stdout, "w") as file, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", file)
+        setup_logging(folder, rank=0)
+        logging.getLogger("moe_exp.train").info("hello")
+        with Metrics(config, folder) as writer:
+            writer.train(train_record(timers={"optimizer": 1.5}))
+            writer.valid(iteration=40, consumed_samples=1, consumed_tokens=1, consumed_flops=1, lm_loss=2.0)
+        shown = b""
+        while shown.count(b"\n") < 4:
+            shown += os.read(terminal, 10000)
+    os.close(terminal)
+    records = [record for record in read_metrics(folder.metrics) if record["kind"] != "event"]
+    train, valid = (terminal_line(record, config.train_iters) for record in records)
+    assert shown.decode().splitlines() == ["hello", train, "ms per iteration: optimizer 1.5", valid]
+    logged = folder.log.read_text()
+    assert EXAMPLE[22:60] in logged and progress_line(train_record()) in logged
+    assert "\n".join(validation_lines(records[1])) in logged and train not in logged
 
 
 def test_log_of_another_rank(

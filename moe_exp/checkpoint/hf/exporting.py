@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +31,7 @@ from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
@@ -232,7 +234,11 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
 
 
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:
-    for path in (Path(config.tokenizer) if config.tokenizer else None, folder.parent / "tokenizer"):
+    named = config.tokenizer
+    if not named:
+        with suppress(ValueError):
+            named = find_prepared_text(config).tokenizer
+    for path in (Path(named) if named else None, folder.parent / "tokenizer"):
         if path is not None and path.exists():
             return path
     return None

@@ -109,7 +109,7 @@ def from_hf(
             _write_settings(partial / SETTINGS, settings, config, target)
     finally:
         folder.close()
-    command = f"set -a; . {shlex.quote(str(target.resolve() / SETTINGS))}; set +a; moe-exp train"
+    command = shlex.join(["moe-exp", "train", "--config", str(target.resolve() / SETTINGS)])
     return Imported(config, architecture.name, command, tuple(_notes(config)))
 
 
@@ -283,7 +283,7 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
     values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
     values |= {"load_dir": str(target.resolve())}
     texts = {name.upper(): setting_text(value) for name, value in values.items() if value != ""}
-    lines = ["# The model of this checkpoint; for `set -a; . settings.env; set +a`"]
+    lines = ["# The model of this checkpoint, for moe-exp train --config"]
     lines += [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
     write_atomically(path, "\n".join(lines) + "\n")
 

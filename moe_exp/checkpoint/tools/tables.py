@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import filesize
-
 from moe_exp.checkpoint.tools.diff import Comparison
+from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
 
 
@@ -33,7 +32,7 @@ def print_info(report: Mapping[str, Any]) -> None:
         "saved at": _pairs(report["layout"]),
         "keys": _pairs(report["styles"]),
         "size": (
-            f"{report['num_bytes']:,} bytes ({filesize.decimal(report['num_bytes'])}) in"
+            f"{report['num_bytes']:,} bytes ({bytes_text(report['num_bytes'])}) in"
             f" {report['num_files']} files"
         ),
         "format": report["format"] + (", with checksums" if report["checksums"] else ", without checksums"),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_exp.commands.data_steps.shuffle import memory_bytes
+from moe_exp.commands.data_steps.shuffle import add_text_documents, memory_bytes
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import print_sources, resolve_source
@@ -116,6 +116,7 @@ def _add_selection(group: Any) -> None:
     _add(group, "--dedup", action="store_true", help="keep one of each text")
     about = "JSONL of benchmark texts; drops what shares 12 words in a row with one"
     _add(group, "--decontaminate", type=Path, metavar="FILE", help=about)
+    add_text_documents(group)
     about = "skip and count what is no document instead of stopping"
     _add(group, "--skip-bad", action="store_true", help=about)
 
@@ -159,6 +160,7 @@ class _List(argparse.Action):
 def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.convert.convert import ConvertSettings
     from moe_exp.data.convert.execution import Execution
+    from moe_exp.data.kinds import TextRule
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.shuffle.shuffle import shuffle_summary
     from moe_exp.host.progress import print_summary
@@ -173,7 +175,12 @@ def _prepare(arguments: argparse.Namespace) -> int:
     wanted = Preparation(
         arguments.source,
         patterns=tuple(arguments.pattern),
-        settings=ConvertSettings(languages=languages, **filters, **given("tasks", "skip_bad", "dedup")),
+        settings=ConvertSettings(
+            languages=languages,
+            rule=TextRule(arguments.text_documents),
+            **filters,
+            **given("tasks", "skip_bad", "dedup"),
+        ),
         execution=Execution(**jobs, sbatch=tuple(arguments.sbatch), finish_command=_finish_command()),
         shuffle={"num_shards": arguments.nchunks, "memory_bytes": arguments.memory}
         | given("seed", "valid_fraction"),

@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 _COMMON = ("text_field", "skip_bad", "start_over")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -14,9 +15,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    _add_shuffle(
-        subparsers.add_parser("shuffle", help="shuffle JSONL files into shards and a validation file")
-    )
+    _add_shuffle(subparsers.add_parser("shuffle", help="shuffle documents into shards and a validation file"))
     _add_merge(
         subparsers.add_parser("merge", help="merge shards into one JSONL file, without the validation file")
     )
@@ -29,7 +28,7 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
         " the machine. An interrupted call continues when it is repeated."
     )
     add = parser.add_argument
-    about = ".jsonl, .jsonl.gz, .jsonl.zst files, or folders of them"
+    about = ".jsonl, .jsonl.gz, .jsonl.zst, .txt, .md, .parquet, .arrow files, or folders of them"
     add("inputs", nargs="+", type=Path, metavar="INPUT", help=about)
     about = "folder to make (default: that of the input, or its file's name, with _shuffled)"
     add("--output", type=Path, help=about)
@@ -43,6 +42,7 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
         " available)"
     )
     add("--memory", type=memory_bytes, help=memory_help)
+    add_text_documents(parser)
     _add_common(parser)
     parser.set_defaults(run=_shuffle)
 
@@ -70,6 +70,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--dry-run", action="store_true", help="print what it would take, and touch nothing")
 
 
+def add_text_documents(parser: Any) -> None:
+    """Adds --text-documents, as TEXT_DOCUMENTS of the training."""
+    about = "what a document of a .txt or .md file is: the file, or each block between blank lines"
+    parser.add_argument("--text-documents", choices=("file", "block"), default="file", help=about)
+
+
 def memory_bytes(text: str) -> int:
     """Bytes from `256MB`, `8GB`, `8GiB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
@@ -83,11 +89,12 @@ def memory_bytes(text: str) -> int:
 def _shuffle(arguments: argparse.Namespace) -> None:
     # before numpy: no matrices here, and its idle threads spin
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    from moe_exp.data.kinds import TextRule
     from moe_exp.data.shuffle.shuffle import check_shuffle, estimate_shuffle, shuffle, shuffle_summary
     from moe_exp.host.progress import print_summary
 
     first = arguments.inputs[0].absolute()
-    base = first.name if first.is_dir() else re.sub(r"\.jsonl(\.gz|\.zst)?$", "", first.name)
+    base = first.name if first.is_dir() else re.sub(r"\.(jsonl(\.gz|\.zst)?|\w+)$", "", first.name)
     output = arguments.output or first.with_name(f"{base}_shuffled")
     name = arguments.name or output.absolute().name.removesuffix("_shuffled")
     options = {"name": name, "num_shards": arguments.num_shards, "valid_fraction": arguments.valid_fraction}
@@ -95,6 +102,7 @@ def _shuffle(arguments: argparse.Namespace) -> None:
         files = check_shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
         return print_summary(f"shuffle to {output}, dry run", estimate_shuffle(files, arguments.memory))
     options |= {name: getattr(arguments, name) for name in ("seed", *_COMMON)}
+    options["rule"] = TextRule(arguments.text_documents)
     manifest = shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
     return print_summary(f"shuffled: {output}", shuffle_summary(manifest))
 

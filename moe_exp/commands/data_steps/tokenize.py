@@ -9,9 +9,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from moe_exp.commands.data_steps.shuffle import add_text_documents
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
+from moe_exp.data.kinds import KINDS, TextRule
 from moe_exp.data.tokens.by_datatrove import EXECUTORS, tokenize_by_datatrove
 from moe_exp.data.tokens.encoders import BACKENDS
 from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
@@ -32,20 +34,20 @@ logger = logging.getLogger(__name__)
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds this file's commands."""
-    about = "JSONL files to Megatron's .bin/.idx, or token files of shards into one"
+    about = "files of documents to Megatron's .bin/.idx, or token files of shards into one"
     _add_tokenize(subparsers.add_parser("tokenize", help=about))
-    about = "a byte-level BPE from JSONL files, as a folder for AutoTokenizer"
+    about = "a byte-level BPE from files of documents, as a folder for AutoTokenizer"
     _add_train(subparsers.add_parser("train-tokenizer", help=about))
 
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "JSONL files to PREFIX_text_document.bin/.idx. The same bytes for any --workers; a run that was"
+        "Documents to PREFIX_text_document.bin/.idx. The same bytes for any --workers; a run that was"
         f" killed continues. Exit code {UNDER_WAY}: SLURM jobs are under way."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     add = what.add_argument
-    about = "files, folders or quoted patterns of .jsonl, .jsonl.gz, .jsonl.zst"
+    about = f"files, folders or quoted patterns: {KINDS}"
     add("--input", nargs="+", metavar="PATH", help=about)
     about = "token files of shards, in order, to join into --output-prefix"
     add("--merge", nargs="+", metavar="PREFIX", help=about)
@@ -65,6 +67,7 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     add("--workers", type=int, default=os.cpu_count() or 1, help=about)
     about = "gigatoken, where it gives the same (auto), or the slower packages"
     add("--backend", choices=BACKENDS, default="auto", help=about)
+    add_text_documents(parser)
     add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first")
     add("--start-over", action="store_true", help="make it again, and replace what is there")
     add("--dry-run", action="store_true", help="tokens, disk and time by a sample; nothing is written")
@@ -90,7 +93,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         "Trains a byte-level BPE. Texts are streamed; memory grows with the number of different words."
     )
     add = parser.add_argument
-    about = "files, folders or quoted patterns of .jsonl, .jsonl.gz, .jsonl.zst"
+    about = f"files, folders or quoted patterns: {KINDS}"
     add("input", nargs="+", metavar="PATH", help=about)
     add("--vocab-size", type=int, required=True, help="tokens, special ones and the 256 bytes included")
     add("--out", required=True, help="folder")
@@ -100,6 +103,7 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     add("--pad-token", help="padding token (default: none)")
     about = "of text; of every file the same share (default: %(default)s)"
     add("--max-megabytes", type=float, default=1000, help=about)
+    add_text_documents(parser)
     add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first")
     add("--start-over", action="store_true", help="make it again, and replace what is there")
     parser.set_defaults(run=_train)
@@ -125,7 +129,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     for json_key in arguments.json_keys:
         output = tokenized_prefix(arguments.output_prefix, json_key)
         eod_and_bad = {"append_eod": arguments.append_eod, "skip_bad": arguments.skip_bad}
-        settings = PartSettings(tokenizer, json_key, **eod_and_bad)
+        settings = PartSettings(tokenizer, json_key, **eod_and_bad, rule=TextRule(arguments.text_documents))
         if arguments.dry_run:
             dry_run(inputs, output, settings, **how)
             continue
@@ -167,9 +171,8 @@ def _train(arguments: argparse.Namespace) -> int:
     same = ("vocab_size", "json_key", "eos_token", "bos_token", "pad_token", "skip_bad", "start_over")
     options = {name: getattr(arguments, name) for name in same}
     max_bytes = int(arguments.max_megabytes * 1e6)
-    manifest = train_tokenizer(
-        find_inputs(arguments.input), Path(arguments.out), max_bytes=max_bytes, **options
-    )
+    options |= {"max_bytes": max_bytes, "rule": TextRule(arguments.text_documents)}
+    manifest = train_tokenizer(find_inputs(arguments.input), Path(arguments.out), **options)
     rows = {"documents": manifest["num_documents"], "text": bytes_text(manifest["num_text_bytes"])}
     print_summary(f"train-tokenizer: {arguments.out}", rows | {"tokens": manifest["vocab_size"]})
     print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {arguments.out}")

@@ -1,4 +1,4 @@
-"""Parquet or JSONL files to JSONL chunks: filtered, deduplicated if wished, every document accounted for.
+"""Files of documents to JSONL chunks: filtered, deduplicated if wished, every document accounted for.
 
 `OUTPUT/NAME.chunk.00003.jsonl` is what task 3 of a datatrove pipeline made of every num_tasks-th input file;
 `OUTPUT/datatrove/` has what datatrove reports: completions, logs, stats, executor.json, and counts/ of each
@@ -27,7 +27,6 @@ from moe_exp.data.convert.execution import Execution, Pass
 from moe_exp.data.convert.jobs import merge_stats, run_passes
 from moe_exp.data.convert.slurm_jobs import check_no_jobs
 from moe_exp.data.convert.steps import (
-    PARQUET_SUFFIX,
     FieldFilter,
     Filter,
     LengthFilter,
@@ -35,14 +34,14 @@ from moe_exp.data.convert.steps import (
     WriteChunk,
     check_counts,
 )
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_apart
+from moe_exp.data.documents import Tally, check_apart
+from moe_exp.data.kinds import DATA_SUFFIXES, FILES, KINDS, TextRule
 from moe_exp.data.stage import MAKE_AGAIN, Stage, fingerprint, run_stage
 from moe_exp.host.files import read_json
 from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 
-INPUT_SUFFIXES = (PARQUET_SUFFIX, *JSONL_SUFFIXES)
 MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
 
 
@@ -62,6 +61,7 @@ class ConvertSettings:
         dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
         decontaminate: JSONL file of benchmark texts: documents that share 12 words in a row with one are
             dropped.
+        rule: what a document of a text file is.
     """
 
     tasks: int | None = None
@@ -75,6 +75,7 @@ class ConvertSettings:
     skip_bad: bool = False
     dedup: bool = False
     decontaminate: Path | None = None
+    rule: TextRule = FILES
 
     def __post_init__(self) -> None:
         for name in ("tasks", "limit", "max_chars"):
@@ -105,7 +106,7 @@ def convert(
     """Converts files, or resumes a stopped call with the same settings.
 
     Args:
-        inputs: .parquet, .jsonl, .jsonl.gz, .jsonl.zst; their order does not matter.
+        inputs: files of the kinds of `moe_exp.data.kinds`; their order does not matter.
         output: folder to make; its name is that of the chunks.
         settings: what is kept.
         execution: where it runs; default: this machine.
@@ -128,7 +129,8 @@ def convert(
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
     benchmarks = fingerprint(settings.decontaminate) if settings.decontaminate else None
-    key = {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks}
+    key = {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks, **settings.rule.facts()}
+    del key["rule"]
     with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:
             return stage.manifest
@@ -150,9 +152,9 @@ def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
     paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
     ordered = sorted(paths, key=lambda path: path.as_posix())
     for path, following in zip(ordered, [*ordered[1:], None], strict=True):
-        if not path.name.endswith(INPUT_SUFFIXES):
+        if not path.name.endswith(DATA_SUFFIXES):
             fix = "leave it away, or rename it"
-            raise ValueError(f"{path}: is not one of {', '.join(INPUT_SUFFIXES)}. Fix: {fix}.")
+            raise ValueError(f"{path}: does not end with {KINDS}. Fix: {fix}.")
         if path == following:
             raise ValueError(f"{path}: is there twice. Fix: give it once.")
     return ordered
@@ -195,7 +197,7 @@ def _reader(
 ) -> ReadFiles:
     root = _root(inputs)
     files = [path.relative_to(root).as_posix() for path in inputs]
-    options = {name: getattr(settings, name) for name in ("text_field", "skip_bad", "limit")}
+    options = {name: getattr(settings, name) for name in ("text_field", "skip_bad", "limit", "rule")}
     return ReadFiles(str(root), files, num_tasks, **options, progress_folder=str(progress_folder))
 
 

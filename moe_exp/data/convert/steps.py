@@ -21,13 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.documents import BadDocument, Tally, read_documents, read_objects, skip_or_raise, text_in
+from moe_exp.data.documents import Tally, read_documents, read_objects, skip_or_raise, text_in
+from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, read_table
 from moe_exp.host.files import file_hash, write_json
 
-PARQUET_SUFFIX = ".parquet"
-
-_MAX_BATCH_ROWS = 1000
-_BATCH_BYTES = 2**24  # of a row group's uncompressed bytes: what a batch of long documents may take
 _REPORT_BYTES = 2**20
 
 
@@ -47,6 +44,7 @@ class ReadFiles:
         limit: documents of all tasks together, dealt evenly; None for all.
         progress_folder: where each task keeps the number of input bytes that it is through with; "" for
             nowhere.
+        rule: what a document of a text file is.
     """
 
     root: str
@@ -56,6 +54,7 @@ class ReadFiles:
     skip_bad: bool = False
     limit: int | None = None
     progress_folder: str = ""
+    rule: TextRule = FILES
 
     def __post_init__(self) -> None:
         self.stats: Any = None
@@ -98,8 +97,9 @@ class ReadFiles:
 
     def _rows(self, path: Path, through: _Through) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {"text_field": self.text_field, "skip_bad": self.skip_bad}
-        if path.suffix == PARQUET_SUFFIX:
-            return read_parquet(path, self.tally, **options, advance=through.advance)
+        if path.suffix in TABLE_SUFFIXES:
+            return read_rows(path, self.tally, **options, advance=through.advance)
+        options["rule"] = self.rule
         return self._lines(path, through.advance if path.suffix == ".jsonl" else None, options)
 
     def _lines(
@@ -152,7 +152,7 @@ class _Through:
             os.close(self._file)
 
 
-def read_parquet(
+def read_rows(
     path: Path,
     tally: Tally,
     *,
@@ -160,42 +160,24 @@ def read_parquet(
     skip_bad: bool = False,
     advance: Callable[[float], None] | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a Parquet file that are documents, and counts into `tally`, by the rules of JSONL.
+    """Yields the rows of a Parquet or Arrow file that are documents, and counts into `tally`, as of JSONL.
 
     Args:
         path, tally, text_field, skip_bad: as for `read_objects`.
-        advance: called with the share of the file's bytes after every batch.
+        advance: called with about the share of the file's bytes after every batch.
 
     Raises:
         BadDocument: at the first row that is no document, or if the file is damaged.
         ValueError: there is no such column.
     """
-    import pyarrow
-    import pyarrow.parquet
-
-    number, before = 0, tally.num_documents + tally.skipped.total()
-    try:
-        file = pyarrow.parquet.ParquetFile(path)
-        with file:
-            num_rows, columns = file.metadata.num_rows, file.schema_arrow.names
-            if text_field not in columns:
-                rule = f"there is no column {text_field!r}, but {', '.join(columns)}"
-                raise ValueError(f"{path}: {rule}. Fix: give --text-field.")
-            odd = [one.name for one in file.schema_arrow if one.name != text_field and _is_odd(one.type)]
-            for batch in file.iter_batches(_batch_rows(file.metadata), use_threads=False):
-                for row in _batch_documents(batch, path, number, tally, text_field, skip_bad):
-                    yield row | {name: _plain(row[name]) for name in odd} if odd else row
-                number += batch.num_rows
-                if advance:
-                    advance(path.stat().st_size * batch.num_rows / num_rows)
-    except (pyarrow.ArrowException, OSError, EOFError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = f"the Parquet file is damaged or ends early ({' '.join(str(error).split())})"
-        raise BadDocument(path, number + 1, reason) from error
-    found = tally.num_documents + tally.skipped.total() - before
-    if found != num_rows:
-        raise BadDocument(path, number, f"{found} rows were read, the file says that it has {num_rows}")
+    odd: list[str] | None = None
+    for number, batch in read_table(path, text_field=text_field):
+        if odd is None:
+            odd = [one.name for one in batch.schema if one.name != text_field and _is_odd(one.type)]
+        for row in _batch_documents(batch, path, number, tally, text_field, skip_bad):
+            yield row | {name: _plain(row[name]) for name in odd} if odd else row
+        if advance:
+            advance(min(batch.nbytes, path.stat().st_size))
 
 
 def _is_odd(kind: Any) -> bool:
@@ -219,11 +201,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _plain(one) for name, one in value.items()}
     return [_plain(one) for one in value] if isinstance(value, list | tuple) else value
-
-
-def _batch_rows(metadata: Any) -> int:
-    num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
-    return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(1, num_bytes)))
 
 
 def _batch_documents(

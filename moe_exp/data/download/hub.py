@@ -26,7 +26,8 @@ import xxhash
 
 from moe_exp.data.download.hub_errors import check_online, endpoint, explained, patiently
 from moe_exp.data.download.hub_progress import silent_bar, watch
-from moe_exp.data.download.sources import DATA_SUFFIXES, Source, chosen_files, local_files
+from moe_exp.data.download.sources import Source, chosen_files, local_files
+from moe_exp.data.kinds import RECORD_SUFFIXES
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.exit_codes import printable
 from moe_exp.host.files import bytes_text, write_json
@@ -323,7 +324,7 @@ class _Fetcher:
 
         patterns = [glob.escape(file.name) for file in self.missing()]
         if len(patterns) > _MANY_FILES:  # it compares each with each file of the repository
-            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in DATA_SUFFIXES]
+            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in RECORD_SUFFIXES]
         snapshot_download(
             self.source.repository or "",
             repo_type="dataset",

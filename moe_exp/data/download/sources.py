@@ -17,15 +17,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rich import filesize
 from rich.table import Table
 
-from moe_exp.data.documents import JSONL_SUFFIXES, check_regular
+from moe_exp.data.documents import files_below
+from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIXES, check_regular
+from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
 
-DATA_SUFFIXES = (".parquet", *JSONL_SUFFIXES)
 PYTHON_STDLIB_LICENSE = "PSF-2.0"
 
 # Tests are left out because CPython's own are many but a distribution's package often lacks them; installed
@@ -201,33 +201,10 @@ def local_files(source: Source) -> list[Path]:
             fix = "give a file that is"
             raise ValueError(f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: {fix}.")
         return [source.path]
-    names = [path.relative_to(source.path).as_posix() for path in _files_below(source.path)]
+    names = [path.relative_to(source.path).as_posix() for path in files_below(source.path)]
     files = [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
     check_regular(files)
     return files
-
-
-def _files_below(root: Path) -> Iterator[Path]:
-    """Files of a folder and its subfolders, links followed; each folder once, by its own name if it can."""
-    seen: set[Path] = set()
-    folders: list[Path] = [root]
-    links: list[Path] = []
-    while folders or links:
-        folder = folders.pop() if folders else links.pop(0)
-        real = folder.resolve()
-        # the latter would take in everything around the root
-        if real in seen or real in root.resolve().parents:
-            why = "what it links to is there already" if real in seen else "it links to a folder above"
-            logger.info("%s: left out, %s", folder, why)
-            continue
-        seen.add(real)
-        for path in sorted(folder.iterdir()):
-            if path.name.startswith("."):
-                continue
-            if not path.is_dir():
-                yield path
-            else:
-                (links if path.is_symlink() else folders).append(path)
 
 
 def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> list[str]:
@@ -250,7 +227,9 @@ def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> l
             raise ValueError(f"pattern={pattern}: {rule}. Fix: {fix}.")
         chosen.update(matching)
     if not patterns:
-        chosen = {name for name in names if name.endswith(DATA_SUFFIXES)}
+        chosen = {name for name in names if name.endswith(RECORD_SUFFIXES)}
+        # a README.md beside data files is none
+        chosen = chosen or {name for name in names if name.endswith(TEXT_SUFFIXES)}
         if not chosen:
             fix = "choose another"
             raise ValueError(f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: {fix}.")
@@ -266,7 +245,7 @@ def print_sources() -> None:
         table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "download", "tokens"))
     for source in SOURCES.values():
         about = "" if source.is_exact or not source.num_bytes else "about "
-        size = about + filesize.decimal(source.num_bytes) if source.num_bytes else "none"
+        size = about + bytes_text(source.num_bytes) if source.num_bytes else "none"
         tokens = f"about {_short(source.num_tokens)}" if source.num_tokens else "?"
         what = f"{source.description}. {source.note}".strip()
         files = ", ".join(source.patterns) or "this interpreter's .py files"

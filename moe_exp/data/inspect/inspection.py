@@ -19,8 +19,9 @@ from rich.markup import escape
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_regular, read_documents
+from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.inspect.hashes import Hashes
+from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, check_regular
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokens import tokenizer_vocab_size
 from moe_exp.host.progress import print_summary, progress, table_console
@@ -39,7 +40,7 @@ def inspect_path(
     """Reads all of `path` and says what is in it.
 
     Args:
-        path: a prefix of .bin/.idx (with suffix or without), a JSONL file or a folder of such.
+        path: a prefix of .bin/.idx (with suffix or without), a file of documents or a folder of such.
         tokenizer: tokenizer.json or a folder with it, to decode samples and to count ids that it does not
             have.
         num_samples: documents to show.
@@ -51,29 +52,24 @@ def inspect_path(
     Raises:
         ValueError: there is no such file, or it is damaged.
     """
-    if path.is_dir() or path.name.endswith(JSONL_SUFFIXES):
-        return inspect_documents(jsonl_files(path), num_samples=num_samples, text_field=text_field)
+    if path.is_dir() or path.name.endswith(DATA_SUFFIXES):
+        return inspect_documents(data_files(path), num_samples=num_samples, text_field=text_field)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     return inspect_tokens(TokenFiles(prefix), tokenizer=tokenizer, num_samples=num_samples)
 
 
-def jsonl_files(path: Path) -> list[Path]:
-    """The JSONL files that `path` names: itself, or those of the folder by name.
+def data_files(path: Path) -> list[Path]:
+    """The files of documents that `path` names: itself, or those of the folder, for validation too.
 
     Raises:
-        ValueError: there is none, or there are Parquet files too, whose documents would be left out.
+        ValueError: there is none.
     """
-    found = [path]
-    if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.name.endswith(JSONL_SUFFIXES))
-    if path.is_dir() and (left_out := sorted(path.glob("*.parquet"))):
-        fix = "give the folder of JSONL chunks that was made from them"
-        raise ValueError(f"{left_out[0]}: Parquet files are not read here. Fix: {fix}.")
+    if not path.is_dir():
+        check_regular([path])
+        return [path]
+    found = sorted(file for file in path.iterdir() if file.name.endswith(RECORD_SUFFIXES))
     check_regular(found)
-    if not found:
-        fix = "give such a file, a folder of them, or a .bin/.idx prefix"
-        raise ValueError(f"{path}: has no {', '.join(JSONL_SUFFIXES)} file. Fix: {fix}.")
-    return found
+    return found or find_inputs([path])
 
 
 # Token files

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, is_validation_file
+from moe_exp.data.documents import Tally, is_validation_file
 from moe_exp.data.inspect.hashes import Hashes, difference
-from moe_exp.data.inspect.inspection import BLOCK_TOKENS, documents_with_progress, jsonl_files, token_blocks
+from moe_exp.data.inspect.inspection import BLOCK_TOKENS, data_files, documents_with_progress, token_blocks
+from moe_exp.data.kinds import JSONL_SUFFIXES
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokens import bin_idx_problem
 from moe_exp.host.files import file_hash, read_json
@@ -295,7 +296,7 @@ def _is_prefix(path: Path) -> bool:
 def _all_hashes(path: Path, text_field: str) -> Hashes:
     if _is_prefix(path):
         return token_hashes(TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path))
-    return _document_hashes(jsonl_files(path), text_field)
+    return _document_hashes(data_files(path), text_field)
 
 
 def _document_hashes(paths: Sequence[Path], text_field: str) -> Hashes:

@@ -19,7 +19,8 @@ import orjson
 import xxhash
 from numpy.typing import NDArray
 
-from moe_exp.data.documents import BOM, DAMAGE, Tally, damaged, read_chunks, skip_or_raise, text_of
+from moe_exp.data.documents import Tally, skip_or_raise, text_of
+from moe_exp.data.kinds import BOM, DAMAGE, FILES, TextRule, damaged, is_stream, read_chunks
 
 DIGEST_BYTES = 16
 # Of memory per line of a block while it is worked on, besides the line: two digests, places as Python's and
@@ -41,10 +42,14 @@ class LineBlocks:
     Args:
         block_bytes: size of the buffer. It grows for a line that does not fit.
         longest_bytes: no line may be longer.
+        text_field: of the lines that files other than JSONL become.
+        rule: what a document of a text file is.
     """
 
-    def __init__(self, block_bytes: int, longest_bytes: int):
-        self.longest_bytes = longest_bytes
+    def __init__(
+        self, block_bytes: int, longest_bytes: int, *, text_field: str = "text", rule: TextRule = FILES
+    ):
+        self.longest_bytes, self.text_field, self.rule = longest_bytes, text_field, rule
         self._allocate(min(block_bytes, longest_bytes))
 
     def _allocate(self, block_bytes: int) -> None:
@@ -55,15 +60,15 @@ class LineBlocks:
         """Yields (begin, end) of the lines in `buffer`, the last one with its LF too.
 
         Args:
-            path: a plain, .gz or .zst file; its BOM is left out.
-            start: bytes of the decompressed file to leave out, as many as some blocks had.
+            path: a file of any kind; the BOM of JSONL is left out.
+            start: bytes of its lines to leave out, as many as some blocks had.
 
         Raises:
             ValueError: a line is longer than `longest_bytes`.
             One of `documents.DAMAGE`: a compressed file is damaged or ends early.
         """
         kept, at_start = 0, start == 0
-        with _open(path) as (readinto, skip):
+        with _open(path, self.text_field, self.rule) as (readinto, skip):
             skip(start)
             while num_bytes := self._fill(readinto, kept):
                 filled = kept + num_bytes
@@ -99,13 +104,15 @@ class LineBlocks:
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[tuple[Callable[[memoryview], int], Callable[[int], object]]]:
+def _open(
+    path: Path, text_field: str, rule: TextRule
+) -> Iterator[tuple[Callable[[memoryview], int], Callable[[int], object]]]:
     """Functions that read into memory, as `io.RawIOBase.readinto` does, and that leave bytes out."""
-    if path.suffix not in (".gz", ".zst"):
+    if not is_stream(path):
         with path.open("rb", buffering=0) as file:
             yield file.readinto, file.seek
         return
-    chunks, rest = read_chunks(path), memoryview(b"")
+    chunks, rest = read_chunks(path, text_field=text_field, rule=rule), memoryview(b"")
 
     def readinto(view: memoryview) -> int:
         nonlocal rest
@@ -179,7 +186,7 @@ class DocumentBlocks:
         """Yields the documents of each block, in parts if it has more than `most_lines`.
 
         Args:
-            path: a .jsonl, .jsonl.gz or .jsonl.zst file.
+            path: a file of any kind.
             start: bytes of the decompressed file that were read before; a sum of `Documents.num_bytes`.
             num_lines: that these were.
 

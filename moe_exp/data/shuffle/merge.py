@@ -12,7 +12,8 @@ from typing import Any
 
 import xxhash
 
-from moe_exp.data.documents import JSONL_SUFFIXES, Tally, check_regular, estimate_line_bytes
+from moe_exp.data.documents import Tally, estimate_line_bytes
+from moe_exp.data.kinds import JSONL_SUFFIXES, check_regular
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.host.files import bytes_text, read_json, write_json

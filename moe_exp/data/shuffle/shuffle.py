@@ -22,6 +22,7 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
+from moe_exp.data.kinds import FILES, TextRule
 from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.shuffle.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
@@ -77,13 +78,14 @@ def shuffle(
     text_field: str = "text",
     skip_bad: bool = False,
     start_over: bool = False,
+    rule: TextRule = FILES,
 ) -> dict[str, Any]:
     """Shuffles the documents of files into shards and a validation file, and returns the manifest.
 
     An interrupted call continues where it was when it is made again, with another budget too.
 
     Args:
-        inputs: .jsonl, .jsonl.gz and .jsonl.zst files, and folders of them. Their order counts.
+        inputs: files of the kinds of `moe_exp.data.kinds`, and folders of them. Their order counts.
         output: folder to make.
         name: what the names of the files in it begin with.
         seed: of the order and of the choice of validation documents.
@@ -93,6 +95,7 @@ def shuffle(
         text_field: name of the field with the text.
         skip_bad: skip and count lines that are no documents instead of stopping at the first.
         start_over: see `run_stage`.
+        rule: what a document of a text file is.
 
     Raises:
         ValueError: a setting or an input cannot be used, too little disk, no document is left for training;
@@ -103,11 +106,11 @@ def shuffle(
     inputs = check_shuffle(inputs, output, name=name, **sizes)
     memory = Memory.of(_checked_memory(memory_bytes))
     settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
-    settings |= {"text_field": text_field, "skip_bad": skip_bad}
+    settings |= {"text_field": text_field, "skip_bad": skip_bad, **rule.facts()}
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
             return stage.manifest or {}
-        shuffling = Shuffling(stage, inputs, memory)
+        shuffling = Shuffling(stage, inputs, memory, rule=rule)
         estimate = estimate_shuffle(inputs, memory.budget_bytes)
         check_free_disk(stage.folder, estimate["disk_bytes"] - shuffling.bytes_on_disk(), "the shuffle")
         return shuffling.run(estimate["line_bytes"])
@@ -201,9 +204,18 @@ class Shuffling:
         inputs: files to read.
         memory: division of the budget.
         save_bytes: that are read between two savings of the state.
+        rule: what a document of a text file is.
     """
 
-    def __init__(self, stage: Stage, inputs: Sequence[Path], memory: Memory, save_bytes: int = _SAVE_BYTES):
+    def __init__(
+        self,
+        stage: Stage,
+        inputs: Sequence[Path],
+        memory: Memory,
+        save_bytes: int = _SAVE_BYTES,
+        rule: TextRule = FILES,
+    ):
+        self.rule = rule
         self.stage, self.inputs, self.memory, self.save_bytes = stage, inputs, memory, save_bytes
         self.settings = stage.key["settings"]
         name, num_shards = self.settings["name"], self.settings["num_shards"]
@@ -246,8 +258,9 @@ class Shuffling:
     def _spread(self, state: State, line_bytes: int) -> None:
         # Small enough for a core's cache, large enough that each bucket gets some.
         block_bytes = min(self.memory.block_bytes, max(_BLOCK_BYTES, 2**16 * state.num_buckets))
-        lines = LineBlocks(block_bytes, self.memory.longest_bytes)
         options = {name: self.settings[name] for name in ("text_field", "skip_bad")}
+        how = {"text_field": options["text_field"], "rule": self.rule}
+        lines = LineBlocks(block_bytes, self.memory.longest_bytes, **how)
         # as much for short lines as two buffers
         most_lines = min(_MOST_LINES, max(1, 2 * self.memory.block_bytes // LINE_BYTES))
         reader = DocumentBlocks(lines, state.read, **options, most_lines=most_lines)

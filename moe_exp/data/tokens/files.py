@@ -64,11 +64,17 @@ class TokenFiles:
         return manifest_of(self.prefix)
 
     def tokenizer_fact(self, name: str) -> int | None:
-        """`vocab_size` or `eod_id` of the files' tokenizer; None if the manifest lacks it."""
-        for place in (self.manifest.get("settings", {}).get("tokenizer"), self.manifest):
-            if isinstance(place, dict) and isinstance(value := place.get(name), int):
-                return value
-        return None
+        """As of `tokenizer_fact` below."""
+        return tokenizer_fact(self.manifest, name)
+
+
+def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
+    """`vocab_size` or `eod_id` of the tokenizer of token files; None if their manifest lacks it."""
+    settings = manifest.get("settings")
+    for place in (settings.get("tokenizer") if isinstance(settings, dict) else None, manifest):
+        if isinstance(place, dict) and isinstance(value := place.get(name), int):
+            return value
+    return None
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A range of a JSONL file as a part: tokens, lengths of documents, counts. It is complete with its .json."""
+"""A range of a file as a part: tokens, lengths of documents, counts. It is complete with its .json."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy.typing as npt
 import xxhash
 
 from moe_exp.config import setting_error
-from moe_exp.data.documents import BLANK_LINE, BOM, EMPTY_TEXT, BadDocument, Tally, read_lines, text_of
+from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, read_lines, text_of
+from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
 from moe_exp.data.tokens.tokenizer import TextTokenizer, special_token_reason
 from moe_exp.data.tokens.tokens import TokenDtype, token_dtype
@@ -37,7 +38,7 @@ _ODD_CHARACTERS = re.compile(
 
 @dataclass(frozen=True)
 class Part:
-    """Lines that start at `start` or later and before `end` (None: all of a compressed file)."""
+    """Lines that start at `start` or later and before `end` (None: all of a stream, see kinds.py)."""
 
     index: int
     path: Path
@@ -96,24 +97,26 @@ def default_part_bytes(paths: Sequence[Path]) -> int:
 
 
 def plan_parts(paths: Sequence[Path], part_bytes: int) -> list[Part]:
-    """Plain files are cut every `part_bytes`, compressed ones are a part each, empty ones none."""
+    """Plain JSONL is cut every `part_bytes`, streams are a part each, empty files none."""
     parts: list[Part] = []
     for path in paths:
         size = path.stat().st_size
-        whole = path.suffix in (".gz", ".zst")
+        whole = is_stream(path)
         for start in range(0, size, max(1, size) if whole else part_bytes):
             parts.append(Part(len(parts), path, start, None if whole else min(start + part_bytes, size)))
     return parts
 
 
-def part_lines(part: Part) -> Iterator[tuple[int, bytes]]:
+def part_lines(
+    part: Part, *, text_field: str = "text", rule: TextRule = FILES
+) -> Iterator[tuple[int, bytes]]:
     """Yields (number from 1 within the part, line without its end).
 
     Raises:
         BadDocument: a compressed file is damaged or ends early.
     """
     if part.end is None:
-        yield from read_lines(part.path)
+        yield from read_lines(part.path, text_field=text_field, rule=rule)
         return
     with part.path.open("rb", buffering=_BUFFER_BYTES) as file:
         if part.start:
@@ -151,6 +154,7 @@ class PartSettings:
         json_key: name of the field with the text.
         append_eod: whether every document ends with the end-of-document token.
         skip_bad: skip and count bad lines instead of stopping.
+        rule: what a document of a text file is.
 
     Raises:
         ValueError: `append_eod`, and the tokenizer has no end-of-document token.
@@ -160,6 +164,7 @@ class PartSettings:
     json_key: str = "text"
     append_eod: bool = False
     skip_bad: bool = False
+    rule: TextRule = FILES
 
     def __post_init__(self) -> None:
         if self.append_eod and self.tokenizer.eod_id is None:
@@ -169,7 +174,7 @@ class PartSettings:
     def facts(self) -> dict[str, Any]:
         """Facts for a manifest: everything that the tokens depend on."""
         given = {"json_key": self.json_key, "append_eod": self.append_eod, "skip_bad": self.skip_bad}
-        return {"tokenizer": self.tokenizer.facts()} | given
+        return {"tokenizer": self.tokenizer.facts()} | given | self.rule.facts()
 
     @property
     def dtype(self) -> TokenDtype:
@@ -234,7 +239,8 @@ class PartEncoder:
         """Documents with their line numbers, BATCH_BYTES of text at a time or one longer document."""
         batch: list[tuple[int, str]] = []
         batch_bytes = line_bytes = 0
-        for number, line in part_lines(part):
+        how: dict[str, Any] = {"text_field": self.settings.json_key, "rule": self.settings.rule}
+        for number, line in part_lines(part, **how):
             line_bytes += len(line) + 1
             text = self._text(part, number, line, tally)
             if text is None:

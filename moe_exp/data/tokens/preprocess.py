@@ -1,4 +1,4 @@
-"""JSONL files to .bin/.idx by worker processes: the same bytes for any number of them, after any crash.
+"""Files of documents to .bin/.idx by worker processes: the same bytes for any number, after any crash.
 
 The inputs are cut into parts (parts.py), workers make them in any order, and this process joins them in the
 order of the inputs.
@@ -23,6 +23,7 @@ from typing import Any
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
+from moe_exp.data.kinds import FILES, TextRule, is_stream
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.tokens.joined_parts import JoinedParts
@@ -64,7 +65,7 @@ def tokenize_files(
     """Writes `output`.bin, .idx and .manifest.json, a sequence per document in order; returns the manifest.
 
     Args:
-        inputs: .jsonl, .jsonl.gz and .jsonl.zst files.
+        inputs: files of the kinds of `moe_exp.data.kinds`.
         output: path without suffix, see `tokenized_prefix`.
         settings: how a text becomes tokens.
         workers: processes; with 1 it is this one. The output does not depend on it.
@@ -141,7 +142,7 @@ def _pinned_backend(
             raise setting_error("backend", requested, rule, f"give --backend {begun}, or --start-over")
         logger.info("backend: %s, as %s was begun with it", begun, stage.output)
         return begun
-    sample = sample_texts(inputs, settings.json_key, _SAMPLE_BYTES)
+    sample = sample_texts(inputs, settings.json_key, _SAMPLE_BYTES, settings.rule)
     probe = pool.probe(requested, sample)
     logger.info("backend: %s, %s", probe.backend, probe.reason)
     estimate = _Estimate(inputs, sample, probe, settings, pool.number)
@@ -313,7 +314,7 @@ def dry_run(
         ValueError: a setting is wrong, or the disk is too small.
     """
     _check_how(workers, backend)
-    sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES)
+    sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES, settings.rule)
     with one_thread():
         probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
     workers = _usable(workers)
@@ -331,18 +332,18 @@ def dry_run(
     check_free_disk(output.parent, estimate.disk_bytes, f"{output.name}.bin")
 
 
-def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int) -> list[str]:
+def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: TextRule = FILES) -> list[str]:
     """Documents from a few places of the inputs, without what is no document."""
     halves = [
         Part(0, path, start, path.stat().st_size)
         for path in _evenly(inputs, _SAMPLED_PLACES)
         for start in (0, path.stat().st_size // 2)
     ]
-    parts = [Part(0, part.path, 0, None) if part.path.suffix in (".gz", ".zst") else part for part in halves]
+    parts = [Part(0, part.path, 0, None) if is_stream(part.path) else part for part in halves]
     texts: list[str] = []
     for part in dict.fromkeys(parts):
         left = num_bytes // len(parts)
-        for _, line in part_lines(part):
+        for _, line in part_lines(part, text_field=json_key, rule=rule):
             try:
                 text = text_of(line, json_key)
             except ValueError:

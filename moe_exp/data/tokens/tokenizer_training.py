@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, read_documents
+from moe_exp.data.kinds import FILES, TextRule
 from moe_exp.data.stage import run_stage
 from moe_exp.host.progress import progress
 
@@ -65,14 +66,15 @@ def train_tokenizer(
     max_bytes: int = 10**9,
     skip_bad: bool = False,
     start_over: bool = False,
+    rule: TextRule = FILES,
 ) -> dict[str, Any]:
-    """Trains a byte-level BPE on JSONL files, writes a folder for AutoTokenizer, and returns its manifest.
+    """Trains a byte-level BPE on files, writes a folder for AutoTokenizer, and returns its manifest.
 
     Documents are streamed; what grows with the text is the table of its different words. Of every file the
     same share is read, from its start, so that the texts are `max_bytes` at most.
 
     Args:
-        inputs: .jsonl, .jsonl.gz or .jsonl.zst files.
+        inputs: files of the kinds of `moe_exp.data.kinds`.
         output: the folder.
         vocab_size: tokens, special tokens and the 256 bytes included; fewer if the texts give no more.
         json_key: name of the field with the text.
@@ -82,6 +84,7 @@ def train_tokenizer(
         max_bytes: of text in UTF-8.
         skip_bad: skip and count bad lines.
         start_over: replace what is there.
+        rule: what a document of a text file is.
 
     Raises:
         ValueError: `vocab_size` is too small, special tokens are equal, there is no text, or a line is no
@@ -89,10 +92,10 @@ def train_tokenizer(
     """
     special_tokens = [token for token in (eos_token, bos_token, pad_token) if token]
     if len(set(special_tokens)) < len(special_tokens):
-        rule = "EOS, BOS and padding must be different tokens"
-        raise setting_error("pad_token", pad_token, rule, "give another name")
+        must = "EOS, BOS and padding must be different tokens"
+        raise setting_error("pad_token", pad_token, must, "give another name")
     settings = {"vocab_size": vocab_size, "json_key": json_key, "special_tokens": special_tokens}
-    settings |= {"max_bytes": max_bytes, "skip_bad": skip_bad}
+    settings |= {"max_bytes": max_bytes, "skip_bad": skip_bad, **rule.facts()}
     with run_stage(
         "train-tokenizer", output, settings=settings, inputs=inputs, start_over=start_over
     ) as stage:
@@ -100,9 +103,8 @@ def train_tokenizer(
             return stage.manifest
         tally = Tally()
         with progress("reading", min(max_bytes, sum(path.stat().st_size for path in inputs))) as advance:
-            texts = _limited_texts(
-                inputs, tally, max_bytes, json_key=json_key, skip_bad=skip_bad, advance=advance
-            )
+            reading: dict[str, Any] = {"text_field": json_key, "skip_bad": skip_bad, "rule": rule}
+            texts = _limited_texts(inputs, tally, max_bytes, reading, advance)
             tokenizer = train_bpe(texts, vocab_size, special_tokens=special_tokens)
         if not tally.num_documents:
             raise setting_error("input", inputs[0], "the inputs have no documents", "give files with text")
@@ -119,12 +121,12 @@ def train_tokenizer(
 
 
 def _limited_texts(
-    inputs: Sequence[Path], tally: Tally, max_bytes: int, *, json_key: str, skip_bad: bool, advance: Any
+    inputs: Sequence[Path], tally: Tally, max_bytes: int, reading: dict[str, Any], advance: Any
 ) -> Iterator[str]:
     for index, path in enumerate(inputs):
         # What earlier files have left over of their shares is for the later ones.
         limit = tally.num_text_bytes + (max_bytes - tally.num_text_bytes) // (len(inputs) - index)
-        for line, text in read_documents(path, tally, text_field=json_key, skip_bad=skip_bad):
+        for line, text in read_documents(path, tally, **reading):
             advance(len(line) + 1)
             yield from (
                 text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text), _PIECE_CHARACTERS)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, ConfigError, module_arguments, problem
+from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.host.slurm_queue import job_environment
@@ -160,7 +161,10 @@ def _srun_options(job: RunJob) -> list[str]:
 
 def _launcher(job: RunJob) -> list[str]:
     python = job.slurm.container_python if job.slurm.container else sys.executable
-    command = [python, "-m", "moe_exp", "train"]
+    preset = preset_values(job.config.preset)
+    # an exported empty variable would leave what the preset has
+    emptied = {name: "" for name, value in job.given.items() if value == "" and preset.get(name)}
+    command = [python, "-m", "moe_exp", "train", *module_arguments(emptied)]
     if job.slurm.runtime == "apptainer":
         gpus = [] if job.slurm.cpu_nodes else ["--nv"]
         places = ["--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd())]

@@ -13,13 +13,15 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.loading import given_values
+from moe_exp.config.loading import given_values, with_file
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
+from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
-from moe_exp.launch.machine_checks import check_files
+from moe_exp.launch.machine_checks import check_files, training_problem
 from moe_exp.launch.slurm.batch_script import RunJob, batch_script, mounts, own_folders
 from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_settings, passed_variables
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.nodes.exclude import read_excluded
 
 SUBMITTED = "submitted"  # ids of all jobs of a run, one a line
@@ -33,6 +35,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     """The job to submit, from command line and environment; raises ConfigError with all invalid settings."""
     if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "call it in another folder")])
+    flags = with_file(flags, environ)
     of_slurm = {name: value for name, value in flags.items() if name in SlurmSettings.model_fields}
     in_config = {name: value for name, value in flags.items() if name in Config.model_fields}
     of_run = {name: str(value) for name, value in in_config.items() if value is not None}
@@ -72,6 +75,8 @@ def _run_settings(
         raise ConfigError([problem("gpus_per_node", "none", rule, "set GPUS_PER_NODE, or CPU_NODES=true")])
     run_dir = str(Path(config.run_dir).expanduser().absolute())
     fixed |= {"run_name": config.name, "run_dir": run_dir, "gpus_per_node": str(config.gpus_per_node)}
+    config, vocabulary = with_vocab_size(config, fixed, RunFolder.of(config).config)
+    fixed |= {"vocab_size": str(config.vocab_size)} if vocabulary else {}
     return load_config(fixed, {}), fixed
 
 
@@ -122,9 +127,11 @@ def submit(job: RunJob) -> list[str]:
     """Writes the sbatch file into the run folder and submits it; returns the ids.
 
     Raises:
-        ValueError: the run has jobs in the queue already, or sbatch fails; then all of this call are
-            canceled.
+        ValueError: the run has jobs in the queue already, the jobs' Python cannot train, or sbatch fails;
+            then all of this call are canceled.
     """
+    if not job.slurm.container and (lacking := training_problem()):
+        raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without one use this Python.")
     submitted = job.folder / SUBMITTED
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:

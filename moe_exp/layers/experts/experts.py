@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.layers.activations import ACTIVATIONS as ACTIVATIONS
-from moe_exp.layers.activations import WeightedActivation, weighted_activation
+from moe_exp.layers.activations import differentiable_weighted_activation, weighted_activation
 from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
+from moe_exp.layers.dispatcher.row_order import RowOrder
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.gemm_packages import PACKAGES
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
@@ -159,14 +160,11 @@ class Experts(nn.Module):
             return experts_of_tokens(
                 x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options()
             )
-        order, counts_E, splits = local_row_order(
+        order, counts_E, _ = local_row_order(
             decision, num_experts=self.weight1.size(0), rows_per_expert=inputs.rows_per_expert
         )
-        splits = tuple(counts_E.tolist()) if splits is None else splits
         weights_R = order.weights(weights_TK)
-        return expert_loop(
-            x_TD, weights_R, self._weights(), splits=splits, activation=self.activation, order=order
-        )
+        return self._loop(x_TD, weights_R, counts_E, order)
 
     def _of_rows(self, dispatched: Dispatched) -> Tensor:
         rows_RD, weights_R = dispatched.rows_RD, dispatched.weights_R
@@ -175,15 +173,14 @@ class Experts(nn.Module):
             return experts_of_rows(
                 rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options()
             )
-        if splits is None and (rows_RD.device.type == "cpu" or self.backend in BY_SPLITS):
-            splits = tuple(counts_L.tolist())  # once for both GEMMs
         if self._is_loop_on_cpu(rows_RD):
-            assert splits is not None
-            return expert_loop(rows_RD, weights_R, self._weights(), splits=splits, activation=self.activation)
+            return self._loop(rows_RD, weights_R, counts_L)
+        if splits is None and self.backend in BY_SPLITS:
+            splits = tuple(counts_L.tolist())  # once for both GEMMs
         hidden_RW = self.grouped_gemm(rows_RD, self.weight1.transpose(1, 2), counts_L, splits)
         if self.bias1 is not None:
             hidden_RW = hidden_RW + _BiasOfRows.apply(self.bias1, counts_L, rows_RD.size(0))
-        active_RF = WeightedActivation.apply(hidden_RW, weights_R, self.activation)
+        active_RF = differentiable_weighted_activation(hidden_RW, weights_R, self.activation)
         with self._recomputing(active_RF, hidden_RW, weights_R):
             output_RD = self.grouped_gemm(active_RF, self.weight2.transpose(1, 2), counts_L, splits)
         return output_RD if self.bias2 is None else output_RD + self._output_bias(weights_R, counts_L)
@@ -194,8 +191,11 @@ class Experts(nn.Module):
     def _is_loop_on_cpu(self, x: Tensor) -> bool:
         return self.backend == "loop" and x.device.type == "cpu"
 
-    def _weights(self) -> ExpertWeights:
-        return ExpertWeights(self.weight1, self.weight2, self.bias1, self.bias2, self.bias2_start)
+    def _loop(self, x: Tensor, weights_R: Tensor, counts_L: Tensor, order: RowOrder | None = None) -> Tensor:
+        weights = ExpertWeights(self.weight1, self.weight2, self.bias1, self.bias2, self.bias2_start)
+        return expert_loop(
+            x, weights_R, weights, rows_per_expert_L=counts_L, activation=self.activation, order=order
+        )
 
     def _output_bias(self, weights_R: Tensor, counts_L: Tensor) -> Tensor:
         bias_R = _BiasOfRows.apply(self.bias2, counts_L, weights_R.size(0))
@@ -209,7 +209,7 @@ class Experts(nn.Module):
         It recognizes the tensor by its address and shape. A grouped GEMM that saves a copy instead would keep
         both; the saved bytes are tested with the `torch` backend.
         """
-        if not self.recompute_activation:
+        if not self.recompute_activation or torch.compiler.is_compiling():  # the compiler decides itself
             return nullcontext()
         source_RW, factor_R1 = hidden_RW.detach(), weights_R.detach().to(hidden_RW.dtype).unsqueeze(1)
         address, shape, name = active_RF.data_ptr(), active_RF.shape, self.activation

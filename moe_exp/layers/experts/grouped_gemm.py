@@ -69,7 +69,35 @@ def torch_backend(
     if x_RD.size(0) == 0:  # a rank whose experts got nothing
         return loop_backend(x_RD, w_LDF, tokens_per_expert_L, splits)
     offsets_L = tokens_per_expert_L.cumsum(0, dtype=torch.int32)
+    if torch.compiler.is_compiling() and x_RD.device.type == "cpu":
+        return _GroupedProduct.apply(x_RD, w_LDF, offsets_L)
     return torch.nn.functional.grouped_mm(x_RD, w_LDF, offs=offsets_L)
+
+
+def _empty_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
+    shape = (a.size(0), b.size(2)) if b.dim() == 3 else (offsets_L.size(0), a.size(0), b.size(1))
+    return a.new_empty(shape)
+
+
+@launch.compilable("grouped_mm", _empty_product)
+def _grouped_product(a: Tensor, b: Tensor, offsets_L: Tensor) -> Tensor:
+    """[R, D] x [L, D, F] to [R, F], or [D, R] x [R, F] to [L, D, F]."""
+    return torch.nn.functional.grouped_mm(a, b, offs=offsets_L)
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """grouped_mm for torch.compile on a CPU, where torch 2.13 itself traces it in bf16 only."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, w_LDF: Tensor, offsets_L: Tensor) -> Tensor:
+        ctx.save_for_backward(x_RD, w_LDF, offsets_L)
+        return _grouped_product(x_RD, w_LDF, offsets_L)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x_RD, w_LDF, offsets_L = ctx.saved_tensors
+        dx_RD = _grouped_product(grads[0], w_LDF.transpose(1, 2), offsets_L)
+        return dx_RD, _grouped_product(x_RD.t(), grads[0], offsets_L), None
 
 
 BACKENDS: dict[str, GroupedGemm] = {

@@ -16,6 +16,7 @@ from torch import Tensor
 from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
 from moe_exp.layers.dispatcher.row_order import RowOrder, sum_slots
 from moe_exp.layers.experts.threads import for_each_expert
+from moe_exp.layers.kernels.launch import compilable
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ def expert_loop(
     weights_R: Tensor,
     parameters: ExpertWeights,
     *,
-    splits: Sequence[int],
+    rows_per_expert_L: Tensor,
     activation: str,
     order: RowOrder | None = None,
 ) -> Tensor:
@@ -52,7 +53,7 @@ def expert_loop(
     Args:
         x: rows sorted by expert [R, D]; with `order` the tokens [T, D].
         weights_R: router weight per row.
-        splits: rows of each expert.
+        rows_per_expert_L: rows of each expert, int64.
         activation: a key of activations.ACTIVATIONS.
         order: how tokens become rows.
 
@@ -61,8 +62,9 @@ def expert_loop(
     """
     p = parameters
     return _ExpertLoop.apply(
-        x, weights_R, p.weight1, p.weight2, p.bias1, p.bias2, p.bias2_start, list(splits), activation, order
-    )
+        x, weights_R, p.weight1, p.weight2, p.bias1, p.bias2, p.bias2_start, rows_per_expert_L, activation,
+        order,
+    )  # fmt: skip
 
 
 class _ExpertLoop(torch.autograd.Function):
@@ -76,87 +78,163 @@ class _ExpertLoop(torch.autograd.Function):
         bias1_LF: Tensor | None,
         bias2_LD: Tensor | None,
         bias2_start: int,
-        splits: list[int],
+        rows_per_expert_L: Tensor,
         activation: str,
         order: RowOrder | None,
     ) -> Tensor:
-        num_rows = weights_R.size(0)
-        hidden_RF, output_RD = x.new_empty(num_rows, weight1_LFD.size(1)), x.new_empty(num_rows, x.size(1))
-        rows_of, weights = _rows_of(x, splits, order), weights_R.to(x.dtype).unsqueeze(1).split(splits)
-        hiddens, outputs, weight1, weight2 = (
-            hidden_RF.split(splits),
-            output_RD.split(splits),
-            weight1_LFD.unbind(0),
-            weight2_LDF.unbind(0),
+        hidden_RF, output_RD = _forward(
+            _with_padding(x, order), weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, bias2_start,
+            rows_per_expert_L, activation, _tokens(order),
+        )  # fmt: skip
+        ctx.save_for_backward(
+            x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF, rows_per_expert_L
         )
-
-        def one_expert(e: int) -> None:
-            if not splits[e]:
-                return
-            hidden, output = hiddens[e], outputs[e]
-            torch.mm(rows_of(e), weight1[e].t(), out=hidden)
-            if bias1_LF is not None:
-                hidden += bias1_LF[e]
-            torch.mm(weighted_activation(hidden, weights[e], activation), weight2[e].t(), out=output)
-            if bias2_LD is not None:
-                output.narrow(1, bias2_start, bias2_LD.size(1)).addcmul_(weights[e], bias2_LD[e])
-
-        if num_rows <= _FEW_ROWS:
-            for expert in range(len(splits)):
-                one_expert(expert)
-        else:
-            for_each_expert(one_expert, splits)
-        ctx.save_for_backward(x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF)
-        ctx.bias2_start, ctx.splits, ctx.activation, ctx.order = bias2_start, splits, activation, order
+        ctx.bias2_start, ctx.activation, ctx.order = bias2_start, activation, order
         return output_RD if order is None else sum_slots(output_RD, order)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # once: under torch.utils.checkpoint a second access is an error
-        x, weights_R, weight1_LFD, weight2_LDF, _, bias2_LD, hidden_RF = saved
-        splits, order, needs_x = ctx.splits, ctx.order, ctx.needs_input_grad[0]
-        dx_RD, dweights_R = x.new_empty(hidden_RF.size(0), x.size(1)), torch.empty_like(weights_R)
-        dweight1_LFD, dweight2_LDF, dbias1_LF, dbias2_LD = (
-            torch.empty_like(parameter) if parameter is not None and needs_grad else None
-            for parameter, needs_grad in zip(saved[2:6], ctx.needs_input_grad[2:6], strict=True)
-        )
-        rows_of, grads_of = _rows_of(x, splits, order), _rows_of(grads[0].contiguous(), splits, order)
-        weights, hiddens = weights_R.to(x.dtype).unsqueeze(1).split(splits), hidden_RF.split(splits)
-        weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
-        dx, dweights = dx_RD.split(splits), dweights_R.split(splits)
+        order, needs = ctx.order, list(ctx.needs_input_grad[:6])
+        # Saved tensors are read once: under torch.utils.checkpoint a second access is an error.
+        x, *saved = ctx.saved_tensors
+        tokens = _with_padding(grads[0].contiguous(), order), _with_padding(x, order)
+        arguments: tuple[Any, ...] = *tokens, *saved, ctx.bias2_start, ctx.activation, _tokens(order), needs
+        computed = _backward(*arguments)
+        dx, *others = (grad if is_needed else None for grad, is_needed in zip(computed, needs, strict=True))
+        if dx is not None and order is not None:
+            dx = sum_slots(dx, order)
+        return dx, *others, None, None, None, None
 
-        def one_expert(e: int) -> None:
-            grad = grads_of(e)
-            dhidden, dweight, active = weighted_activation_backward(
-                torch.mm(grad, weight2[e]), hiddens[e], weights[e], ctx.activation
-            )
-            if dweight2_LDF is not None:
-                torch.mm(grad.t(), active.mul_(weights[e]), out=dweight2_LDF[e])
-            if dweight1_LFD is not None:
-                torch.mm(dhidden.t(), rows_of(e), out=dweight1_LFD[e])
-            if needs_x:
-                torch.mm(dhidden, weight1[e], out=dx[e])
-            if dbias1_LF is not None:
-                torch.sum(dhidden, dim=0, out=dbias1_LF[e])
-            if bias2_LD is not None:
-                grad = grad.narrow(1, ctx.bias2_start, bias2_LD.size(1))
-                dweight += torch.mv(grad, bias2_LD[e])
-                if dbias2_LD is not None:
-                    torch.mv(grad.t(), weights[e].squeeze(1), out=dbias2_LD[e])
+
+def _tokens(order: RowOrder | None) -> Tensor | None:
+    """Token of each row, one past the last for padding; None if the rows are there already."""
+    if order is None or order.topk == 1:
+        return None if order is None else order.slot_R
+    return order.slot_R // order.topk
+
+
+def _with_padding(x: Tensor, order: RowOrder | None) -> Tensor:
+    """Tokens with a zero for padding, one past the last."""
+    return x if order is None or not order.has_padding else torch.cat([x, x.new_zeros(1, x.size(1))])
+
+
+def _empty_outputs(x: Tensor, weights_R: Tensor, weight1_LFD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Results of `_forward`, from its arguments, without values."""
+    num_rows = weights_R.size(0)
+    return x.new_empty(num_rows, weight1_LFD.size(1)), x.new_empty(num_rows, x.size(1))
+
+
+@compilable("expert_loop", _empty_outputs)
+def _forward(
+    x: Tensor,
+    weights_R: Tensor,
+    weight1_LFD: Tensor,
+    weight2_LDF: Tensor,
+    bias1_LF: Tensor | None,
+    bias2_LD: Tensor | None,
+    bias2_start: int,
+    rows_per_expert_L: Tensor,
+    activation: str,
+    token_R: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Pre-activations [R, 2F or F] and weighted outputs [R, D]."""
+    splits = rows_per_expert_L.tolist()
+    hidden_RF, output_RD = _empty_outputs(x, weights_R, weight1_LFD)
+    rows_of, weights = _rows_of(x, splits, token_R), weights_R.to(x.dtype).unsqueeze(1).split(splits)
+    hiddens, outputs = hidden_RF.split(splits), output_RD.split(splits)
+    weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
+
+    def one_expert(e: int) -> None:
+        if not splits[e]:
+            return
+        hidden, output = hiddens[e], outputs[e]
+        torch.mm(rows_of(e), weight1[e].t(), out=hidden)
+        if bias1_LF is not None:
+            hidden += bias1_LF[e]
+        torch.mm(weighted_activation(hidden, weights[e], activation), weight2[e].t(), out=output)
+        if bias2_LD is not None:
+            output.narrow(1, bias2_start, bias2_LD.size(1)).addcmul_(weights[e], bias2_LD[e])
+
+    if weights_R.size(0) <= _FEW_ROWS:
+        for expert in range(len(splits)):
+            one_expert(expert)
+    else:
+        for_each_expert(one_expert, splits)
+    return hidden_RF, output_RD
+
+
+def _empty_gradients(*args: Any) -> list[Tensor]:
+    """Results of `_backward`, from its arguments, without values."""
+    _, x, *others, _, _, _, _, _, needs = args
+    x_RD = x.new_empty(others[0].size(0), x.size(1)) if needs[0] else x.new_empty(0)
+    return [
+        x_RD,
+        *(
+            torch.empty_like(other) if other is not None and is_needed else x.new_empty(0)
+            for other, is_needed in zip(others, needs[1:], strict=True)
+        ),
+    ]
+
+
+@compilable("expert_loop_backward", _empty_gradients)
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weights_R: Tensor,
+    weight1_LFD: Tensor,
+    weight2_LDF: Tensor,
+    bias1_LF: Tensor | None,
+    bias2_LD: Tensor | None,
+    hidden_RF: Tensor,
+    rows_per_expert_L: Tensor,
+    bias2_start: int,
+    activation: str,
+    token_R: Tensor | None,
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """Gradients of the first six arguments of `_forward`, that of `x` by row; empty if not in `needs`."""
+    splits = rows_per_expert_L.tolist()
+    results = _empty_gradients(
+        grad, x, weights_R, weight1_LFD, weight2_LDF, bias1_LF, bias2_LD, hidden_RF, rows_per_expert_L,
+        bias2_start, activation, token_R, needs,
+    )  # fmt: skip
+    dx_RD, dweights_R, dweight1_LFD, dweight2_LDF, dbias1_LF, dbias2_LD = results
+    needs_x, needs_weights, needs_weight1, needs_weight2, needs_bias1, needs_bias2 = needs
+    rows_of, grads_of = _rows_of(x, splits, token_R), _rows_of(grad, splits, token_R)
+    weights, hiddens = weights_R.to(x.dtype).unsqueeze(1).split(splits), hidden_RF.split(splits)
+    weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
+    dx = dx_RD.split(splits) if needs_x else ()
+    dweights = dweights_R.split(splits) if needs_weights else ()
+
+    def one_expert(e: int) -> None:
+        grad = grads_of(e)
+        dhidden, dweight, active = weighted_activation_backward(
+            torch.mm(grad, weight2[e]), hiddens[e], weights[e], activation
+        )
+        if needs_weight2:
+            torch.mm(grad.t(), active.mul_(weights[e]), out=dweight2_LDF[e])
+        if needs_weight1:
+            torch.mm(dhidden.t(), rows_of(e), out=dweight1_LFD[e])
+        if needs_x:
+            torch.mm(dhidden, weight1[e], out=dx[e])
+        if needs_bias1:
+            torch.sum(dhidden, dim=0, out=dbias1_LF[e])
+        if bias2_LD is not None:
+            grad = grad.narrow(1, bias2_start, bias2_LD.size(1))
+            dweight += torch.mv(grad, bias2_LD[e])
+            if needs_bias2:
+                torch.mv(grad.t(), weights[e].squeeze(1), out=dbias2_LD[e])
+        if needs_weights:
             dweights[e].copy_(dweight)
 
-        for_each_expert(one_expert, splits)
-        dx_out = (dx_RD if order is None else sum_slots(dx_RD, order)) if needs_x else None
-        return dx_out, dweights_R, dweight1_LFD, dweight2_LDF, dbias1_LF, dbias2_LD, None, None, None, None
+    for_each_expert(one_expert, splits)
+    return results
 
 
-def _rows_of(x: Tensor, splits: list[int], order: RowOrder | None) -> Callable[[int], Tensor]:
+def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[int], Tensor]:
     """The rows of an expert: a part of `x`, or tokens gathered on demand."""
-    if order is None:
+    if token_R is None:
         return x.split(splits).__getitem__
-    if order.has_padding:  # whose token is one past the last
-        x = torch.cat([x, x.new_zeros(1, x.size(1))])
-    token_R = order.slot_R if order.topk == 1 else order.slot_R // order.topk
     tokens = token_R.split(splits)
     return lambda e: x.index_select(0, tokens[e])

@@ -13,6 +13,7 @@ from moe_exp.planner.costs.params import checkpoint_bytes
 _FILES_OVER_TENSORS, _FILES_BYTES = 1.02, 200_000
 # Bytes of a train record (metrics.jsonl, log, TensorBoard), of an MoE layer in it, and of an expert; measured
 _RECORD_BYTES, _LAYER_BYTES, _EXPERT_BYTES = 3100, 850, 8
+_START_BYTES = 10_000  # the settings in TensorBoard, of each start
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _num_kept_always(config: Config, iteration: int, there: Sequence[int]) -> in
 def _records_bytes(config: Config, iteration: int) -> int:
     num_records = max(0, config.train_iters - iteration) // config.log_interval
     per_layer = _LAYER_BYTES + _EXPERT_BYTES * config.num_experts
-    return num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
+    return _START_BYTES + num_records * (_RECORD_BYTES + sum(config.moe_layers) * per_layer)
 
 
 def keep_last_that_fits(

@@ -5,25 +5,29 @@ from __future__ import annotations
 from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import priced
 
+RULE_BEFORE = "full"  # ATTENTION_FLOPS of runs whose settings lack it
+
 
 def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
     """Operations of the model in one iteration, forward and backward, over all ranks: what TFLOP/s and MFU
     count.
 
-    Megatron-LM's `num_floating_point_operations` of late 2024, term by term, with B samples of S tokens, L
+    The rule of Megatron-LM's `num_floating_point_operations` since 2025, with B samples of S tokens, L
     layers, width h, n heads of size d in g groups, and V rows of vocabulary:
 
-        12*B*S*L*h^2 * ((1 + g/n + S/h) * n*d/h + topk*ffn/h * (3/2 if gated) + V/(2*L*h))
+        12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
     Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a
-    token meets. Attention counts all S^2 scores though half of them are masked; norms, softmax, router and
-    recompute count nothing. Ours differs in that first dense layers count as dense ones.
+    token meets. Of the S^2 scores, attention counts the half that the causal mask keeps.
+    ATTENTION_FLOPS=full counts all of them (S/h instead of S/(2*h)), as Megatron-LM did until late 2024.
+    Norms, softmax, router and recompute count nothing; Megatron-LM counts the norms of latent attention.
 
     Args:
         config: the settings.
         batch_size: samples in the iteration (batch ramp-up); GBSZ by default.
     """
-    return 6 * _tokens(config, batch_size) * (_layers(config) + config.hidden_size * config.padded_vocab_size)
+    output_layer = 2 * config.hidden_size * config.padded_vocab_size
+    return 3 * _tokens(config, batch_size) * (_layers(config) + output_layer)
 
 
 def hardware_flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
@@ -36,11 +40,17 @@ def hardware_flops_per_iteration(config: Config, batch_size: int | None = None) 
     arXiv:2205.05198, section 5). What a fused attention kernel computes again in its backward pass is not
     counted. Arguments as above.
     """
-    return flops_per_iteration(config, batch_size) + 2 * _tokens(config, batch_size) * _repeated(config)
+    return flops_per_iteration(config, batch_size) + _tokens(config, batch_size) * _repeated(config)
+
+
+def rule_factor(config: Config, counted_by: str) -> float:
+    """Factor from FLOPs that another ATTENTION_FLOPS counted for this model to those that its own counts."""
+    other = config.model_copy(update={"attention_flops": counted_by})
+    return flops_per_iteration(config, 1) / flops_per_iteration(other, 1)
 
 
 def _repeated(config: Config) -> int:
-    """Multiply-adds per token that the backward pass computes again."""
+    """Operations per token that the backward pass computes again."""
     core = 0 if config.use_moe else config.num_layers * _scores_and_values(config)
     experts = sum(config.moe_layers) * _moe(config)
     costs = {"none": 0, "moe_act": core, "selective": core + experts, "full": _layers(config)}
@@ -80,32 +90,34 @@ def _tokens(config: Config, batch_size: int | None) -> int:
 
 
 def _layers(config: Config) -> int:
-    """Multiply-adds per token in all layers, forward."""
+    """Operations per token in all layers, forward."""
     num_moe = sum(config.moe_layers)
     dense = (config.num_layers - num_moe) * _mlp(config, config.ffn_hidden_size)
     return config.num_layers * _attention(config) + dense + num_moe * _moe(config)
 
 
 def _attention(config: Config) -> int:
-    """Multiply-adds per token: the projections, then scores and weighted values over the whole sequence."""
+    """Operations per token: the projections, then scores and weighted values."""
     if config.multi_latent_attention:
         return _latent_projections(config) + _scores_and_values(config)
     query, key = config.num_heads * config.kv_channels, config.num_query_groups * config.kv_channels
-    return 2 * config.hidden_size * (query + key) + _scores_and_values(config)
+    return 4 * config.hidden_size * (query + key) + _scores_and_values(config)
 
 
 def _scores_and_values(config: Config) -> int:
     value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
-    return config.seq_len * config.num_heads * (config.kv_channels + value_channels)
+    multiply_adds = config.seq_len * config.num_heads * (config.kv_channels + value_channels)
+    return 2 * multiply_adds if config.attention_flops == "full" else multiply_adds
 
 
 def _latent_projections(config: Config) -> int:
-    """FLOPs of multi-latent attention, by Megatron-LM's terms of 2025, but for the norms that it counts."""
+    """Operations of multi-latent attention's projections per token."""
     hidden, latent, value = config.hidden_size, config.kv_lora_rank, config.num_heads * config.v_head_dim
     query = config.num_heads * config.kv_channels
     projected = config.q_lora_rank * (hidden + query) if config.q_lora_rank else hidden * query
     projected += hidden * (latent + config.qk_pos_emb_head_dim)
-    return projected + latent * (config.num_heads * config.qk_head_dim + value) + value * hidden
+    projected += latent * (config.num_heads * config.qk_head_dim + value) + value * hidden
+    return 2 * projected
 
 
 def _moe(config: Config) -> int:
@@ -114,4 +126,4 @@ def _moe(config: Config) -> int:
 
 
 def _mlp(config: Config, ffn: int) -> int:
-    return (3 if config.gated else 2) * config.hidden_size * ffn
+    return 2 * (3 if config.gated else 2) * config.hidden_size * ffn

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby, pairwise
 
 from moe_exp.config import Config
+from moe_exp.host.files import count_text
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, num_moments, optimizer_state_bytes
@@ -214,24 +215,24 @@ def _embedding(config: Config, tp: int) -> int:
 
 
 def startup_report(config: Config) -> str:
-    """The counts that a run shows at its start, in Megatron's wording; 1 MB is 2^20 bytes."""
+    """The counts that a run shows at its start; those of a rank in Megatron's wording, where 1 MB is 2^20
+    bytes.
+    """
     count, pp_rank = count_parameters(config), most_loaded_rank(config)
     rank = rank_parameters(config, pp_rank)
     num_bytes = weight_and_optimizer_bytes(config, rank)
     num_bytes += embedding_moment_bytes(config) * tables_of_stages(config, config.pp)[pp_rank]
     flops, batch = flops_per_iteration(config), f"{config.gbsz} samples of {config.seq_len} tokens"
-    return f"""Number of parameters in transformer layers in billions: {_billions(count.transformer_layers)}
-Number of parameters in embedding layers in billions: {_billions(count.embedding)}
-Total number of parameters in billions: {_billions(count.total)}
-Number of parameters active per token in billions: {_billions(count.active_per_token)}
-Number of parameters in most loaded shard in billions: {_billions(rank.total, 4)}
+    return f"""Parameters: {counted(count.total)}, {counted(count.active_per_token)} active per token
+Parameters in layers: {counted(count.transformer_layers)}, in embeddings: {counted(count.embedding)}
  > number of parameters on (tensor, pipeline) model parallel rank (0, {pp_rank}): {rank.total}
 Theoretical memory footprints: weight and optimizer={num_bytes / MEBIBYTE:.2f} MB
 Floating-point operations per iteration: {flops} ({batch})"""
 
 
-def _billions(count: int, digits: int = 2) -> str:
-    return f"{count / 1e9:.{digits}f} ({count})"
+def counted(count: int) -> str:
+    """As `30.5B (30,532,122,624)`."""
+    return f"{count_text(count)} ({count:,})"
 
 
 def split_layers(num_layers: int, num_stages: int, *, count_ends: bool = False) -> list[int]:

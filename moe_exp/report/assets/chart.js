@@ -1,63 +1,16 @@
-// Line charts over uPlot: hover, arrow keys, gaps and marks. Text from runs goes into the page as text, never as markup.
+// Line charts over uPlot: hover, arrow keys, gaps, marks and bands.
 "use strict";
-const Report = { charts: [], state: { axis: "consumed_tokens", smoothing: 0, logX: false, logY: false, hidden: new Set() } };
-
-Report.color = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-Report.element = (tag, text, attributes = {}) => {
-  const made = document.createElement(tag);
-  if (text !== undefined) made.textContent = text;
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  return made;
-};
-Report.short = value => {
-  if (value == null) return "–";
-  const size = Math.abs(value);
-  if (size >= 1e3) {
-    const power = Math.min(Math.floor(Math.log10(size) / 3 + 1e-9), 8);
-    return `${+(value / 1000 ** power).toPrecision(4)}${["", "k", "M", "G", "T", "P", "E", "Z", "Y"][power]}`;
-  }
-  return size && size < 1e-3 ? value.toExponential(2) : String(+value.toPrecision(4));
-};
-Report.duration = seconds => {
-  if (seconds == null) return "–";
-  if (seconds < 120) return `${+seconds.toPrecision(3)} s`;
-  if (seconds < 7200) return `${(seconds / 60).toFixed(1)} min`;
-  return seconds < 172800 ? `${(seconds / 3600).toFixed(1)} h` : `${(seconds / 86400).toFixed(1)} days`;
-};
-Report.AXES = {
-  consumed_tokens: { name: "tokens", show: Report.short },
-  consumed_flops: { name: "FLOPs", show: Report.short },
-  training_seconds: { name: "wall time", show: Report.duration },
-  iteration: { name: "iteration", show: value => (value == null ? "–" : String(Math.round(value))) },
-};
-
-// Exponential moving average without the bias of its first values (Kingma and Ba 2015), taken forwards and backwards, and the mean of
-// the two: one alone lags behind a falling loss. Gaps stay gaps.
-Report.smoothed = (values, weight) => {
-  const pass = ordered => {
-    let sum = 0, total = 0;
-    return ordered.map(value => {
-      if (value == null) return value;
-      sum = weight * sum + (1 - weight) * value;
-      total = weight * total + (1 - weight);
-      return sum / total;
-    });
-  };
-  const back = pass([...values].reverse()).reverse();
-  return pass(values).map((value, index) => (value == null ? value : (value + back[index]) / 2));
-};
-
-// Drawn in round units: hours, not thousands of seconds.
-Report.timeUnit = most => (most < 300 ? [1, "seconds"] : most < 10800 ? [60, "minutes"] : most < 345600 ? [3600, "hours"] : [86400, "days"]);
-
 Report.Chart = class {
-  // `series()` gives [{ label, color, dash, x: {axis: []}, y: [], low, high, gaps: [index], marks: {axis: [], value: []}, changes: {axis: [], text: []}, points }].
-  constructor(box, { title, series, show = Report.short, smooth = false, zero = false, note = "", height = 230 }) {
-    Object.assign(this, { box, title, series, show, smooth, zero, height, plot: null });
-    box.append(Report.element("h3", title));
+  // `series()` gives [{ label, run, runs, color, dash, x: {axis: []}, y: [], last, low, high, members, gaps: [index], marks: {axis: [], value: []},
+  // changes: {axis: [], text: []}, points }]. `show` is for the axis, `exact` for the line above the chart.
+  constructor(box, { title, series, show = Report.digits, exact = show, smooth = false, zero = false, signed = false, keep = false, note = "", height = 230 }) {
+    Object.assign(this, { box, title, series, show, exact, smooth, zero, signed, keep, height, plot: null, range: { low: null, high: null } });
+    const head = Report.element("div", undefined, { class: "head" });
+    head.append(this.heading = Report.element("h3"), Report.tools(this));
+    box.append(head);
     this.readout = Report.element("div", undefined, { class: "readout" });
     this.place = Report.element("div", undefined, { class: "plot", tabindex: "0", role: "group", "aria-roledescription": "chart" });
-    this.place.setAttribute("aria-label", `${title}. Arrow keys move along the curves, Escape shows all.`);
+    this.place.setAttribute("aria-label", `${this.caption()}. Arrow keys move along the curves, Escape shows all.`);
     this.note = Report.element("div", note, { class: "note" });
     this.fixedNote = note;
     box.append(this.readout, this.place, this.note);
@@ -68,17 +21,33 @@ Report.Chart = class {
     Report.charts.push(this);
   }
 
-  width() { return Math.max(this.place.clientWidth, 120); }
-  resize() { if (this.plot && this.plot.width !== this.width()) this.plot.setSize({ width: this.width(), height: this.height }); }
+  caption() { return typeof this.title === "function" ? this.title() : this.title; }
+  size() {
+    const isFull = this.box.classList.contains("full");
+    return { width: Math.max(this.place.clientWidth, 120), height: isFull ? Math.max(this.place.clientHeight, 150) : this.height };
+  }
+  resize() {
+    const { width, height } = this.size();
+    if (this.plot && (this.plot.width !== width || this.plot.height !== height)) this.plot.setSize({ width, height });
+  }
+  redraw() { this.draw(true); }
 
-  draw() {
+  // Draws the chart, unless its group is folded. Returns the text of a constant that is not worth a chart, else null.
+  draw(withConstants) {
     if (this.plot) this.plot.destroy();
     this.plot = null;
+    if (this.box.closest("details:not([open])")) return null;
     this.readout.textContent = "";
-    const { axis, logX, logY, smoothing } = Report.state;
-    const all = this.series();
-    this.box.hidden = !all.length;
-    if (!all.length) return;
+    this.heading.textContent = this.caption();
+    const { axis, logX, smoothing } = Report.state, logY = Report.state.logY && !this.signed;
+    const all = this.series(), constant = this.keep || !all.length ? null : Report.constant(all, this.exact);
+    this.box.hidden = !all.length || (constant !== null && !withConstants);
+    if (this.box.hidden) return constant;
+    this.drawSeries(all, axis, logX, logY, smoothing);
+    return constant;
+  }
+
+  drawSeries(all, axis, logX, logY, smoothing) {
     this.shown = all.filter(one => (one.x[axis] || []).some((value, index) => value != null && one.y[index] != null));
     const absent = all.filter(one => !this.shown.includes(one)).map(one => one.label);
     this.note.textContent = [this.fixedNote, absent.length ? `No ${Report.AXES[axis].name} known for: ${absent.join(", ")}.` : "", this.markNote()].filter(Boolean).join(" ");
@@ -92,13 +61,13 @@ Report.Chart = class {
     const label = { labelFont: "12px system-ui, sans-serif", labelSize: 18 };
     const ticks = show => (u, splits) => splits.map(value => (value == null ? "" : show(value)));
     this.plot = new uPlot({
-      width: this.width(), height: this.height, series: [{}, ...series], bands,
+      ...this.size(), series: [{}, ...series], bands,
       scales: {
         x: { time: false, ...log(logX) },
-        y: { ...log(logY), ...(this.zero && !logY ? { range: (u, low, high) => [0, (high || 1) * 1.05] } : {}) },
+        y: { ...log(logY), range: (u, low, high) => this.limits(low, high, logY) },
       },
       axes: [
-        { ...pen, ...label, label: this.unit, size: 34, space: 60, values: ticks(Report.short) },
+        { ...pen, ...label, label: this.unit, size: 34, space: 60, values: ticks(axis === "training_seconds" ? Report.digits : Report.AXES[axis].show) },
         { ...pen, size: 62, values: ticks(this.show) },
       ],
       legend: { show: false },
@@ -109,6 +78,16 @@ Report.Chart = class {
       hooks: { draw: [u => this.drawMarks(u)], setCursor: [u => this.tell(u)] },
     }, data, this.place);
     this.tell(this.plot);
+  }
+
+  // The range of y: what was chosen, else that of the data.
+  limits(low, high, logY) {
+    const found = low == null ? (logY ? [1, 10] : [0, 1])
+      : logY ? uPlot.rangeLog(low, high, 10, true)
+      : this.zero ? [0, (high || 1) * 1.05]
+      : uPlot.rangeNum(low, high, 0.1, true);
+    const from = logY && this.range.low <= 0 ? found[0] : this.range.low ?? found[0], to = this.range.high ?? found[1];
+    return from < to ? [from, to] : found;
   }
 
   // One table of uPlot per series: x, the curve, with smoothing the smoothed one, and its range if it has one.
@@ -122,13 +101,14 @@ Report.Chart = class {
       const pen = { stroke: one.color, dash: one.dash, points: { show: one.points || undefined, size: one.points ? 6 : 4, fill: one.color } };
       const raw = { ...pen, label: one.label, width: smoothing ? 1 : 2, alpha: smoothing ? 0.3 : 1 };
       series.push(raw);
+      const shown = this.spread(one, smoothing);
       if (smoothing) {
-        table.push(pick(Report.smoothed(one.y, smoothing)));
+        table.push(pick(shown.y));
         series.push({ ...pen, label: one.label, width: 2.2, points: { show: false } });
       }
       this.main.push(series.length);
-      if (one.low) {
-        table.push(pick(one.high), pick(one.low));
+      if (shown.low) {
+        table.push(pick(shown.high), pick(shown.low));
         series.push({ width: 0, stroke: "transparent", points: { show: false } }, { width: 0, stroke: "transparent", points: { show: false } });
         bands.push({ series: [series.length - 1, series.length], fill: faded(one.color) });
       }
@@ -137,19 +117,33 @@ Report.Chart = class {
     return [tables, series, bands];
   }
 
+  // The curve as it is drawn, and its band: that of the seeds is smoothed like the curves it comes from.
+  spread(one, smoothing) {
+    if (!smoothing) return one;
+    if (one.members) return Report.spread(one.members.map(member => Report.smoothed(member, smoothing)));
+    return { y: Report.smoothed(one.y, smoothing), low: one.low, high: one.high };
+  }
+
   markNote() {
     const parts = [];
     if (this.shown.some(one => (one.gaps || []).length)) parts.push("× marks records that are not a number.");
     if (this.shown.some(one => one.marks && one.marks.value.length)) parts.push("▼ marks spikes.");
     const changed = this.shown.flatMap(one => (one.changes || { text: [] }).text.map(text => (this.shown.length > 1 ? `${one.label}, ${text}` : text)));
     if (changed.length) parts.push(`┆ marks resumes with changed settings, after iteration ${changed.join("; ")}.`);
-    if (this.shown.some(one => one.low)) parts.push("The band is the range of the records that share a point.");
+    if (this.shown.some(one => one.low && !one.members)) parts.push("A band is the range of the records that share a point.");
+    if (this.shown.some(one => one.members)) parts.push("The line of several seeds is their mean, its band reaches from the lowest to the highest.");
     return parts.join(" ");
   }
 
   drawMarks(u) {
     const { axis } = Report.state, context = u.ctx, ratio = devicePixelRatio || 1, { left, top, width, height } = u.bbox;
     context.save();
+    if (this.signed) {
+      const zero = Math.round(u.valToPos(0, "y", true));
+      context.strokeStyle = Report.color("--soft");
+      context.lineWidth = ratio;
+      if (zero >= top && zero <= top + height) context.strokeRect(left, zero, width, 0);
+    }
     context.lineWidth = 1.6 * ratio;
     for (const one of this.shown) {
       context.strokeStyle = Report.color("--bad");
@@ -183,11 +177,16 @@ Report.Chart = class {
     context.restore();
   }
 
-  // What is under the cursor; without one the latest value of each curve, which makes the line a legend.
+  // What is under the cursor, and the smoothed value; without a cursor the latest value of each curve, which makes the line a legend.
   tell(u) {
     const away = u.cursor.left == null || u.cursor.left < 0 || u.cursor.idx == null, axis = Report.AXES[Report.state.axis];
-    const at = index => (away ? u.data[index].findLast(value => value != null) : u.data[index][u.cursor.idxs[index] ?? -1]);
-    let found = this.shown.map((one, index) => ({ one, value: at(this.main[index]) })).filter(({ value }) => value != null);
+    const isSmoothed = this.smooth && Report.state.smoothing > 0;
+    const at = index => u.data[index][u.cursor.idxs[index] ?? -1];
+    let found = this.shown.map((one, index) => {
+      const main = this.main[index];
+      if (away) return { one, value: one.last ?? one.y.findLast(value => value != null) };
+      return isSmoothed ? { one, value: at(main - 1), smoothed: at(main) } : { one, value: at(main) };
+    }).filter(({ value }) => value != null);
     if (found.length > 8) {
       found.sort((a, b) => b.value - a.value);
       found = [found[0], found[found.length - 1]];
@@ -195,18 +194,34 @@ Report.Chart = class {
     const x = away ? null : u.posToVal(u.cursor.left, "x") * this.divisor;
     const where = away ? "latest" : `${axis.name} ${axis.show(Report.state.axis === "iteration" ? Math.round(x) : +x.toPrecision(4))}`;
     this.readout.replaceChildren(Report.element("span", where));
-    for (const { one, value } of found) {
+    for (const { one, value, smoothed } of found) {
       const item = Report.element("span"), swatch = Report.element("i", undefined, { class: "swatch" });
       swatch.style.setProperty("--c", one.color);
-      item.append(swatch, Report.element("span", `${one.label} `, { class: "label", title: one.label }), Report.element("b", this.show(value)));
+      item.append(swatch, Report.element("span", `${one.label} `, { class: "label", title: one.label }), Report.element("b", this.exact(value)));
+      if (smoothed != null) item.append(Report.element("span", ` smoothed ${this.exact(smoothed)}`));
       this.readout.append(item);
     }
+  }
+
+  // What the chart shows, a row per point.
+  csv() {
+    const { axis, smoothing } = Report.state, rows = [["run", axis, "value", "smoothed", "low", "high"]];
+    for (const one of this.shown || []) {
+      const shown = this.spread(one, this.smooth ? smoothing : 0), isSmoothed = this.smooth && smoothing;
+      one.x[axis].forEach((x, index) => rows.push([one.label, x, one.y[index], isSmoothed ? shown.y[index] : "", shown.low?.[index], shown.high?.[index]]));
+    }
+    return Report.csvText(rows);
+  }
+
+  png() {
+    return Report.picture(this.plot.ctx.canvas, this.caption(), this.shown.map(({ label, color }) => ({ label, color })));
   }
 
   key(event) {
     const u = this.plot, step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity }[event.key];
     if (!u) return;
     if (event.key === "Escape") {
+      if (this.box.classList.contains("full")) return;
       u.setData(u.data);
       u.setCursor({ left: -10, top: -10 });
     } else if (step !== undefined) {

@@ -16,22 +16,35 @@ Report.loadColors = () => {
   };
 };
 
+const BELOW = 34; // pixels for the labels of the columns
+
 Report.Heatmap = class {
-  // `value(row, column)` is a share of the fair one; `tell(row, column)` the sentence about a cell; `pick` is called for a chosen one.
-  constructor(box, { title, ends, pick }) {
-    Object.assign(this, { box, pick, row: 0, column: 0 });
+  // `labels()` gives { rows, columns: [text], row, column: what they are }; `pick` is called for a chosen cell.
+  constructor(box, { title, labels, pick }) {
+    Object.assign(this, { box, pick, labels, row: 0, column: 0 });
     this.title = Report.element("h3", title);
+    const head = Report.element("div", undefined, { class: "head" });
+    head.append(this.title, Report.tools(this));
     this.readout = Report.element("div", undefined, { class: "readout", "aria-live": "polite" });
     this.canvas = Report.element("canvas", undefined, { tabindex: "0", role: "img" });
-    this.ends = Report.element("div", undefined, { class: "ticks" });
-    this.endTexts = ends;
-    box.append(this.title, this.readout, this.canvas, this.ends);
+    box.append(head, this.readout, this.canvas);
     this.canvas.addEventListener("mousemove", event => this.at(event));
     this.canvas.addEventListener("click", event => { this.at(event); this.pick?.(this.row, this.column); });
     this.canvas.addEventListener("keydown", event => this.key(event));
     new ResizeObserver(() => this.rows && this.draw()).observe(box);
   }
 
+  caption() { return this.title.textContent; }
+  redraw() { this.draw(); }
+  png() { return Report.picture(this.canvas, this.caption(), []); }
+
+  csv() {
+    const { rows, columns, row, column } = this.labels(), table = [[row, column, "share_of_fair_load"]];
+    for (let at = 0; at < this.rows; at++) for (let to = 0; to < this.columns; to++) table.push([rows[at], columns[to], this.value(at, to)]);
+    return Report.csvText(table);
+  }
+
+  // `value(row, column)` is a share of the fair one; `tell(row, column)` the sentence about a cell.
   set(rows, columns, value, tell, label) {
     Object.assign(this, { rows, columns, value, sentence: tell });
     this.canvas.setAttribute("aria-label", label);
@@ -41,15 +54,26 @@ Report.Heatmap = class {
   }
 
   draw() {
-    const { rows, columns, canvas } = this, ratio = devicePixelRatio || 1, width = canvas.clientWidth;
-    const cell = Math.min(Math.max(Math.floor(320 / rows), 5), 48), gap = cell > 12 && width / columns > 12 ? 1 : 0;
-    canvas.style.height = `${rows * cell}px`;
-    canvas.width = Math.round(width * ratio);
-    canvas.height = Math.round(rows * cell * ratio);
-    const context = canvas.getContext("2d"), color = Report.loadColors(), w = canvas.width / columns, h = cell * ratio;
+    const { rows, columns, canvas } = this, ratio = devicePixelRatio || 1, texts = this.labels();
+    const tall = this.box.classList.contains("full") ? Math.max(window.innerHeight - 160, 100) : 320;
+    const cell = Math.min(Math.max(Math.floor(tall / rows), 5), tall > 320 ? tall : 48);
+    const context = canvas.getContext("2d"), font = `${11 * ratio}px system-ui, sans-serif`;
+    context.font = font;
+    const left = 22 + Math.ceil(Math.max(...texts.rows.map(text => context.measureText(text).width)) / ratio);
+    const width = Math.max(canvas.clientWidth - left, 20);
+    this.left = left;
+    const gap = cell > 12 && width / columns > 12 ? 1 : 0;
+    const high = rows * cell + BELOW;
+    canvas.style.height = `${high}px`;
+    canvas.width = Math.round((left + width) * ratio);
+    canvas.height = Math.round(high * ratio);
+    this.writeLabels(context, texts, { left: left * ratio, w: (width * ratio) / columns, h: cell * ratio, ratio, font });
+    const color = Report.loadColors(), w = (width * ratio) / columns, h = cell * ratio;
+    context.save();
+    context.translate(left * ratio, 0);
     context.textAlign = "center";
     context.textBaseline = "middle";
-    context.font = `${11 * ratio}px system-ui, sans-serif`;
+    context.font = font;
     for (let row = 0; row < rows; row++) {
       for (let column = 0; column < columns; column++) {
         const share = this.value(row, column), [r, g, b] = color(share);
@@ -67,15 +91,32 @@ Report.Heatmap = class {
       context.lineWidth = 2 * ratio;
       context.strokeRect(this.column * w, this.row * h, w - gap * ratio, h - gap * ratio);
     }
-    this.ends.textContent = "";
-    for (const text of this.endTexts()) this.ends.append(Report.element("span", text));
+    context.restore();
     this.readout.textContent = this.sentence(this.row, this.column);
   }
 
+  // The labels that fit, the first always, and what rows and columns are.
+  writeLabels(context, texts, { left, w, h, ratio, font }) {
+    Object.assign(context, { font, fillStyle: Report.color("--soft"), textBaseline: "middle", textAlign: "right" });
+    const every = Math.ceil((13 * ratio) / h), bottom = texts.rows.length * h;
+    texts.rows.forEach((text, row) => row % every === 0 && context.fillText(text, left - 4 * ratio, (row + 0.5) * h));
+    const widest = Math.max(...texts.columns.map(text => context.measureText(text).width)), step = Math.ceil((widest + 8 * ratio) / w);
+    context.textAlign = "center";
+    texts.columns.forEach((text, column) => {
+      const middle = left + (column + 0.5) * w, half = context.measureText(text).width / 2;
+      if (column % step === 0) context.fillText(text, Math.min(Math.max(middle, half), context.canvas.width - half), bottom + 10 * ratio);
+    });
+    context.fillText(texts.column, left + (texts.columns.length * w) / 2, bottom + 25 * ratio);
+    context.translate(7 * ratio, bottom / 2);
+    context.rotate(-Math.PI / 2);
+    context.fillText(texts.row, 0, 0);
+    context.setTransform(1, 0, 0, 1, 0, 0);
+  }
+
   at(event) {
-    const place = this.canvas.getBoundingClientRect();
-    this.column = Math.min(Math.max(Math.floor(((event.clientX - place.left) / place.width) * this.columns), 0), this.columns - 1);
-    this.row = Math.min(Math.max(Math.floor(((event.clientY - place.top) / place.height) * this.rows), 0), this.rows - 1);
+    const place = this.canvas.getBoundingClientRect(), x = event.clientX - place.left - this.left, y = event.clientY - place.top;
+    this.column = Math.min(Math.max(Math.floor((x / (place.width - this.left)) * this.columns), 0), this.columns - 1);
+    this.row = Math.min(Math.max(Math.floor((y / (place.height - BELOW)) * this.rows), 0), this.rows - 1);
     this.readout.textContent = this.sentence(this.row, this.column);
   }
 
@@ -101,13 +142,13 @@ Report.Experts = class {
     [this.runChoice, this.slider, this.when, this.layerChoice, this.table] = ["expert-run", "expert-time", "expert-when", "expert-layer", "expert-table"].map(id);
     this.runs.forEach((run, index) => this.runChoice.append(Report.element("option", run.name, { value: index })));
     const now = new Report.Heatmap(id("heat-now"), {
-      title: "Load of every expert at one time (rows: layers, columns: experts)",
-      ends: () => ["expert 0", `expert ${this.experts.num_experts - 1}`],
+      title: "Load of every expert at one time",
+      labels: () => ({ rows: this.experts.layers.map(String), columns: this.names(), row: "layer", column: "expert" }),
       pick: row => { this.layerChoice.value = row; this.draw(); },
     });
     const over = new Report.Heatmap(id("heat-over"), {
       title: "",
-      ends: () => [`iteration ${this.experts.bounds[0][0]}`, `iteration ${this.experts.bounds[this.experts.bounds.length - 1][1]}`],
+      labels: () => ({ rows: this.names(), columns: this.times(), row: "expert", column: Report.AXES[this.axis()].name }),
       pick: (row, column) => { this.slider.value = column; this.draw(); },
     });
     Object.assign(this, { now, over });
@@ -132,6 +173,16 @@ Report.Experts = class {
     this.draw();
   }
 
+  names() { return [...Array(this.experts.num_experts).keys()].map(String); }
+
+  // The x axis of the curves, or the iteration if it is not known here.
+  axis() { return this.experts.x[Report.state.axis]?.every(value => value != null) ? Report.state.axis : "iteration"; }
+
+  times() {
+    const axis = this.axis();
+    return this.experts.bounds.map(([, last], time) => (axis === "iteration" ? String(last) : Report.AXES[axis].show(this.experts.x[axis][time])));
+  }
+
   share(time, layer, expert) {
     const { layers, num_experts: count, scale } = this.experts;
     return this.values[(time * layers.length + layer) * count + expert] / scale;
@@ -149,14 +200,14 @@ Report.Experts = class {
   }
 
   draw() {
-    if (!this.runs.length || !this.slider) return;
+    if (!this.runs.length || !this.slider || !this.now.canvas.clientWidth) return;
     const { experts, over, now } = this, time = Number(this.slider.value), layer = Number(this.layerChoice.value);
     const times = experts.bounds.length, { layers, num_experts: count } = experts;
     this.when.textContent = this.period(time);
     this.slider.setAttribute("aria-valuetext", this.period(time));
     now.set(layers.length, count, (row, column) => this.share(time, row, column), (row, column) => this.tell(time, row, column),
       `Load of the experts of all layers at ${this.period(time)}; arrow keys move, the table below has the numbers`);
-    over.title.textContent = `Layer ${layers[layer]} over time (rows: experts, columns: time)`;
+    over.title.textContent = `Load of the experts of layer ${layers[layer]} over time`;
     over.set(count, times, (row, column) => this.share(column, layer, row), (row, column) => this.tell(column, layer, row),
       `Load of the experts of layer ${layers[layer]} over time; arrow keys move`);
     if (this.table.closest("details").open) this.fill(time);

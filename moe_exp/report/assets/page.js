@@ -3,26 +3,32 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent), { state } = Report;
   const runs = data.runs.map((run, index) => Object.assign(run, { index }));
+  state.baseline = data.baseline;
   const dashes = [undefined, [8, 4], [2, 3], [10, 3, 2, 3]];
-  const style = run => ({ color: Report.color(`--run-${run.index % 8}`), dash: dashes[Math.floor(run.index / 8) % 4] });
+  const style = run => ({ run: run.index, runs: groupOf(run.index), color: Report.color(`--run-${run.index % 8}`), dash: dashes[Math.floor(run.index / 8) % 4] });
+  const groupOf = index => (state.bands ? data.groups.find(group => group.includes(index)) : [index]);
   const shown = () => runs.filter(run => !state.hidden.has(run.index));
   const scaled = (values, factor) => (factor == null || !values ? values : values.map(value => (value == null ? null : value * factor)));
 
+  const bySeed = list => (state.bands ? Report.grouped(list, data.groups, state.axis) : list);
+
   function ofRuns(key, options = {}) {
-    return () => shown().filter(run => run.curves[key]).map(run => {
+    return () => bySeed(shown().filter(run => run.curves[key]).map(run => {
       const curve = run.curves[key], factor = options.loss ? run.bits_per_nat : null;
       return {
         label: run.name, ...style(run), x: run.x, y: scaled(curve.mean, factor), low: scaled(curve.low, factor), high: scaled(curve.high, factor),
-        gaps: curve.gaps, marks: options.marks ? run.spikes : undefined, changes: options.changes ? run.changes : undefined,
+        last: scaled([curve.last ?? null], factor)[0], gaps: curve.gaps, marks: options.marks ? run.spikes : undefined, changes: options.changes ? run.changes : undefined,
       };
-    });
-  }
-  function ofValidation(key, factor = () => null) {
-    return () => shown().filter(run => run.valid[key].some(value => value != null)).map(run => ({
-      label: run.name, ...style(run), x: run.valid, y: scaled(run.valid[key], factor(run)), points: true,
-      gaps: run.valid[key].flatMap((value, index) => (value == null ? [index] : [])),
     }));
   }
+  function ofValidation(key, factor = () => null) {
+    return () => bySeed(shown().filter(run => run.valid[key].some(value => value != null)).map(run => ({
+      label: run.name, ...style(run), x: run.valid, y: scaled(run.valid[key], factor(run)), points: true,
+      gaps: run.valid[key].flatMap((value, index) => (value == null ? [index] : [])),
+    })));
+  }
+  const minusBaseline = series => () => Report.differences(series(), state.baseline, state.axis);
+  const baselineName = () => runs[state.baseline].name;
   let experts = null;
   function ofLayers(key) {
     return () => {
@@ -30,24 +36,27 @@
       const { experts: found, name } = experts.run;
       return found.layers.map((layer, index) => ({
         label: `layer ${layer}`, x: found.x, y: found[key][index],
-        color: hue(found.layers.length > 1 ? index / (found.layers.length - 1) : 0), name,
+        run: -1, runs: [], color: hue(found.layers.length > 1 ? index / (found.layers.length - 1) : 0), name,
       })).filter(one => one.y.some(value => value != null));
     };
   }
   const isDark = matchMedia("(prefers-color-scheme: dark)");
   const hue = part => `hsl(${Math.round(215 + 190 * part) % 360} 70% ${isDark.matches ? 66 : 42}%)`;
-  const percent = value => (value == null ? "–" : `${+(100 * value).toPrecision(3)}%`);
-  const bytes = value => (value == null ? "–" : value >= 1e9 ? `${+(value / 1e9).toPrecision(3)} GB` : `${+(value / 1e6).toPrecision(3)} MB`);
+  const { percent, bytes, rate, loss: exact } = Report;
+  const losses = ofRuns("lm_loss", { loss: true, changes: true }), validated = ofValidation("lm_loss", run => run.bits_per_nat);
+  const tflops = value => Report.digits(value, 3);
 
   const charts = {
-    loss: { title: `Training loss, ${data.unit}`, series: ofRuns("lm_loss", { loss: true, changes: true }), smooth: true, height: 340 },
-    valid: { title: `Validation loss, ${data.unit}`, series: ofValidation("lm_loss", run => run.bits_per_nat) },
-    ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl") },
-    bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte") },
+    loss: { title: `Training loss, ${data.unit}`, series: losses, exact, smooth: true, keep: true, height: 340 },
+    valid: { title: `Validation loss, ${data.unit}`, series: validated, exact, keep: true },
+    minus: { title: () => `Training loss minus that of ${baselineName()}`, series: minusBaseline(losses), exact, smooth: true, signed: true, keep: true },
+    "valid-minus": { title: () => `Validation loss minus that of ${baselineName()}`, series: minusBaseline(validated), exact, signed: true, keep: true },
+    ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl"), keep: true },
+    bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte"), exact, keep: true },
     grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },
     learning_rate: { title: "Learning rate", series: ofRuns("learning_rate", { changes: true }) },
-    tokens_per_second: { title: "Tokens per second, all ranks", series: ofRuns("tokens_per_second"), smooth: true, zero: true },
-    tflops_per_gpu: { title: "Model TFLOP/s per rank", series: ofRuns("tflops_per_gpu"), smooth: true, zero: true },
+    tokens_per_second: { title: "Tokens per second, all ranks", series: ofRuns("tokens_per_second"), show: rate, smooth: true, zero: true },
+    tflops_per_gpu: { title: "Model TFLOP/s per rank", series: ofRuns("tflops_per_gpu"), show: tflops, smooth: true, zero: true },
     memory_bytes: { title: "Peak memory of a rank", series: ofRuns("memory_bytes"), show: bytes, zero: true },
     balance: { title: "Load-balancing loss (1 is even)", series: ofRuns("load_balancing_loss"), smooth: true },
     z_loss: { title: "Router z-loss", series: ofRuns("z_loss"), smooth: true },
@@ -61,7 +70,24 @@
     "layer-top1": { title: "Router weight of the first choice by layer", series: ofLayers("top1_weight") },
   };
 
-  Report.draw = () => Report.charts.forEach(chart => chart.draw());
+  // Draws the charts of the open groups; of each group the constant ones are hidden until they are asked for.
+  const asked = new Set();
+  function drawGroup(group) {
+    const constants = [];
+    for (const chart of Report.charts.filter(one => one.box.closest("details.group") === group)) {
+      const constant = chart.draw(asked.has(group));
+      if (constant !== null) constants.push(`${chart.caption()} (${constant})`);
+    }
+    const note = group.querySelector(".hidden-charts");
+    if (!note) return;
+    note.hidden = !constants.length;
+    const show = Report.element("button", asked.has(group) ? "hide" : "show", { type: "button" });
+    show.addEventListener("click", () => { asked[asked.has(group) ? "delete" : "add"](group); drawGroup(group); group.querySelector(".hidden-charts button").focus(); });
+    const number = `${constants.length} constant ${constants.length === 1 ? "chart" : "charts"}`;
+    note.replaceChildren(`${number} ${asked.has(group) ? "shown" : "hidden"}: ${constants.join(", ")}. `, show);
+  }
+  const groups = [...document.querySelectorAll("details.group")];
+  Report.draw = () => { groups.forEach(drawGroup); experts?.draw(); };
 
   function controls() {
     const chips = document.getElementById("runs"), axis = document.getElementById("axis");
@@ -96,6 +122,14 @@
     };
     smoothing.addEventListener("input", () => { smooth(); Report.draw(); });
     smooth();
+    const baseline = document.getElementById("baseline");
+    runs.forEach(run => baseline.append(Report.element("option", run.name, { value: run.index })));
+    baseline.value = state.baseline;
+    baseline.addEventListener("change", () => { state.baseline = Number(baseline.value); Report.draw(); });
+    baseline.closest("label").hidden = runs.length < 2;
+    const bands = document.getElementById("bands");
+    bands.closest("label").hidden = data.groups.every(group => group.length < 2);
+    bands.addEventListener("change", () => { state.bands = bands.checked; Report.draw(); });
     for (const [name, id] of [["logX", "log-x"], ["logY", "log-y"]]) {
       document.getElementById(id).addEventListener("change", event => { state[name] = event.target.checked; Report.draw(); });
     }
@@ -125,11 +159,43 @@
     input.addEventListener("input", () => input.value && fill());
   }
 
+  // Groups open when a link leads into them; tables that are wider than their frame say so.
+  function folding() {
+    const toggle = document.getElementById("fold"), all = [...document.querySelectorAll("details.group")];
+    const isAll = () => all.every(group => group.open);
+    const name = () => { toggle.textContent = isAll() ? "fold all" : "open all"; };
+    toggle.hidden = false;
+    toggle.addEventListener("click", () => { const open = !isAll(); all.forEach(group => { group.open = open; }); });
+    all.forEach(group => group.addEventListener("toggle", () => { name(); if (group.open) { all.filter(one => group.contains(one)).forEach(drawGroup); experts.draw(); } }));
+    name();
+    const follow = () => {
+      const group = document.getElementById(location.hash.slice(1))?.querySelector("details.group");
+      if (group) group.open = true;
+    };
+    addEventListener("hashchange", follow);
+    follow();
+  }
+  function scrolling() {
+    for (const box of document.querySelectorAll(".scroll")) {
+      const hint = Report.element("p", "scroll sideways for more →", { class: "swipe", "aria-hidden": "true" });
+      box.before(hint);
+      const check = () => {
+        hint.hidden = box.scrollWidth <= box.clientWidth + 1;
+        box.toggleAttribute("data-more", box.scrollWidth - box.clientWidth - box.scrollLeft > 4);
+      };
+      box.addEventListener("scroll", check, { passive: true });
+      new ResizeObserver(check).observe(box);
+      check();
+    }
+  }
+
   controls();
   costs();
   experts = new Report.Experts(runs);
   for (const box of document.querySelectorAll("[data-chart]")) new Report.Chart(box, charts[box.dataset.chart]);
   Report.draw();
-  isDark.addEventListener("change", () => { Report.draw(); experts.draw(); });
+  folding();
+  scrolling();
+  isDark.addEventListener("change", () => Report.draw());
   document.documentElement.dataset.ready = "true";
 })();

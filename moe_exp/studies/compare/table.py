@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from itertools import combinations
 
+from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.comparison import Parity, in_words, parity_text
 from moe_exp.studies.compare.comparison import Comparison
@@ -31,7 +32,7 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     head += f", {options.repeats} runs of each with seeds from {config.seed}" if options.repeats > 1 else ""
     rows = {**_size_rows(comparison), "iterations": [f"{one.config.train_iters:,}" for one in variants]}
     rows["tokens"] = [
-        _count(one.config.train_iters * one.config.gbsz * one.config.seq_len) for one in variants
+        count_text(one.config.train_iters * one.config.gbsz * one.config.seq_len) for one in variants
     ]
     times = [(pace := seconds.get(one.name)) and pace * one.config.train_iters for one in variants]
     rows[f"training time, {'measured pace' if measured else 'predicted roughly'}"] = [
@@ -52,9 +53,9 @@ def _size_rows(comparison: Comparison) -> dict[str, list[str]]:
     variants, reference, match = comparison.variants, comparison.reference, comparison.options.match
     aparts = [apart(one.config, reference.config, match) for one in variants]
     return {
-        "parameters": [_count(count_parameters(one.config).total) for one in variants],
-        "active per token": [_count(active_parameters(one.config)) for one in variants],
-        "FLOPs per token": [_count(flops_per_token(one.config)) for one in variants],
+        "parameters": [count_text(count_parameters(one.config).total) for one in variants],
+        "active per token": [count_text(active_parameters(one.config)) for one in variants],
+        "FLOPs per token": [flops_text(flops_per_token(one.config)) for one in variants],
         "MLP width": [_width_words(one) for one in variants],
         f"{_MATCHED_BY[match]} against {reference.name}": [
             "-" if one is reference else f"{share:+.2%}" for one, share in zip(variants, aparts, strict=True)
@@ -178,14 +179,6 @@ def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]
     return [lines[0], ruler, *lines[1:]]
 
 
-def _count(number: float) -> str:
-    """As `1.64M`, `8.26M`."""
-    for unit, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if number >= unit:
-            return f"{number / unit:.4g}{letter}"
-    return f"{number:.4g}"
-
-
 def _duration(seconds: float | None) -> str:
     return "unknown" if seconds is None else str(timedelta(seconds=round(seconds)))
 
@@ -207,15 +200,15 @@ def _whole_percent(share: float) -> str:
 
 
 _AXIS_WORDS: dict[Axis, Callable[[float], str]] = {
-    "tokens": lambda end: f"{_count(end)} tokens",
-    "flops": lambda end: f"{_count(end)} FLOPs",
+    "tokens": lambda end: f"{count_text(end)} tokens",
+    "flops": lambda end: f"{flops_text(end)} FLOPs",
     "seconds": lambda end: f"{_seconds(end)} of training",
 }
 
 # (label, value of a run, formatter)
 _RESULTS: list[tuple[str, Callable[[Ended], float | None], Callable[[float], str]]] = [
-    ("tokens", lambda one: one.numbers.tokens, _count),
-    ("FLOPs", lambda one: one.numbers.flops, _count),
+    ("tokens", lambda one: one.numbers.tokens, count_text),
+    ("FLOPs", lambda one: one.numbers.flops, flops_text),
     ("training time", lambda one: one.numbers.seconds, _seconds),
     ("tokens/s", lambda one: one.numbers.tokens_per_second, lambda rate: f"{rate:,.0f}"),
     ("memory of a rank", lambda one: one.numbers.peak_memory_bytes, lambda size: f"{size / 2**30:.2f} GiB"),

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError, load_config, problem
+from moe_exp.config.loading import with_file
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import device_name
 from moe_exp.host.files import read_json, write_atomically, write_json
@@ -72,6 +73,7 @@ class Sweep:
         Raises:
             ConfigError: lists every value that cannot be read.
         """
+        flags = with_file(flags, environ)
         mine = {
             name: value
             for name, value in flags.items()

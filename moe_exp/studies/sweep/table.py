@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from moe_exp.config import Config
+from moe_exp.host.files import count_text
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import count_parameters
@@ -212,7 +213,7 @@ def _layout_cells(row: Row, optional: Sequence[str]) -> list[str]:
         c.mbsz,
         c.gbsz,
     ]
-    return [str(c.nnodes), str(c.world_size), size_text(count_parameters(c).total), *map(str, sizes)]
+    return [str(c.nnodes), str(c.world_size), count_text(count_parameters(c).total), *map(str, sizes)]
 
 
 def _result_cells(row: Row) -> list[str]:
@@ -225,11 +226,3 @@ def _result_cells(row: Row) -> list[str]:
     ]
     texts = ["" if value is None else format(value, form) for value, form in numbers]
     return [*texts, row.status, row.short_reason.replace("|", "\\|")]
-
-
-def size_text(parameters: int) -> str:
-    """As `4.38B`, `2.36M`."""
-    for unit, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if parameters >= unit:
-            return f"{parameters / unit:.3g}{letter}"
-    return str(parameters)

@@ -20,7 +20,7 @@ def test_there_and_back(tmp_path, hf_folders, capsys):
     assert main(["convert", "from-hf", str(hf_folders["mixtral"]), str(tmp_path / "ours")]) == 0
     out = capsys.readouterr().out
     assert f"{tmp_path / 'ours'}: MixtralForCausalLM, fp32" in out
-    assert f". {tmp_path / 'ours' / 'settings.env'}; set +a; moe-exp train" in out
+    assert f"moe-exp train --config {tmp_path / 'ours' / 'settings.env'}\n" in out
     assert (
         main(
             [

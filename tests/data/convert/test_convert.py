@@ -23,15 +23,16 @@ import orjson
 import psutil
 import pytest
 
-from moe_exp.data import stage
+from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import jobs, steps
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.dedup import write_contamination_index
 from moe_exp.data.convert.execution import Execution
 from moe_exp.data.convert.steps import Filter, check_counts
-from moe_exp.data.documents import BadDocument, Tally, read_documents
+from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
+from moe_exp.data.kinds import BadDocument
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("datatrove")
@@ -294,7 +295,7 @@ def test_long_documents_come_in_small_batches(tmp_path):
         [{"text": f"{number} " + "x" * 2**20} for number in range(40)],
         compression="none",
     )
-    assert steps._batch_rows(pyarrow.parquet.read_metadata(path)) <= 16
+    assert kinds._batch_rows(pyarrow.parquet.read_metadata(path)) <= 16
     assert convert([path], tmp_path / "x", ConvertSettings(), ONE)["written"]["num_documents"] == 40
 
 
@@ -443,7 +444,7 @@ def test_inputs_that_cannot_be(tmp_path):
         sort_inputs([])
     with pytest.raises(ValueError, match=rf"^{path}: is there twice\. Fix: "):
         sort_inputs([path, tmp_path / "." / "a.jsonl"])
-    with pytest.raises(ValueError, match=r"a\.csv: is not one of \.parquet, .* Fix: "):
+    with pytest.raises(ValueError, match=r"a\.csv: does not end with \.jsonl, .* Fix: "):
         sort_inputs([tmp_path / "a.csv"])
     with pytest.raises(ValueError, match=r"^tasks=2: there are 1 input files, .* Fix: give at most 1\.$"):
         convert([path], tmp_path / "x", ConvertSettings(tasks=2), ONE)

@@ -158,7 +158,7 @@ def test_list_command_prints_every_source(capsys):
         assert source.name in shown
         assert source.licence.split(",")[0] in shown
     assert "28.5 GB" in shown
-    assert "about 31.0 GB" in shown
+    assert "about 31 GB" in shown
 
 
 # ---- by name or path
@@ -248,13 +248,13 @@ def test_links_to_folders_are_followed_but_not_in_circles(tmp_path, caplog):
 
 
 def test_local_path_without_data(tmp_path):
-    _write(tmp_path, "notes.txt", b"")
-    with pytest.raises(ValueError, match=r": has no file of \.parquet, .*, only notes\.txt\. Fix: "):
+    _write(tmp_path, "notes.doc", b"")
+    with pytest.raises(ValueError, match=r": has no file of \.jsonl, .*, only notes\.doc\. Fix: "):
         local_files(resolve_source(str(tmp_path)))
-    with pytest.raises(ValueError, match=r"notes\.txt: is none of \.parquet, .*Fix: "):
-        local_files(resolve_source(str(tmp_path / "notes.txt")))
+    with pytest.raises(ValueError, match=r"notes\.doc: is none of \.jsonl, .*Fix: "):
+        local_files(resolve_source(str(tmp_path / "notes.doc")))
     with pytest.raises(
-        ValueError, match=r"^pattern=x/\*: matches no file of .*, which has notes\.txt\. Fix: "
+        ValueError, match=r"^pattern=x/\*: matches no file of .*, which has notes\.doc\. Fix: "
     ):
         local_files(resolve_source(str(tmp_path), patterns=["x/*"]))
     with pytest.raises(ValueError, match=r"^revision=v1: .* is not on the hub\. Fix: leave it out\.$"):

@@ -7,13 +7,14 @@ import os
 from itertools import pairwise
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from moe_exp.cli import main
-from moe_exp.data.documents import BadDocument
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.inspect.inspection import (
     inspect_documents,
@@ -22,6 +23,7 @@ from moe_exp.data.inspect.inspection import (
     length_summary,
     token_blocks,
 )
+from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter
@@ -180,7 +182,7 @@ def test_damaged_files(tmp_path):
     with pytest.raises(ValueError, match=r"gone\.bin is missing\. Fix: "):
         inspect_path(tmp_path / "gone")
     with pytest.raises(
-        ValueError, match=r"tmp.* has no \.jsonl, \.jsonl\.gz, \.jsonl\.zst file\. Fix: give "
+        ValueError, match=r"tmp.*: the folder has token files\. Fix: give their prefix, .*part\."
     ):
         inspect_path(tmp_path)
 
@@ -260,10 +262,9 @@ def test_command(texts, tokenizer, tmp_path, capsys, monkeypatch):
         assert text in printed
 
 
-def test_parquet_files_are_not_left_out_without_a_word(tmp_path):
+def test_files_of_all_kinds_are_inspected(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    (tmp_path / "b.parquet").write_bytes(b"")
-    with pytest.raises(
-        ValueError, match=r"b.parquet: Parquet files are not read here. Fix: give the folder of JSONL chunks"
-    ):
-        inspect_path(tmp_path)
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["b"]}), tmp_path / "b.parquet")
+    assert inspect_path(tmp_path)["documents"] == 2
+    (tmp_path / "c.txt").write_text("c")
+    assert inspect_path(tmp_path / "c.txt")["documents"] == 1

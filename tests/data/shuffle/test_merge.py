@@ -15,7 +15,8 @@ import zstandard
 
 from helpers import ROOT
 from moe_exp.commands.data import main
-from moe_exp.data.documents import BadDocument, Tally, read_documents
+from moe_exp.data.documents import Tally, read_documents
+from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import merge as merge_module
 from moe_exp.data.shuffle.merge import merge
 from moe_exp.data.shuffle.shuffle import shuffle

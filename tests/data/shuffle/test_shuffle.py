@@ -20,8 +20,9 @@ import zstandard
 
 from helpers import ROOT
 from moe_exp.commands.data import main
-from moe_exp.data.documents import BadDocument, Tally, find_inputs, read_documents
+from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
+from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import buckets, shuffle
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES, Dealer, State, ValidTally
@@ -180,7 +181,7 @@ def test_the_validation_file_of_a_folder_is_left_out(tmp_path, caplog):
         write_jsonl(tmp_path / name, ["a", "b"])
     with caplog.at_level("INFO"):
         assert find_inputs([tmp_path]) == [tmp_path / "a.jsonl"]
-    assert caplog.messages == [f"{tmp_path}: left out, as it is for validation: x.val.jsonl, y.val.jsonl.gz"]
+    assert caplog.messages == [f"{tmp_path}: left out, for validation, by name: x.val.jsonl, y.val.jsonl.gz"]
     assert find_inputs([tmp_path / "x.val.jsonl"]) == [tmp_path / "x.val.jsonl"]
 
 
@@ -405,10 +406,10 @@ def test_literal_end_of_text_tokens_and_a_large_document_are_text(tmp_path):
         ({"inputs": []}, "input=: no file is given. Fix: "),
         (
             {"inputs": ["empty"]},
-            "the folder has no file that ends with .jsonl or .jsonl.gz or .jsonl.zst. Fix: ",
+            "the folder has no file that ends with .jsonl, .jsonl.gz, .jsonl.zst, .parquet, ",
         ),
         ({"inputs": ["none.jsonl"]}, "none.jsonl: there is no such file. Fix: "),
-        ({"inputs": ["a.txt"]}, "a.txt: does not end with .jsonl"),
+        ({"inputs": ["a.csv"]}, "a.csv: does not end with .jsonl"),
         ({"inputs": ["a.jsonl", "a.jsonl"]}, "a.jsonl: is given 2 times"),
         ({"inputs": ["void.jsonl"]}, "void.jsonl: there is no document in the input. Fix: "),
         ({"output": "."}, "a.jsonl is in it. Fix: another output folder."),
@@ -421,7 +422,7 @@ def test_literal_end_of_text_tokens_and_a_large_document_are_text(tmp_path):
 )
 def test_arguments_that_cannot_be_used(tmp_path, changes, message):
     write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "a.csv").write_text("a")
     (tmp_path / "void.jsonl").write_bytes(b"\n\n")
     (tmp_path / "empty").mkdir()
     arguments = {"name": "x", "memory_bytes": 2**24, **changes}

@@ -13,7 +13,7 @@ import pytest
 from helpers.slurm.cluster import Cluster
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
-from moe_exp.data.documents import BadDocument
+from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tokens.by_datatrove import tokenize_by_datatrove
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import tokenize_files

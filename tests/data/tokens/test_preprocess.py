@@ -27,8 +27,9 @@ from tokenizers import Tokenizer
 
 from helpers import ROOT
 from moe_exp.commands.data import main
-from moe_exp.data.documents import BadDocument, Tally, find_inputs, read_documents, read_lines
+from moe_exp.data.documents import Tally, find_inputs, read_documents, read_lines
 from moe_exp.data.download.sources import python_stdlib_documents
+from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
@@ -431,14 +432,14 @@ def test_no_documents(content, how, tmp_path):
 
 
 def test_inputs(tmp_path):
-    names = ["b.jsonl", "a.jsonl.gz", "a.val.jsonl", "c.txt"]
-    b, a, valid, other = (write(tmp_path / name, b"") for name in names)
+    names = ["b.jsonl", "a.jsonl.gz", "a.val.jsonl", "README.md", "c.docx"]
+    b, a, valid, _, other = (write(tmp_path / name, b"") for name in names)
     assert find_inputs([tmp_path]) == [a, b]
     assert find_inputs([f"{tmp_path}/*.jsonl"]) == [valid, b]
     assert find_inputs([b, a]) == [b, a]
     for inputs, message in (
-        ([other], "does not end with .jsonl"),
-        ([tmp_path / "d*"], "there is no such file"),
+        ([other], r"does not end with .jsonl, .* Fix: save it as c\.txt, in UTF-8"),
+        ([tmp_path / "d*"], "no file matches the pattern"),
         ([a, tmp_path], "is given 2 times"),
     ):
         with pytest.raises(ValueError, match=message):

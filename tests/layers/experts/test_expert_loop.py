@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers.layers.tiny_moe import random
-from moe_exp.layers.activations import ACTIVATIONS, WeightedActivation
+from moe_exp.layers.activations import ACTIVATIONS, differentiable_weighted_activation
 from moe_exp.layers.capacity import keep_most_probable
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.dispatcher.row_order import RowOrder
@@ -54,7 +54,12 @@ def test_against_plain_torch(activation, bias, splits, dtype, tolerance):
     tensors = leaves(splits, gated=gated, bias=bias, dtype=dtype)
     double = [tensor.detach().double().requires_grad_() for tensor in tensors]
     dy = random(sum(splits), HIDDEN, seed=11).to(dtype)
-    y = expert_loop(*tensors[:2], ExpertWeights(*tensors[2:]), splits=splits, activation=activation)
+    y = expert_loop(
+        *tensors[:2],
+        ExpertWeights(*tensors[2:]),
+        rows_per_expert_L=torch.tensor(splits),
+        activation=activation,
+    )
     actual = gradients(y, tensors, dy)
     expected = gradients(plain(*double, splits=splits, activation=activation), double, dy.double())
     for one, other in zip(actual, expected, strict=True):
@@ -71,7 +76,11 @@ def test_gradcheck(activation):
 
     def run(x, weights_R, *parameters):
         return expert_loop(
-            x, weights_R, ExpertWeights(*parameters, bias2_start=3), splits=splits, activation=activation
+            x,
+            weights_R,
+            ExpertWeights(*parameters, bias2_start=3),
+            rows_per_expert_L=torch.tensor(splits),
+            activation=activation,
         )
 
     assert torch.autograd.gradcheck(run, tensors)
@@ -83,7 +92,8 @@ def test_gradcheck(activation):
 def test_weighted_activation_gradcheck(activation):
     hidden_RF, weights_R = random(3, 4, seed=1).requires_grad_(), random(3, seed=2).requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda hidden, weights: WeightedActivation.apply(hidden, weights, activation), (hidden_RF, weights_R)
+        lambda hidden, weights: differentiable_weighted_activation(hidden, weights, activation),
+        (hidden_RF, weights_R),
     )
 
 
@@ -91,11 +101,15 @@ def test_weighted_activation_gradcheck(activation):
 def test_a_frozen_input_gets_no_gradient_and_the_others_are_the_same(frozen):
     splits = (2, 0, 3)
     tensors = leaves(splits, gated=True, bias=True)
-    y = expert_loop(*tensors[:2], ExpertWeights(*tensors[2:]), splits=splits, activation="swiglu")
+    y = expert_loop(
+        *tensors[:2], ExpertWeights(*tensors[2:]), rows_per_expert_L=torch.tensor(splits), activation="swiglu"
+    )
     y.sum().backward()
     expected = [tensor.grad for tensor in tensors]
     again = [tensor.detach().requires_grad_(index != frozen) for index, tensor in enumerate(tensors)]
-    expert_loop(*again[:2], ExpertWeights(*again[2:]), splits=splits, activation="swiglu").sum().backward()
+    expert_loop(
+        *again[:2], ExpertWeights(*again[2:]), rows_per_expert_L=torch.tensor(splits), activation="swiglu"
+    ).sum().backward()
     for index, tensor in enumerate(again):
         assert tensor.grad is None if index == frozen else torch.equal(tensor.grad, expected[index])
 
@@ -125,12 +139,21 @@ def test_tokens_equal_dispatch_experts_combine(topk, dtype, tolerance, case):
 
     dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
     rows_RD = expert_loop(
-        dispatched.rows_RD, dispatched.weights_R, parameters, splits=splits, activation="swiglu"
+        dispatched.rows_RD,
+        dispatched.weights_R,
+        parameters,
+        rows_per_expert_L=torch.tensor(splits),
+        activation="swiglu",
     )
     expected = gradients(dispatcher.combine(rows_RD, dispatched.record), inputs, dy_TD)
     order: RowOrder = dispatched.record.order
     y_TD = expert_loop(
-        x_TD, order.weights(weights_TK), parameters, splits=splits, activation="swiglu", order=order
+        x_TD,
+        order.weights(weights_TK),
+        parameters,
+        rows_per_expert_L=torch.tensor(splits),
+        activation="swiglu",
+        order=order,
     )
     for one, other in zip(gradients(y_TD, inputs, dy_TD), expected, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
@@ -145,7 +168,12 @@ def test_the_same_bits_every_time_on_two_threads(splits, dtype):
         tensors = leaves(splits, gated=True, bias=True, dtype=dtype)
         runs = []
         for _ in range(5):
-            y = expert_loop(*tensors[:2], ExpertWeights(*tensors[2:]), splits=splits, activation="swiglu")
+            y = expert_loop(
+                *tensors[:2],
+                ExpertWeights(*tensors[2:]),
+                rows_per_expert_L=torch.tensor(splits),
+                activation="swiglu",
+            )
             runs.append(gradients(y, tensors, torch.ones_like(y)))
         for run in runs[1:]:
             assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))

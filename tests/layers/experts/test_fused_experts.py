@@ -140,7 +140,9 @@ def test_rows_against_the_loop_over_experts(counts, activation):
         random(sum(counts), 7, seed=7),
     )
     expected = with_gradients(
-        lambda x, w, w1, w2: expert_loop(x, w, ExpertWeights(w1, w2), splits=counts, activation=activation),
+        lambda x, w, w1, w2: expert_loop(
+            x, w, ExpertWeights(w1, w2), rows_per_expert_L=torch.tensor(counts), activation=activation
+        ),
         doubles(leaves),
         dy_RD,
     )
@@ -155,7 +157,7 @@ def test_twins_against_the_loop_over_experts(activation, twins):
     nothing = torch.empty(0)
     decision = RoutingDecision(expert_TK, leaves[1], nothing, nothing, torch.empty(5), kept_TK)
     slots = sort_slots(decision, num_experts=5)
-    order, splits = slots.order(), slots.rows_per_expert_E.tolist()
+    order = slots.order()
     dy_TD = random(13, 24, seed=7)
 
     def loop(x, weights, weight1, weight2):
@@ -163,7 +165,7 @@ def test_twins_against_the_loop_over_experts(activation, twins):
             x,
             order.weights(weights),
             ExpertWeights(weight1, weight2),
-            splits=splits,
+            rows_per_expert_L=slots.rows_per_expert_E,
             activation=activation,
             order=order,
         )

@@ -248,7 +248,7 @@ def test_twins_compute_what_the_layer_computes(activation: str) -> None:
     )
     output_RD = down.grouped_matmul_torch(active_RF, weights.weight2.transpose(1, 2), offsets)
     expected = expert_loop(
-        x_TD, weights_R, weights, splits=counts.tolist(), activation=activation, order=order
+        x_TD, weights_R, weights, rows_per_expert_L=counts, activation=activation, order=order
     )
     assert relative_error(order.tokens(output_RD), expected) < 1e-13
 

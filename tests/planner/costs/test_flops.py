@@ -4,13 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_exp.config import Config
-from moe_exp.planner.costs.flops import flops_per_iteration, hardware_flops_per_iteration, narayanan_flops
+from moe_exp.config import Config, load_config
+from moe_exp.planner.costs.flops import (
+    flops_per_iteration,
+    hardware_flops_per_iteration,
+    narayanan_flops,
+    rule_factor,
+)
 from moe_exp.planner.costs.params import count_parameters, gpt_parameters, parameters_of_stages
 
-# Sizes that are all different. Multiply-adds per token and layer: 768 for queries, keys and values, 480 for
-# scores and weighted values, 384 for the projection after them; 3 * 16 * 24 for a dense MLP, 3 * 16 * (2 * 12
-# + 20) for an MoE.
+# Sizes that are all different. Multiply-adds per token and layer: 768 for queries, keys and values, 240 for
+# scores and weighted values, 384 for the projection after them; 3 * 16 * 24 for a dense MLP, 3 * 16 * (2 *
+# 12 + 20) for an MoE.
 TINY = {
     "hidden_size": 16,
     "ffn_hidden_size": 24,
@@ -54,7 +59,8 @@ def gpt_2020(hidden: int, num_layers: int, vocab: int, **more) -> Config:
         "tie_embeddings": True,
         "add_bias_linear": True,
     }
-    return Config(**(shape | kind | {"normalization": "LayerNorm", "seq_len": 2048} | more))
+    rule = {"normalization": "LayerNorm", "seq_len": 2048, "attention_flops": "full"}
+    return Config(**(shape | kind | rule | more))
 
 
 @pytest.mark.parametrize(
@@ -124,16 +130,41 @@ def test_formula_of_2021_is_ours_for_models_of_2020(batch, layers, hidden, vocab
     [
         ("none", {}, 0),
         ("moe_act", {}, 0),
-        ("full", {}, 3 * (768 + 480 + 384) + 3 * 3 * 16 * 44),
-        ("full", {"first_k_dense": 1}, 3 * (768 + 480 + 384) + 3 * 16 * 24 + 2 * 3 * 16 * 44),
+        ("full", {}, 3 * (768 + 240 + 384) + 3 * 3 * 16 * 44),
+        ("full", {"first_k_dense": 1}, 3 * (768 + 240 + 384) + 3 * 16 * 24 + 2 * 3 * 16 * 44),
         ("selective", {"first_k_dense": 1}, 2 * 3 * 16 * 44),
-        ("selective", {"use_moe": False}, 3 * 480),
-        ("moe_act", {"use_moe": False}, 3 * 480),
-        ("selective", {"use_moe": False, **LATENT}, 3 * 10 * 4 * (10 + 8)),
-        ("full", {"use_moe": False, "activation": "gelu"}, 3 * (768 + 480 + 384) + 3 * 2 * 16 * 24),
+        ("selective", {"use_moe": False}, 3 * 240),
+        ("moe_act", {"use_moe": False}, 3 * 240),
+        ("selective", {"use_moe": False, **LATENT}, 3 * 5 * 4 * (10 + 8)),
+        ("full", {"use_moe": False, "activation": "gelu"}, 3 * (768 + 240 + 384) + 3 * 2 * 16 * 24),
     ],
 )
 def test_what_is_computed_twice_by_hand(recompute, settings, repeated):
     config = Config(**(TINY | settings | {"recompute": recompute}))
     assert hardware_flops_per_iteration(config) - flops_per_iteration(config) == 2 * 8 * 10 * repeated
     assert hardware_flops_per_iteration(config, batch_size=2) * 4 == hardware_flops_per_iteration(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "masked"),
+    [({}, 3 * 5 * 4 * (6 + 6)), (LATENT, 3 * 5 * 4 * (10 + 8)), ({"seq_len": 11}, 3 * 264)],
+)
+def test_causal_attention_counts_the_half_that_the_mask_keeps(settings, masked):
+    """With GQA, latent attention, and an odd sequence length, where half is 5.5 tokens."""
+    causal = Config(**(TINY | settings))
+    full = causal.model_copy(update={"attention_flops": "full"})
+    tokens = 8 * causal.seq_len
+    assert flops_per_iteration(full) - flops_per_iteration(causal) == 6 * tokens * masked
+    assert hardware_flops_per_iteration(causal) == flops_per_iteration(causal)
+    assert rule_factor(causal, "full") == flops_per_iteration(causal) / flops_per_iteration(full)
+
+
+def test_rules_of_a_published_model():
+    """Megatron-LM's two rules for Qwen3-30B-A3B at 4096 tokens, by their formulas."""
+    causal = load_config({"preset": "qwen3-30b-a3b", "gpus_per_node": 8}, {})
+    projections, mlp = 2048 * 128 * (32 + 4 + 4 + 32), 3 * 2048 * 768 * 8
+    for rule, seen in (("causal", 2048), ("full", 4096)):
+        layer = projections + 2 * 32 * 128 * seen + mlp
+        config = causal.model_copy(update={"attention_flops": rule})
+        per_token = flops_per_iteration(config) / config.gbsz / 4096
+        assert per_token == 6 * (48 * layer + 2048 * config.padded_vocab_size)

@@ -23,7 +23,6 @@ from moe_exp.studies.sweep.table import (
     is_oom,
     job_of,
     prediction_of,
-    size_text,
     to_csv,
     to_markdown,
 )
@@ -199,10 +198,3 @@ def test_picture(tmp_path):
         assert path.read_bytes().startswith(b"\x89PNG")
     assert not draw_sweep(rows()[2:], tmp_path / "none.png", "mine")
     assert not (tmp_path / "none.png").exists()
-
-
-@pytest.mark.parametrize(
-    ("number", "text"), [(4_375_732_736, "4.38B"), (1_165_888, "1.17M"), (12_345, "12.3K"), (12, "12")]
-)
-def test_sizes(number, text):
-    assert size_text(number) == text

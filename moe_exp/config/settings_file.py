@@ -1,0 +1,127 @@
+"""Settings files: YAML such as `config.yaml` of a run, or lines NAME=value. No torch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import get_args
+
+import yaml
+
+from moe_exp.config.misspelt import similar_settings
+from moe_exp.config.settings import TRAITS, Config, ConfigError, problem
+from moe_exp.host.files import regular
+
+# In config.yaml of a run, and of no use to another run: a new run must not continue the recorded folder.
+NOT_TAKEN_OVER = ("master_addr", "master_port", "node_rank", "run_name")
+
+_PLACES = [name for name, traits in TRAITS.items() if traits.part == "place"]
+_MOST_BYTES = 2**20
+_NAME_VALUE = re.compile(r"\s*(export\s+)?[A-Za-z_]\w*=")
+_FIX = "name config.yaml of a run, or a file with lines such as NUM_EXPERTS=64 or num_experts: 64"
+
+
+def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
+    """The values of a settings file as text, by field name.
+
+    Not given, and therefore left out: null in YAML unless the setting can be none, and an empty value in a
+    line NAME=value, as in the environment.
+
+    Args:
+        path: YAML, or lines NAME=value quoted as in a shell; recognized by the first line with content.
+        also: names of settings besides those of Config.
+
+    Raises:
+        ConfigError: the file cannot be read; or a line for each name that is unknown or there twice.
+    """
+    text = _text(path)
+    lines = (line for line in text.splitlines() if line.strip() and not line.lstrip().startswith("#"))
+    pairs = _name_value_pairs if _NAME_VALUE.match(next(lines, "")) else _yaml_pairs
+    try:
+        found = list(pairs(text))
+        if not found:
+            raise ValueError("it holds no settings")
+    except ValueError as error:
+        raise _unreadable(path, error) from None
+    values: dict[str, str | None] = {}
+    problems = []
+    for written, value in found:
+        name = written.strip().lower().replace("-", "_")
+        if name not in Config.model_fields and name not in also:
+            problems.append(problem(written.upper(), value, "is not a setting of this command", _fix(name)))
+        elif name in values:
+            problems.append(problem(name, value, "is in the file twice", "remove one of the two"))
+        values[name] = value
+    if problems:
+        raise ConfigError([f"{path}: {line}" for line in problems])
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def is_run_record(values: Iterable[str]) -> bool:
+    """Whether these settings are those of config.yaml of a run, which also has where the run was started."""
+    return set(_PLACES) <= set(values)
+
+
+def _fix(name: str) -> str:
+    near = " or ".join(one.upper() for one in similar_settings(name))
+    return f"write {near}, if that is meant" if near else "remove it; --help lists all settings"
+
+
+def _unreadable(path: Path, reason: object) -> ConfigError:
+    return ConfigError([problem("config", path, f"cannot be read ({' '.join(str(reason).split())})", _FIX)])
+
+
+def _text(path: Path) -> str:
+    try:
+        if (size := regular(path).stat().st_size) > _MOST_BYTES:
+            raise ValueError(f"it has {size} bytes, a settings file at most {_MOST_BYTES}")
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError([problem("config", path, "does not exist", _FIX)]) from None
+    except OSError as error:
+        raise _unreadable(path, error.strerror or error) from None
+    except UnicodeDecodeError:
+        raise _unreadable(path, "it is not text in UTF-8") from None
+    except ValueError as error:
+        raise _unreadable(path, error) from None
+
+
+def _name_value_pairs(text: str) -> Iterator[tuple[str, str | None]]:
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from None
+        if words and re.search(r"[$`]", re.sub(r"'[^']*'|(^|\s)#.*", "", line)):
+            raise ValueError(f"line {number}: variables are not replaced; write the value, or $ in '...'")
+        for word in words[words[:1] == ["export"] :]:
+            name, equals, value = word.partition("=")
+            if not equals or not name.isidentifier():
+                raise ValueError(f"line {number}: {word} is not NAME=value")
+            yield name, value or None
+
+
+def _yaml_pairs(text: str) -> Iterator[tuple[str, str | None]]:
+    """Composed, not loaded, so that text stays as it is written: 007, 12:30, 1e-4; and to see duplicates."""
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+        raise ValueError(f"{line}{error.problem}; text with special characters needs quotes") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(str(error)[:200]) from None
+    if not isinstance(root, yaml.MappingNode):
+        raise ValueError("it holds no settings")
+    for key, value in root.value:
+        if not isinstance(key, yaml.ScalarNode) or not isinstance(value, yaml.ScalarNode):
+            line = value.start_mark.line + 1
+            raise ValueError(f"line {line}: not a name with one value; put lists into quotes")
+        is_null = value.tag.endswith(":null")
+        yield key.value, (_none(key.value) if is_null else value.value)
+
+
+def _none(written: str) -> str | None:
+    field = Config.model_fields.get(written.strip().lower().replace("-", "_"))
+    return "none" if field and type(None) in get_args(field.annotation) else None

@@ -1,0 +1,364 @@
+"""Files of every kind that has documents in it, read as lines of JSON.
+
+Plain .jsonl is read as it is. The others (.jsonl.gz, .jsonl.zst, .txt, .md, .parquet, .arrow) are streams:
+they are read from their beginning, and everything but compressed JSONL becomes lines `{"text": ...}`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import orjson
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET_SUFFIX = ".parquet"
+TABLE_SUFFIXES = (PARQUET_SUFFIX, ".arrow")
+TEXT_SUFFIXES = (".txt", ".md")
+RECORD_SUFFIXES = (*JSONL_SUFFIXES, *TABLE_SUFFIXES)
+DATA_SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
+KINDS = f"{', '.join(DATA_SUFFIXES[:-1])} or {DATA_SUFFIXES[-1]}"
+
+BOM = b"\xef\xbb\xbf"
+_UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
+_CHUNK_BYTES = 2**20
+_MAX_BATCH_ROWS = 1000
+_BATCH_BYTES = 2**24  # of a row group's uncompressed bytes: what a batch of long documents may take
+_ARROW_FILE, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
+_BLANK_LINES = re.compile(rb"\n(?:[^\S\n]*\n)+")
+_LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
+
+
+@dataclass(frozen=True)
+class TextRule:
+    """Rule for the documents of a .txt or .md file.
+
+    Args:
+        documents: file: the file is one; block: each block between blank lines is one.
+        longest_bytes: a longer document is cut at a blank line, else at the end of a line or a word.
+    """
+
+    documents: Literal["file", "block"] = "file"
+    longest_bytes: int = 2**20
+
+    def facts(self) -> dict[str, Any]:
+        """Differences from the default, for the settings of a step."""
+        usual = vars(TextRule())
+        return {f"text_{name}": value for name, value in vars(self).items() if value != usual[name]}
+
+
+FILES = TextRule()
+
+_BINARY = "the file is binary, not text (a byte is 0)"
+_UTF16 = "the file is UTF-16, not UTF-8"
+_NOT_UTF8 = "the file is not UTF-8 text"
+# of a text file in another encoding, or of none
+_FIXES = {
+    _BINARY: "leave it out",
+    _UTF16: "convert it: iconv -f utf-16 -t utf-8 OLD > NEW",
+    _NOT_UTF8: "convert it, for instance with iconv -f latin1 -t utf-8 OLD > NEW, or leave it out",
+}
+
+
+class BadDocument(ValueError):
+    """A line that is no document, or a file that cannot be read to its end.
+
+    Args:
+        path: the file.
+        line_number: from 1.
+        reason: the same text for the same kind of defect, so that it can be counted by.
+    """
+
+    def __init__(self, path: str | Path, line_number: int, reason: str):
+        super().__init__(f"{path}:{line_number}: {reason}")
+        self.path, self.line_number, self.reason = str(path), line_number, reason
+
+    @property
+    def fix(self) -> str:
+        """How to fix it, if the reason says enough."""
+        return _FIXES.get(self.reason, "")
+
+    def __reduce__(self) -> tuple[Any, ...]:  # so that it reaches the parent of a worker process
+        return type(self), (self.path, self.line_number, self.reason)
+
+
+def check_regular(paths: Iterable[Path]) -> None:
+    """Checks that files can be read to an end, unlike a FIFO or a device, and named in a manifest.
+
+    Raises:
+        ValueError: one exists and is no regular file, or its name is not UTF-8.
+    """
+    for path in paths:
+        name = os.fsencode(path).decode(errors="backslashreplace")
+        if name != str(path):
+            fix = "rename it, or its folder: manifests and logs name their files in UTF-8"
+            raise ValueError(f"input={name}: its name is not UTF-8. Fix: {fix}.")
+        if (path.exists() or path.is_symlink()) and not path.is_file():
+            fix = "name files, or remove it from the folder"
+            raise ValueError(f"input={path}: is not a regular file. Fix: {fix}.")
+
+
+def is_stream(path: Path) -> bool:
+    """Whether a file can only be read from its beginning, and as other bytes than it has."""
+    return path.suffix in (".gz", ".zst", *TABLE_SUFFIXES, *TEXT_SUFFIXES)
+
+
+class ZstdDamage(Exception):
+    """A .zst file that cannot be read to its end."""
+
+
+# What reading a compressed file raises where it is damaged or ends early.
+DAMAGE = (EOFError, gzip.BadGzipFile, zlib.error, ZstdDamage)
+
+
+def damaged(path: Path, line_number: int, error: Exception) -> BadDocument:
+    """One of `DAMAGE` as the error that names the line."""
+    return BadDocument(path, line_number, f"the compressed file is damaged or ends early ({error})")
+
+
+def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
+    """Yields the lines of a file of any kind, with LF; the last line of a .jsonl file may lack it.
+
+    Args:
+        path: the file.
+        text_field: column of a table with the text, and the field of the lines that it becomes.
+        rule: what a document of a text file is.
+
+    Raises:
+        BadDocument: a table is damaged, or a text file is no UTF-8 text.
+        ValueError: a table has no such column.
+        One of `DAMAGE`: a compressed file is damaged or ends early.
+    """
+    if path.suffix in (".gz", ".zst"):
+        yield from _split(read_chunks(path))
+    elif path.suffix in TEXT_SUFFIXES:
+        for text in _read_texts(path, rule):
+            yield orjson.dumps({text_field: text}, option=orjson.OPT_APPEND_NEWLINE)
+    elif path.suffix in TABLE_SUFFIXES:
+        yield from _table_lines(path, text_field)
+    else:
+        check_regular([path])
+        with path.open("rb", buffering=_CHUNK_BYTES) as file:
+            yield from file
+
+
+def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
+    """Yields the lines of a stream as bytes, those of .gz and .zst up to 1 MiB at a time; as `raw_lines`."""
+    if path.suffix not in (".gz", ".zst"):
+        yield from raw_lines(path, text_field=text_field, rule=rule)
+        return
+    check_regular([path])
+    if not path.stat().st_size:
+        raise EOFError("it is empty")  # both formats have a header even for no bytes at all
+    with path.open("rb") as file:
+        yield from decompressed(path, file)
+
+
+def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """Yields the bytes of an open .gz or .zst file, up to 1 MiB at a time; raises one of `DAMAGE`."""
+    if path.suffix == ".gz":
+        with gzip.GzipFile(fileobj=file) as stream:
+            while chunk := stream.read(_CHUNK_BYTES):
+                yield chunk
+        return
+    import pyarrow
+
+    # The zstandard package decompresses all it is given at once, or ends silently where the file does.
+    with pyarrow.CompressedInputStream(file, "zstd") as stream:
+        while True:
+            try:
+                chunk = stream.read(_CHUNK_BYTES)
+            except OSError as error:
+                if error.errno is not None:  # of the disk
+                    raise
+                raise ZstdDamage(str(error)) from error
+            if not chunk:
+                return
+            yield chunk
+
+
+def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    rest: list[bytes] = []
+    for chunk in chunks:
+        *lines, last = chunk.split(b"\n")
+        for line in lines:
+            yield b"".join([*rest, line, b"\n"])
+            rest = []
+        rest.append(last)
+    if last_line := b"".join(rest):
+        yield last_line
+
+
+# Text files
+
+
+def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
+    """Yields the documents of a text file, with LF at the end of lines; memory: twice the longest."""
+    check_regular([path])
+    buffer, num_lines, is_empty = b"", 1, True
+    with path.open("rb") as file:
+        while chunk := file.read(max(_CHUNK_BYTES, rule.longest_bytes)):
+            if num_lines == 1 and not buffer:
+                if chunk.startswith(_UTF16_BOMS):
+                    raise BadDocument(path, 1, _UTF16)
+                chunk = chunk.removeprefix(BOM)
+            *documents, buffer = _cut(buffer + chunk, rule)
+            for document in documents:
+                text = _decoded(path, num_lines, document, rule)
+                num_lines += document.count(b"\n")
+                is_empty &= not text
+                if text:
+                    yield text
+    text = _decoded(path, num_lines, buffer, rule)
+    if text or is_empty:  # an empty file is counted, as an empty text is
+        yield text
+
+
+def _cut(buffer: bytes, rule: TextRule) -> list[bytes]:
+    """The complete documents at the beginning of `buffer`, and the rest."""
+    cut: list[bytes] = []
+    if rule.documents == "block":
+        begin = 0
+        for match in _BLANK_LINES.finditer(buffer):
+            cut.append(buffer[begin : match.end()])
+            begin = match.end()
+        buffer = buffer[begin:]
+    pieces = []
+    for document in [*cut, buffer]:
+        while len(document) > rule.longest_bytes:
+            end = _place_to_cut(document, rule.longest_bytes)
+            pieces.append(document[:end])
+            document = document[end:]
+        pieces.append(document)
+    return pieces
+
+
+def _place_to_cut(document: bytes, longest_bytes: int) -> int:
+    """After a blank line, else a line, a word or a character, in the second half of what is allowed."""
+    for separator in (b"\n\n", b"\r\n\r\n", b"\n", b" "):
+        place = document.rfind(separator, longest_bytes // 2, longest_bytes)
+        if place >= 0:
+            return place + len(separator)
+    end = longest_bytes
+    while end > longest_bytes - 4 and document[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+        end -= 1
+    return end
+
+
+def _decoded(path: Path, num_lines: int, document: bytes, rule: TextRule) -> str:
+    """The text, of a block without blank lines around it; "" if it is blank. `num_lines`: its first line."""
+    if (place := document.find(b"\0")) >= 0:
+        line = num_lines + document.count(b"\n", 0, place)
+        raise BadDocument(path, line, _BINARY)
+    try:
+        text = document.decode()
+    except UnicodeDecodeError as error:
+        line = num_lines + document.count(b"\n", 0, error.start)
+        raise BadDocument(path, line, _NOT_UTF8) from error
+    if not text or text.isspace():
+        return ""
+    text = text.replace("\r\n", "\n")
+    return _LEADING_BLANK_LINES.sub("", text).rstrip() if rule.documents == "block" else text
+
+
+# Parquet and Arrow
+
+
+def _table_lines(path: Path, text_field: str) -> Iterator[bytes]:
+    for number, batch in read_table(path, text_field=text_field, columns=[text_field]):
+        kind = batch.schema.field(text_field).type
+        if "string" not in str(kind) and str(kind) != "null":
+            fix = "name the column with the text"
+            raise ValueError(f"{path}: the column {text_field!r} is {kind}, not text. Fix: {fix}.")
+        try:
+            yield from (orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in batch.to_pylist())
+        except UnicodeDecodeError as error:  # pyarrow does not check strings when it reads them
+            raise BadDocument(path, number + 1, "invalid UTF-8 in this row or the next ones") from error
+
+
+def read_table(path: Path, *, text_field: str, columns: list[str] | None = None) -> Iterator[tuple[int, Any]]:
+    """Yields (number of rows before, record batch) of a .parquet or .arrow file.
+
+    Args:
+        path: the file; .arrow in the file or the stream format, as `datasets` writes it.
+        text_field: a column that has to be there.
+        columns: that are read; all by default.
+
+    Raises:
+        BadDocument: the file is damaged or ends early.
+        ValueError: there is no such column, or its values are not text.
+    """
+    import pyarrow
+
+    kind, number, num_rows = "Parquet" if path.suffix == PARQUET_SUFFIX else "Arrow", 0, None
+    check_regular([path])
+    try:
+        with ExitStack() as stack:
+            batches, schema, num_rows = (_parquet if kind == "Parquet" else _arrow)(stack, path, columns)
+            _check_column(path, schema, text_field)
+            for batch in batches:
+                yield number, batch if columns is None else batch.select(columns)
+                number += batch.num_rows
+    except (pyarrow.ArrowException, OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = f"the {kind} file is damaged or ends early ({' '.join(str(error).split())})"
+        raise BadDocument(path, number + 1, reason) from error
+    if num_rows not in (None, number):
+        raise BadDocument(path, number, f"{number} rows were read, the file says that it has {num_rows}")
+
+
+def table_schema(path: Path) -> Any:
+    """Arrow schema of a table; raises as `read_table`."""
+    import pyarrow
+
+    check_regular([path])
+    try:
+        with ExitStack() as stack:
+            return (_parquet if path.suffix == PARQUET_SUFFIX else _arrow)(stack, path, None)[1]
+    except (pyarrow.ArrowException, EOFError) as error:
+        reason = f"the file is damaged or ends early ({' '.join(str(error).split())})"
+        raise BadDocument(path, 1, reason) from error
+
+
+def _check_column(path: Path, schema: Any, text_field: str) -> None:
+    if text_field not in schema.names:
+        rule = f"there is no column {text_field!r}, but {', '.join(schema.names)}"
+        raise ValueError(f"{path}: {rule}. Fix: give --text-field.")
+
+
+def _parquet(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[Iterable[Any], Any, int]:
+    import pyarrow.parquet
+
+    file = stack.enter_context(pyarrow.parquet.ParquetFile(path))
+    wanted = None if columns is None else [name for name in columns if name in file.schema_arrow.names]
+    batches = file.iter_batches(_batch_rows(file.metadata), use_threads=False, columns=wanted)
+    return batches, file.schema_arrow, file.metadata.num_rows
+
+
+def _batch_rows(metadata: Any) -> int:
+    num_bytes = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    return max(1, min(_MAX_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(1, num_bytes)))
+
+
+def _arrow(stack: ExitStack, path: Path, columns: list[str] | None) -> tuple[Iterable[Any], Any, None]:
+    import pyarrow.ipc
+
+    with path.open("rb") as file:
+        is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+        file.seek(max(0, os.fstat(file.fileno()).st_size - len(_ARROW_END)))
+        if not is_file and file.read() != _ARROW_END:
+            raise EOFError("the end of the stream is missing")
+    source = stack.enter_context(pyarrow.memory_map(str(path)))
+    if not is_file:
+        reader = stack.enter_context(pyarrow.ipc.open_stream(source))
+        return reader, reader.schema, None
+    reader = stack.enter_context(pyarrow.ipc.open_file(source))
+    return (reader.get_batch(index) for index in range(reader.num_record_batches)), reader.schema, None

@@ -1,0 +1,309 @@
+"""TRAIN_DATA or VALID_DATA that names text instead of token files: tokenized once, under DATA_DIR.
+
+    DATA_DIR/NAME_1a2b3c4d/   train.bin .idx .manifest.json, valid.* of the documents held out,
+                              tokenizer/ if one was trained, text.json
+
+A folder of that name is complete. It is used again while names, sizes and contents of the files, the
+tokenizer and the options are the same. The documents held out are chosen by their text, so a text that was
+trained on is not held out after other files were added.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from filelock import FileLock, Timeout
+
+from moe_exp.config import problem
+from moe_exp.data.documents import estimate_line_bytes
+from moe_exp.data.kinds import BadDocument
+from moe_exp.data.own_text.sources import TextSource
+from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.data.tokens.parts import PartSettings
+from moe_exp.data.tokens.preprocess import sample_texts, tokenize_files
+from moe_exp.data.tokens.tokenizer import load_named_tokenizer
+from moe_exp.data.tokens.tokenizer_training import train_tokenizer
+from moe_exp.host.files import bytes_text, file_hash, read_json, write_json
+from moe_exp.host.progress import progress
+
+logger = logging.getLogger(__name__)
+
+FACTS = "text.json"
+_HELD_OUT, _MOST_HELD_OUT, _FEWEST_HELD_OUT = 0.01, 0.1, 8
+_TOKENIZER_BYTES = 300 * 10**6  # of text that a tokenizer is trained on
+_BYTES_PER_WORKER = 2**24
+_SAMPLE_BYTES = 2**16
+_MOST_NAMED = 3
+_MORE = "add more text, or set VALID_DATA to another text"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Token files made of text.
+
+    Args:
+        folder: that they are in.
+        facts: of text.json.
+    """
+
+    folder: Path
+    facts: Mapping[str, Any]
+
+    @property
+    def train(self) -> str:
+        """Prefix of the training tokens."""
+        return str(self.folder / "train")
+
+    @property
+    def valid(self) -> str:
+        """Prefix of the tokens that are held out, or ''."""
+        return str(self.folder / "valid") if self.facts.get("valid") else ""
+
+    @property
+    def tokenizer(self) -> str:
+        """The tokenizer that was trained on the text, or the one that was given."""
+        return self.facts["tokenizer_path"] or str(self.folder / "tokenizer")
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the tokenizer."""
+        return int(self.facts["vocab_size"])
+
+
+# Finding what is prepared
+
+
+def folder_name(source: TextSource) -> str:
+    """The same on every node: of the name, the options and the files."""
+    parts = [source.options, source.listing()]
+    key = xxhash.xxh3_64_hexdigest(json.dumps(parts, sort_keys=True).encode())[:8]
+    stem = Path(source.place).name.split(".")[0]
+    if any(one in stem for one in "*?["):
+        stem = Path(source.place).parent.name
+    safe = "".join(one if one.isalnum() or one in "-_" else "_" for one in stem)[:60]
+    return f"{safe or 'text'}_{key}"
+
+
+def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
+    """Preparations with the same options, the newest first."""
+    found = []
+    for path in data_dir.glob(f"*/{FACTS}"):
+        with suppress(ValueError, OSError):
+            facts = read_json(path)
+            if isinstance(facts, dict) and facts.get("options") == source.options:
+                found.append(Prepared(path.parent, facts))
+    return sorted(found, key=lambda one: str(one.facts.get("made_at")), reverse=True)
+
+
+def matching(source: TextSource, data_dir: Path) -> Prepared | None:
+    """The preparation of the same files: by names, sizes and times, or by contents if times differ; None if
+    there is none.
+    """
+    listing = source.listing()
+    for one in _known(source, data_dir):
+        before = one.facts["files"]
+        names = [[(file["name"], file["bytes"]) for file in files] for files in (listing, before)]
+        if names[0] != names[1]:
+            continue
+        pairs = list(zip(source.files, listing, before, strict=True))
+        touched = [(path, old["hash"]) for path, new, old in pairs if new["mtime_ns"] != old["mtime_ns"]]
+        if all(file_hash(path) == content for path, content in touched):
+            if touched:
+                _remember_times(one, listing)
+            return one
+    return None
+
+
+def _remember_times(prepared: Prepared, listing: Sequence[Mapping[str, Any]]) -> None:
+    files = [
+        {**old, "mtime_ns": new["mtime_ns"]}
+        for old, new in zip(prepared.facts["files"], listing, strict=True)
+    ]
+    with suppress(OSError):  # a folder that is only read
+        write_json(prepared.folder / FACTS, {**prepared.facts, "files": files})
+
+
+def known_places(data_dir: Path) -> set[str]:
+    places = set()
+    for path in data_dir.glob(f"*/{FACTS}"):
+        with suppress(ValueError, OSError, AttributeError):
+            places.add(read_json(path).get("source"))
+    return places
+
+
+def find_prepared(source: TextSource, data_dir: Path) -> Prepared:
+    if found := matching(source, data_dir) if source.files else None:
+        return found
+    for one in _known(source, data_dir):
+        if one.facts["source"] == source.place:
+            logger.warning(
+                "%s=%s: changed since it was prepared; %s is used", source.setting, source.name, one.folder
+            )
+            return one
+    rule = f"is text, and what was made of it is not in DATA_DIR={data_dir}"
+    raise ValueError(problem(source.setting, source.name, rule, "set DATA_DIR to that of the training"))
+
+
+# Preparing
+
+
+def ensure_prepared(source: TextSource, data_dir: Path) -> Prepared:
+    """Finds the token files of a text, or makes them. Processes and nodes that call it at once make one.
+
+    Raises:
+        ValueError: the text cannot be used.
+        OSError: `data_dir` cannot be written.
+    """
+    if found := matching(source, data_dir):
+        logger.info("%s: prepared before, %s", source.name, _summary(found))
+        return found
+    data_dir.mkdir(parents=True, exist_ok=True)
+    folder = data_dir / folder_name(source)
+    with _lock(folder, source.name):
+        if found := matching(source, data_dir):
+            return found
+        _log_changes(source, data_dir)
+        started = time.monotonic()
+        made = _build_again(source, folder)
+    logger.info("%s: %s, %.1f s", source.name, _summary(made), time.monotonic() - started)
+    return made
+
+
+@contextmanager
+def _lock(folder: Path, name: str) -> Iterator[None]:
+    lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("%s: waiting for the process that prepares %s", name, folder)
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _summary(made: Prepared) -> str:
+    facts = made.facts
+    text = f"{facts['train']['num_tokens']:,} tokens of {facts['train']['num_documents']:,} documents"
+    if facts.get("valid"):
+        valid = facts["valid"]
+        text += f", {valid['num_tokens']:,} of {valid['num_documents']:,} held out for validation"
+    own = "" if facts["tokenizer_path"] else f", a tokenizer of {made.vocab_size:,} tokens"
+    return f"{text}{own}, in {made.folder}"
+
+
+def _log_changes(source: TextSource, data_dir: Path) -> None:
+    """Says why the text is prepared again."""
+    earlier = next((one for one in _known(source, data_dir) if one.facts["source"] == source.place), None)
+    if earlier is None:
+        return
+    before = {file["name"]: file for file in earlier.facts["files"]}
+    now = {file["name"]: file for file in source.listing()}
+    changed = [
+        name
+        for name in now
+        if name in before and any(now[name][key] != before[name][key] for key in ("bytes", "mtime_ns"))
+    ]
+    kinds = {
+        "changed": changed,
+        "new": [name for name in now if name not in before],
+        "gone": [name for name in before if name not in now],
+    }
+    parts = [
+        f"{len(names)} {how} ({', '.join(names[:_MOST_NAMED])})" for how, names in kinds.items() if names
+    ]
+    if parts:
+        what = "%s: prepared again, files differ from those of %s: %s"
+        logger.warning(what, source.name, earlier.folder, "; ".join(parts))
+
+
+def _build_again(source: TextSource, folder: Path) -> Prepared:
+    """Resumes what an interrupted start has left, or begins anew if that cannot be used."""
+    work = folder.with_name(f"{folder.name}.partial")
+    resumes = work.exists()
+    try:
+        return _build(source, folder, work)
+    except BadDocument:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+    except ValueError:
+        shutil.rmtree(work, ignore_errors=True)
+        if not resumes:
+            raise
+    return _build(source, folder, work)
+
+
+def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
+    work.mkdir(exist_ok=True)
+    size = sum(path.stat().st_size for path in source.files)
+    logger.info("%s: preparing %d files, %s", source.name, len(source.files), bytes_text(size))
+    files = source.listing()
+    with progress("hashing", size) as advance:
+        for path, file in zip(source.files, files, strict=True):
+            file["hash"] = file_hash(path)
+            advance(file["bytes"])
+    documents = _shuffled(source, work / "documents")
+    tokenizer = source.tokenizer
+    if tokenizer is None:
+        options: dict[str, Any] = {"vocab_size": source.vocab_size, "json_key": source.text_field}
+        train_tokenizer(documents["train"], work / "tokenizer", **options, max_bytes=_TOKENIZER_BYTES)
+        tokenizer = load_named_tokenizer(str(work / "tokenizer"))
+    settings = PartSettings(tokenizer, source.text_field, append_eod=True)
+    workers = min(os.cpu_count() or 1, 1 + size // _BYTES_PER_WORKER)
+    facts: dict[str, Any] = {
+        part: _counts(tokenize_files(paths, work / part, settings, workers=workers))
+        for part, paths in documents.items()
+    }
+    facts |= {"source": source.place, "options": source.options, "files": files}
+    facts |= {"tokenizer_path": source.tokenizer.name if source.tokenizer else ""}
+    facts |= {"vocab_size": tokenizer.vocab_size, "made_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+    shutil.rmtree(work / "documents")
+    for left in work.glob(".*.lock"):
+        left.unlink()
+    write_json(work / FACTS, facts)
+    shutil.rmtree(folder, ignore_errors=True)
+    work.rename(folder)
+    return Prepared(folder, facts)
+
+
+def _counts(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: manifest[name] for name in ("num_documents", "num_tokens", "num_text_bytes")}
+
+
+def _shuffled(source: TextSource, output: Path) -> dict[str, list[Path]]:
+    """JSONL files of the training and the held-out documents."""
+    share = _held_out_share(source)
+    options: dict[str, Any] = {"text_field": source.text_field, "rule": source.rule, "num_shards": 1}
+    try:
+        manifest = shuffle(source.files, output, name="text", valid_fraction=share, **options)
+    except BadDocument:
+        raise
+    except ValueError as error:
+        if "no document in the input" in str(error):
+            rule, fix = "has no text", "give files with text"
+        elif "for validation" in str(error):
+            rule, fix = "has one document, so that none can be held out for validation", _MORE
+        else:
+            raise
+        raise ValueError(problem(source.setting, source.name, rule, fix)) from error
+    train, valid = (output / one["name"] for one in reversed(manifest["outputs"]))
+    return {"train": [train], "valid": [valid]} if source.holds_out else {"train": [train, valid]}
+
+
+def _held_out_share(source: TextSource) -> float:
+    """1% of the documents, or about eight of fewer than 800, but not more than a tenth."""
+    texts = sample_texts(source.files, source.text_field, _SAMPLE_BYTES, source.rule)
+    mean_bytes = sum(len(text.encode()) for text in texts) / max(1, len(texts))
+    number = max(len(source.files), estimate_line_bytes(source.files) / max(1.0, mean_bytes))
+    return min(_MOST_HELD_OUT, max(_HELD_OUT, _FEWEST_HELD_OUT / number))

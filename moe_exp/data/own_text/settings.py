@@ -1,0 +1,175 @@
+"""Settings that name text, and the same with token files and a tokenizer in its place."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from moe_exp.config import Config, ConfigError
+from moe_exp.config.setting_types import blend_members, is_text, names_text
+from moe_exp.data.documents import estimate_line_bytes
+from moe_exp.data.own_text.preparation import (
+    Prepared,
+    ensure_prepared,
+    find_prepared,
+    folder_name,
+    known_places,
+    matching,
+)
+from moe_exp.data.own_text.sources import (
+    TextSource,
+    check_first_documents,
+    loaded,
+    named_errors,
+    place_of,
+    text_sources,
+)
+from moe_exp.host.exit_codes import PREPARED_TEXT
+from moe_exp.host.files import bytes_text
+
+_SMALLEST_VOCAB, _LARGEST_VOCAB, _BYTES_PER_TOKEN_TYPE = 512, 32768, 1000
+
+
+def fitting_vocab_size(config: Config) -> int | None:
+    """VOCAB_SIZE for the tokenizer that would be trained on TRAIN_DATA; None if there is one, or no text.
+
+    A power of two of about a thousandth of the text's bytes, from 512 to 32768.
+    """
+    if config.tokenizer or not names_text(config.train_data):
+        return None
+    with suppress(ValueError, OSError):  # the checks of files name it
+        num_bytes, size = estimate_line_bytes(text_sources(config)[0].files), _SMALLEST_VOCAB
+        while size < _LARGEST_VOCAB and 2 * size * _BYTES_PER_TOKEN_TYPE <= num_bytes:
+            size *= 2
+        return size
+    return None
+
+
+def with_prepared_text(config: Config) -> Config:
+    """`config` with token files and tokenizer in place of the text that it names; prepares what is missing.
+
+    A tokenizer that is trained has VOCAB_SIZE tokens, or fewer if the text gives no more.
+
+    Raises:
+        ConfigError: text or DATA_DIR cannot be used; a package is missing.
+    """
+    if not (names_text(config.train_data) or names_text(config.valid_data)):
+        return config
+    with _as_config_error():
+        ensure = partial(ensure_prepared, data_dir=Path(config.data_dir))
+        return _resolved(config, ensure, is_text)
+
+
+def prepared_by_launcher(config: Config) -> Config:
+    """`with_prepared_text` in a rank: the launcher has prepared it, except with torchrun alone."""
+    if not (names_text(config.train_data) or names_text(config.valid_data)):
+        return config
+    if made := os.environ.get(PREPARED_TEXT):
+        return config.model_copy(update=json.loads(made))
+    return with_prepared_text(config)
+
+
+def facts_for_ranks(prepared: Config) -> str:
+    """The value of PREPARED_TEXT, from what `with_prepared_text` gave."""
+    return json.dumps({name: getattr(prepared, name) for name in ("train_data", "valid_data", "tokenizer")})
+
+
+def find_prepared_text(config: Config) -> Config:
+    """`with_prepared_text` for a run that was trained: prepares nothing.
+
+    If files have changed since, or are gone, the newest preparation of the same text is used and logged.
+
+    Raises:
+        ValueError: there is none.
+    """
+    known = known_places(Path(config.data_dir))
+
+    def is_known(name: str) -> bool:
+        return is_text(name) or place_of(name) in known
+
+    if not any(
+        is_known(name) for _, name in blend_members(config.train_data) + blend_members(config.valid_data)
+    ):
+        return config
+    find = partial(find_prepared, data_dir=Path(config.data_dir))
+    return _resolved(config, find, is_known)
+
+
+def text_problems(config: Config) -> list[str]:
+    """Problems with the text that settings name, found without reading all of it."""
+    try:
+        for source in text_sources(config):
+            with named_errors(source):
+                check_first_documents(source)
+    except ConfigError as error:
+        return error.problems
+    except (ValueError, OSError) as error:
+        return [_line(error)]
+    return []
+
+
+def plan_text(config: Config) -> list[str]:
+    """Lines about what a start of these settings would prepare, for a dry run. Writes nothing."""
+    lines = []
+    for source in text_sources(config):
+        size = bytes_text(sum(path.stat().st_size for path in source.files))
+        what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
+        if found := matching(source, Path(config.data_dir)):
+            lines.append(f"{what}, prepared already in {found.folder}")
+            continue
+        tokenizer = source.tokenizer.name if source.tokenizer else ""
+        made = tokenizer or f"a tokenizer of {source.vocab_size} tokens, trained on it"
+        held_out = ", documents held out for validation" if source.holds_out else ""
+        folder = Path(config.data_dir) / folder_name(source)
+        lines.append(f"{what}, would be tokenized with {made}{held_out}, into {folder}")
+    return lines
+
+
+def _resolved(
+    config: Config,
+    prepare: Callable[[TextSource], Prepared],
+    is_text: Callable[[str], bool],
+) -> Config:
+    valid_given, tokenizer = bool(config.valid_data), config.tokenizer
+    sources = {(source.setting, source.name): source for source in text_sources(config, is_text)}
+    blends: dict[str, list[str]] = {"train_data": [], "valid_data": []}
+    for setting in ("train_data", "valid_data"):
+        for weight, name in blend_members(getattr(config, setting)):
+            source = sources.get((setting, name))
+            words = [weight] if weight else []
+            if source is None:
+                blends[setting] += [*words, name]
+                continue
+            if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
+                source = replace(source, tokenizer=loaded(tokenizer), vocab_size=0)
+            with named_errors(source):
+                made = prepare(source)
+            blends[setting] += [*words, made.train]
+            tokenizer = tokenizer or made.tokenizer
+            if setting == "train_data" and made.valid and not valid_given:
+                blends["valid_data"] += [*words, made.valid]
+    prefixes = {setting: " ".join(words) for setting, words in blends.items()}
+    return config.model_copy(update=prefixes | {"tokenizer": tokenizer})
+
+
+@contextmanager
+def _as_config_error() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(_line(error).splitlines()) from None
+
+
+def _line(error: Exception) -> str:
+    """The error in a line: value, rule, fix."""
+    if isinstance(error, OSError):
+        fix = "make it readable, or set DATA_DIR to a folder that you can write to"
+        return f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."
+    return str(error).replace("--text-field", "TEXT_FIELD the name of the column with the text")

@@ -1,0 +1,173 @@
+"""The text that TRAIN_DATA and VALID_DATA name: its files, how they are read, what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.setting_types import blend_members, is_text
+from moe_exp.data.documents import find_inputs, read_lines
+from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
+from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
+
+_FORMAT = 1
+_FEWEST_DOCUMENTS, _PIECES, _SHORTEST_PIECE = 20, 100, 2**11
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Text to prepare.
+
+    Args:
+        setting: train_data or valid_data.
+        name: the path or pattern that it has.
+        files: of its documents.
+        text_field: field or column with the text.
+        rule: what a document of a text file is.
+        tokenizer: the given one; None: train one on the text.
+        vocab_size: of the tokenizer to train; 0: none.
+        holds_out: whether some documents are kept for validation.
+    """
+
+    setting: str
+    name: str
+    files: Sequence[Path]
+    text_field: str
+    rule: TextRule
+    tokenizer: TextTokenizer | None
+    vocab_size: int
+    holds_out: bool
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything but the files that the result depends on."""
+        given = {"tokenizer": self.tokenizer.facts() if self.tokenizer else None}
+        options = {"text_field": self.text_field, "documents": self.rule.documents}
+        plain: dict[str, Any] = json.loads(json.dumps(given | options))
+        return plain | {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
+
+    @property
+    def place(self) -> str:
+        """Absolute path or pattern."""
+        return place_of(self.name)
+
+    def listing(self) -> list[dict[str, Any]]:
+        """Name, size and time of each file."""
+        root = os.path.commonpath([path.absolute().parent for path in self.files])
+        found = []
+        for path in self.files:
+            stat = path.stat()
+            name = os.path.relpath(path.absolute(), root)
+            found.append({"name": name, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
+        return found
+
+
+def place_of(name: str) -> str:
+    return os.path.abspath(Path(name).expanduser())  # noqa: PTH100  # of a pattern, too
+
+
+def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
+    """The text of TRAIN_DATA and VALID_DATA. A tokenizer that would be trained on the first is None for both.
+
+    Raises:
+        ValueError: a path, TOKENIZER or their combination cannot be used.
+    """
+    problems = []
+    texts = [name for _, name in blend_members(config.train_data) if is_text(name)]
+    tokenizer = None
+    if config.tokenizer:
+        tokenizer = loaded(config.tokenizer)
+    elif len(blend_members(config.train_data)) > 1 or not texts:
+        rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is not known"
+        name, value = ("train_data", config.train_data) if texts else ("valid_data", config.valid_data)
+        fix = "set TOKENIZER; moe-exp data train-tokenizer trains one"
+        problems.append(problem(name, value, f"{rule}, which needs one tokenizer", fix))
+    others = [name for _, name in blend_members(config.train_data) if not is_text(name)]
+    holds_out = not config.valid_data and not config.split
+    if texts and others and holds_out and config.eval_interval:
+        rule = f"holds out documents of text only, and {others[0]} is token files"
+        problems.append(problem("train_data", config.train_data, rule, "set VALID_DATA or SPLIT=99,1"))
+    if problems:
+        raise ConfigError(problems)
+    sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]
+    valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
+    return sources + [_source(config, "valid_data", name, tokenizer, holds_out=False) for name in valid]
+
+
+def _source(
+    config: Config, setting: str, name: str, tokenizer: TextTokenizer | None, *, holds_out: bool
+) -> TextSource:
+    # one that is gone was prepared before (find_prepared_text)
+    files = find_inputs([Path(name).expanduser()], setting.upper()) if is_text(name) else []
+    rule = TextRule(config.text_documents)
+    if rule.documents == "file" and len(files) < _FEWEST_DOCUMENTS:
+        # of few long texts, pieces are held out
+        num_bytes = sum(path.stat().st_size for path in files if path.name.endswith(TEXT_SUFFIXES))
+        piece_bytes = max(_SHORTEST_PIECE, min(rule.longest_bytes, num_bytes // _PIECES))
+        rule = TextRule(rule.documents, piece_bytes)
+    vocab_size = 0 if tokenizer else config.vocab_size
+    return TextSource(setting, name, files, config.text_field, rule, tokenizer, vocab_size, holds_out)
+
+
+def loaded(name: str) -> TextTokenizer:
+    tokenizer = load_named_tokenizer(name)
+    if tokenizer.eod_id is None:
+        fix = "name one as eos_token in its tokenizer_config.json"
+        raise ValueError(problem("tokenizer", name, "names no token that ends a document", fix))
+    return tokenizer
+
+
+@contextmanager
+def named_errors(source: TextSource) -> Iterator[None]:
+    """Errors of documents and of packages name the setting."""
+    try:
+        yield
+    except BadDocument as error:
+        path = os.path.relpath(error.path, Path(source.name).expanduser()) if source.name else error.path
+        where = error.path if path.startswith("..") or path == "." else path
+        rule, fix = f"{where}, line {error.line_number}: {error.reason}", error.fix
+        fixed = fix or "correct the line, or leave the file out"
+        raise ValueError(problem(source.setting, source.name, rule, fixed)) from error
+    except ModuleNotFoundError as error:
+        rule, fix = f"reading it needs the package {error.name}", 'pip install "moe-exp[data]"'
+        raise ValueError(problem(source.setting, source.name, rule, fix)) from error
+
+
+def check_first_documents(source: TextSource) -> None:
+    """Whether the first file of each kind has text, as far as its beginning shows."""
+    if not any(path.stat().st_size for path in source.files):
+        fix = "give files with text"
+        raise ValueError(problem(source.setting, source.name, "has only empty files", fix))
+    seen = set()
+    for path in source.files:
+        if path.suffix in seen or not path.stat().st_size:
+            continue
+        seen.add(path.suffix)
+        field = source.text_field
+        if path.suffix in TABLE_SUFFIXES:
+            names = table_schema(path).names
+        else:
+            lines = islice(read_lines(path, text_field=field, rule=source.rule), 1)
+            names = next((_fields(line) for _, line in lines), None)
+        if names is not None and field not in names:
+            texts = ", ".join(names) or "nothing"
+            rule = f"{path.name} has no field {field!r}, but {texts}"
+            fix = "set TEXT_FIELD to the field with the text"
+            raise ValueError(problem(source.setting, source.name, rule, fix))
+
+
+def _fields(line: bytes) -> list[str] | None:
+    try:
+        row = orjson.loads(line)
+    except orjson.JSONDecodeError:
+        return None  # reading names the line
+    return list(row) if isinstance(row, dict) else None

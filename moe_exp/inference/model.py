@@ -1,0 +1,125 @@
+"""A trained model in this process, as `moe_exp.load_model` returns it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_config
+from moe_exp.config import setting_error
+from moe_exp.engine import runtime
+from moe_exp.inference.generate import Generated, GenerateRequest, continue_prompts, plan_generation
+from moe_exp.inference.jobs import batch_size_of
+from moe_exp.inference.layout import Layout, config_for_use
+from moe_exp.inference.loading import check_files, load_model
+from moe_exp.inference.sampling import Sampling
+from moe_exp.inference.stage import Stage
+from moe_exp.inference.text import decoder_of, encode, tokenizer_for
+
+
+class Model:
+    """The model of a checkpoint on one GPU, or on the CPU. No token is dropped, whatever the training did.
+
+    Args:
+        path: run folder, checkpoints folder or an iter_ folder.
+        dtype: compute type, fp32, bf16 or fp16; empty: the training's.
+        tokenizer: tokenizer.json or its folder, a SentencePiece .model file, or `bytes`; empty: the
+            training's.
+
+    Attributes:
+        config: settings of the model.
+        folder: of the checkpoint.
+        module: Megatron's GPTModel, in eval mode.
+
+    Raises:
+        ValueError: the checkpoint cannot be used, or the process is one of several ranks.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str = ""):
+        self.folder = one_checkpoint(Path(path).expanduser())
+        self._dtype, self._tokenizer = dtype, tokenizer
+        check_files(self.folder)
+        self.config = config_for_use(self.folder, Layout(), dtype=dtype or None)
+        rank = runtime.share_alone(self.config)
+        self.module = load_model(self.config, rank, self.folder)
+        self._stage = Stage(self.config, rank, self.module)
+
+    def __repr__(self) -> str:
+        return f"<Model {self.folder}>"
+
+    def generate(
+        self,
+        prompt: str,
+        *,
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 1234,
+        stop: Sequence[str] = (),
+    ) -> Generated:
+        """Continues a prompt, see docs/inference.md.
+
+        Args:
+            prompt: the text to continue, at least one token.
+            max_new_tokens: the text may end earlier, where the model has seen no longer sequence.
+            temperature: divides logits; 0 takes the most probable token each time.
+            top_k: draws from the k most probable tokens; 0: from all.
+            top_p: draws from the most probable tokens that add up to this probability.
+            seed: of the random stream.
+            stop: texts to end before.
+
+        Returns:
+            `text` after the prompt, with its `tokens`, their `logprobs` and the `finish_reason`.
+
+        Raises:
+            ValueError: a value is wrong, or there is no tokenizer.
+        """
+        request = GenerateRequest(
+            checkpoint=str(self.folder),
+            prompts=(prompt,),
+            sampling=Sampling(temperature, top_k, top_p, seed),
+            max_new_tokens=max_new_tokens,
+            stops=tuple(stop),
+            tokenizer=self._tokenizer,
+            dtype=self._dtype,
+        )
+        (result,) = continue_prompts(plan_generation(request), self._stage)
+        return result
+
+    def score(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
+        """Logits for the token after each of `tokens`.
+
+        Args:
+            tokens: ids, integers [B, S].
+
+        Returns:
+            float32 [B, S, V], on the CPU.
+
+        Raises:
+            ValueError: an id is not in the vocabulary, or the shape is another one.
+        """
+        ids, vocab_size = torch.as_tensor(tokens), self.config.vocab_size
+        if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
+            what = f"{ids.dtype} {list(ids.shape)}"
+            raise setting_error("tokens", what, "must be integers [B, S]", "give a row of ids for each text")
+        if ids.min() < 0 or ids.max() >= vocab_size:
+            wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
+            fix = "use the tokenizer of the training, as `encode` does"
+            raise setting_error("tokens", wrong, f"the model has the ids 0 to {vocab_size - 1}", fix)
+        rows = batch_size_of(self.config, ids.size(1), len(ids), capacity=False)
+        logits = (self._stage.logits(batch) for batch in ids.long().split(rows))
+        return torch.cat([part.cpu() for part in logits if part is not None])
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text."""
+        return encode(tokenizer_for(saved_config(self.folder), self._tokenizer), text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of token ids."""
+        return decoder_of(tokenizer_for(saved_config(self.folder), self._tokenizer))(tokens)

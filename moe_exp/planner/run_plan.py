@@ -1,0 +1,106 @@
+"""Memory, time and cost of one run, for `moe-exp plan` and `moe_exp.plan`. No torch."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from moe_exp.config import Config, ConfigError, setting_error
+from moe_exp.config.checks.checks import check_config
+from moe_exp.planner.costs.goodput import Goodput, goodput_of
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.estimate import Cost, cost_of, speed_of
+from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.prediction import Constants, Prediction, predict
+from moe_exp.planner.reports import describe_run
+from moe_exp.planner.search.layout_text import world_of
+from moe_exp.planner.tables import PlanPrinter
+
+
+@dataclass(frozen=True, repr=False)
+class RunPlan:
+    """A run as the planner predicts it. Printing it shows the tables of `moe-exp plan`."""
+
+    config: Config
+    hardware: Hardware
+    prediction: Prediction  # memory of every pipeline stage, and the parts of an iteration's time
+    cost: Cost  # of the complete run
+    goodput: Goodput | None = None  # with failures
+
+    def __repr__(self) -> str:
+        stream = io.StringIO()
+        PlanPrinter(stream).run(self.report, self.prediction, self.cost, self.goodput)
+        return stream.getvalue().rstrip()
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """All values, as `moe-exp plan --json` prints them."""
+        return describe_run(self.config, self.hardware, self.prediction, self.cost, self.goodput)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the memory of the GPU suffices."""
+        return not self.prediction.oom
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes that the fullest rank needs."""
+        return self.prediction.needed_bytes
+
+    @property
+    def seconds_per_iteration(self) -> float:
+        """Time of an iteration at the full batch."""
+        return self.prediction.time.total
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of the whole run at the full batch."""
+        return speed_of(self.config, self.hardware, self.seconds_per_iteration).tokens_per_second
+
+
+def plan_run(
+    config: Config,
+    hardware: Hardware,
+    constants: Constants,
+    *,
+    num_tokens: int | None = None,
+    price_per_gpu_hour: float | None = None,
+    failures: Mapping[str, Any] | None = None,
+) -> RunPlan:
+    """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, none if empty.
+
+    Raises:
+        ConfigError: the settings cannot run.
+    """
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    budget: dict[str, Any] = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
+    cost = cost_of(config, hardware, constants=constants, **budget)
+    prediction, goodput = predict(Job.of(config), hardware, constants), None
+    if failures:
+        seconds = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
+        goodput = goodput_of(config, **seconds, **failures)
+    return RunPlan(config, hardware, prediction, cost, goodput)
+
+
+def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
+    """`flags`, with the preset of `hardware` if none is given; `gpus` as NNODES and GPUS_PER_NODE."""
+    settings = dict(flags)
+    if "preset" not in settings and not os.environ.get("PRESET"):
+        # as on a host with such devices, whatever this one has
+        settings["preset"] = "cpu" if hardware.is_cpu else "reference"
+    if gpus is not None:
+        per_node = settings.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
+        size = _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node
+        settings |= world_of(gpus, size)
+    return settings
+
+
+def _whole(name: str, text: str | int) -> int:
+    if not str(text).isdecimal():
+        rule = "must be a whole number of at least 1"
+        raise setting_error(name, text, rule, f"give {name.upper()} as a number")
+    return int(text)

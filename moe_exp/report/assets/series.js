@@ -1,0 +1,74 @@
+// Curves before they are drawn: smoothing, seeds as one curve with a band, and the difference from the baseline.
+"use strict";
+
+// Exponential moving average without the bias of its first values, as in TensorBoard and wandb: only earlier points count. Gaps stay gaps.
+Report.smoothed = (values, weight) => {
+  let sum = 0, total = 0;
+  return values.map(value => {
+    if (value == null) return value;
+    sum = weight * sum + (1 - weight) * value;
+    total = weight * total + (1 - weight);
+    return sum / total;
+  });
+};
+
+// `y` at each of the increasing `places`, on the straight line between two points; null outside, and next to a gap of x.
+Report.interpolated = (x, y, places) => {
+  const points = x.map((value, index) => [value, y[index]]).filter(([value, height]) => value != null && height != null);
+  let at = 0;
+  return places.map(place => {
+    if (place == null || !points.length || place < points[0][0] || place > points[points.length - 1][0]) return null;
+    while (at < points.length - 1 && points[at + 1][0] <= place) at++;
+    while (at > 0 && points[at][0] > place) at--;
+    const [left, low] = points[at], [right, high] = points[Math.min(at + 1, points.length - 1)];
+    return right > left ? low + ((high - low) * (place - left)) / (right - left) : low;
+  });
+};
+
+Report.spread = members => {
+  const over = pick => members[0].map((_, index) => {
+    const values = members.map(member => member[index]);
+    return values.some(value => value == null) ? null : pick(values);
+  });
+  return {
+    y: over(values => values.reduce((sum, value) => sum + value, 0) / values.length),
+    low: over(values => Math.min(...values)), high: over(values => Math.max(...values)),
+  };
+};
+
+// One curve per group of runs that differ only in SEED, with the curves of its members, as far as all of them have come.
+Report.grouped = (list, groups, axis) => groups.flatMap(group => {
+  const found = list.filter(one => group.includes(one.run));
+  if (found.length < 2) return found;
+  const [first] = found, members = found.map(one => Report.interpolated(one.x[axis], one.y, first.x[axis]));
+  return [{
+    ...first, label: `${first.label} (${found.length} seeds)`, x: { [axis]: first.x[axis] }, members, ...Report.spread(members),
+    gaps: [], marks: undefined, changes: undefined, last: undefined,
+  }];
+});
+
+// Every curve minus that of the baseline, or of the group that it belongs to: seed by seed if both have as many seeds.
+Report.differences = (list, baseline, axis) => {
+  const base = list.find(one => one.runs.includes(baseline));
+  if (!base) return [];
+  return list.filter(one => one !== base).map(one => {
+    const minus = (values, other) => {
+      const theirs = Report.interpolated(base.x[axis], other, one.x[axis]);
+      return values.map((value, index) => (value == null || theirs[index] == null ? null : value - theirs[index]));
+    };
+    const isPaired = one.members?.length === base.members?.length;
+    const members = one.members?.map((member, index) => minus(member, isPaired ? base.members[index] : base.y));
+    return { ...one, y: minus(one.y, base.y), members, ...(members ? Report.spread(members) : { low: undefined, high: undefined }), gaps: [], marks: undefined, changes: undefined, last: undefined };
+  }).filter(one => one.y.some(value => value != null));
+};
+
+// The value that all of a chart's curves keep, as text; null if one changes, or has a single point.
+Report.constant = (list, show) => {
+  const values = new Set();
+  for (const { y } of list) {
+    const known = y.filter(value => value != null);
+    if (known.length < 2 || known.some(value => Math.abs(value - known[0]) > 1e-9 * Math.abs(known[0]))) return null;
+    values.add(show(known[0]));
+  }
+  return [...values].slice(0, 3).join(" / ") + (values.size > 3 ? " / ..." : "");
+};

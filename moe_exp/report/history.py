@@ -1,0 +1,238 @@
+"""Parts of the page about how runs went: events, machine and command, notes and generated text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from datetime import datetime
+from html import escape
+from typing import Any
+
+from moe_exp.config import TRAITS, Config, module_arguments
+from moe_exp.config.presets import preset_values
+from moe_exp.host.quantities import duration
+from moe_exp.report.comparison import in_words
+from moe_exp.report.page_parts import run_name, table
+from moe_exp.report.run_data import Run
+
+FAULTS = ("checkpoint_failed", "damaged_checkpoint", "other_data")
+_MOST_ROWS = 300
+_MOST_MARKS = 150
+_MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
+
+
+def events_html(runs: Sequence[Run]) -> str:
+    """A timeline per run since its own start, all on one scale, and the events as a table."""
+    timed = [[(when, event) for event in run.events if (when := _time(event)) is not None] for run in runs]
+    spans = [_span(run, events) for run, events in zip(runs, timed, strict=True)]
+    longest = max((end - start for start, end in spans), default=0.0)
+    if not any(timed):
+        return '<p class="note">No events are recorded.</p>'
+    tracks = "".join(
+        "<div><div"
+        f' class="name">{run_name(run, index)}</div>{_track(index, events, spans[index], longest)}</div>'
+        for index, (run, events) in enumerate(zip(runs, timed, strict=True))
+    )
+    key = (
+        '<p class="note key"><span><i class="start"></i>start,'
+        ' resume</span><span><i></i>checkpoint</span><span><i class="changed"></i>resume with changed'
+        ' settings</span><span><i class="fault"></i>fault</span><span><i'
+        f' class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
+    )
+    kept = [most_informative(run.events, _MOST_ROWS) for run in runs]
+    rows = [row for index, run in enumerate(runs) for row in _event_rows(run, index, kept[index])]
+    left_out = [
+        f"{text} of {run.name}"
+        for run, one in zip(runs, kept, strict=True)
+        if (text := _left_out(run.events, one))
+    ]
+    head = ["run", "event", "iteration", "time", "details"]
+    shown = table(head, rows, "Events", css="scroll tall")
+    title = (
+        f"Events: {len(rows)}; left out are {escape(in_words(left_out))}"
+        if left_out
+        else f"All events ({len(rows)})"
+    )
+    return f'<div class="timeline">{tracks}</div>{key}<details><summary>{title}</summary>{shown}</details>'
+
+
+def most_informative(events: Sequence[dict[str, Any]], most: int) -> list[dict[str, Any]]:
+    """At most `most` events in order: faults first, checkpoints last, and the newest of each."""
+    order = sorted(
+        range(len(events)),
+        key=lambda index: (not is_fault(events[index]), is_checkpoint(events[index]), -index),
+    )
+    return [events[index] for index in sorted(order[:most])]
+
+
+def _left_out(events: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) -> str:
+    """As in `399 checkpoints and 2 others`; empty if all are kept."""
+    checkpoints = sum(map(is_checkpoint, events)) - sum(map(is_checkpoint, kept))
+    parts = [(checkpoints, "checkpoints"), (len(events) - len(kept) - checkpoints, "others")]
+    return in_words([f"{number:,} {what}" for number, what in parts if number])
+
+
+def is_checkpoint(event: dict[str, Any]) -> bool:
+    """Whether the event is a saved checkpoint."""
+    return event.get("event") == "checkpoint"
+
+
+def _time(event: dict[str, Any]) -> float | None:
+    try:
+        return datetime.fromisoformat(str(event.get("time"))).timestamp()
+    except ValueError:
+        return None
+
+
+def _span(run: Run, events: Sequence[tuple[float, dict[str, Any]]]) -> tuple[float, float]:
+    if not events:
+        return 0.0, 0.0
+    times = [when for when, _ in events]
+    last = run.written.timestamp() if run.written and run.status == "running" else max(times)
+    return min(times), max(last, *times)
+
+
+def _track(
+    index: int, events: Sequence[tuple[float, dict[str, Any]]], span: tuple[float, float], longest: float
+) -> str:
+    def place(when: float) -> str:
+        return f"{100 * (when - span[0]) / max(longest, 1e-9):.3f}%"
+
+    parts = [
+        '<i class="active"'
+        f' style="--c:var(--run-{index % 8});left:{place(begin)};width:{place(span[0] + end - begin)}"></i>'
+        for begin, end in _active(events, span[1])
+    ]
+    times = {id(event): when for when, event in events}
+    checkpoints = [event for _, event in events if is_checkpoint(event)]
+    others = most_informative([event for _, event in events if not is_checkpoint(event)], _MOST_MARKS)
+    for event in checkpoints[:: len(checkpoints) // _MOST_MARKS + 1] + others:
+        when = times[id(event)]
+        name = str(event.get("event"))
+        css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
+        if name == "changed_settings":
+            css = "changed"
+        text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
+        parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
+    return (
+        '<div class="track" role="img" aria-label="timeline; the table below has the'
+        f' events">{"".join(parts)}</div>'
+    )
+
+
+def _active(events: Sequence[tuple[float, dict[str, Any]]], last: float) -> list[tuple[float, float]]:
+    """Intervals from each start to the last event before the next start."""
+    starts = [
+        position for position, (_, event) in enumerate(events) if event.get("event") in ("start", "resume")
+    ]
+    ends = [*starts[1:], len(events)] if starts else []
+    spans = []
+    for position, following in zip(starts, ends, strict=True):
+        end = last if following == len(events) else events[following - 1][0]
+        spans.append((events[position][0], max(end, events[position][0])))
+    return spans
+
+
+def is_fault(event: dict[str, Any]) -> bool:
+    """Whether the event needs attention."""
+    name = str(event.get("event"))
+    return (
+        name in FAULTS
+        or "fault" in name
+        or "fail" in name
+        or "spike" in name
+        or event.get("status") == "failed"
+    )
+
+
+def _event_rows(run: Run, index: int, events: Sequence[dict[str, Any]]) -> list[str]:
+    rows = []
+    for event in events:
+        details = ", ".join(
+            f"{key}: {', '.join(map(str, value)) if isinstance(value, list) else value}"
+            for key, value in event.items()
+            if key not in ("kind", "iteration", "event", "time")
+        )
+        css = ' class="fault"' if is_fault(event) else ""
+        texts = [
+            event.get("event"),
+            event.get("iteration"),
+            str(event.get("time", "")).replace("T", " "),
+            details[:500],
+        ]
+        cells = "".join(f'<td class="text">{escape(str(text))}</td>' for text in texts)
+        rows.append(f'<tr{css}><th scope="row">{run_name(run, index)}</th>{cells}</tr>')
+    return rows
+
+
+def about_html(runs: Sequence[Run]) -> str:
+    """Start time, machine, versions and commands of each run, and the notes of its folder."""
+    rows = []
+    for name, values in _about_rows(runs):
+        if any(value != "–" for value in values):
+            cells = "".join(f'<td class="text">{escape(value)}</td>' for value in values)
+            rows.append(f'<tr><th scope="row">{name}</th>{cells}</tr>')
+    head = ["", *(run_name(run, index) for index, run in enumerate(runs))]
+    notes = "".join(
+        f'<h3>Notes of {escape(run.name)}</h3><p class="own">{escape(run.text)}</p>'
+        for run in runs
+        if run.text
+    )
+    return notes + table(head, rows, "Machine and command")
+
+
+def _about_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+    def of(key: str, number: int = -1) -> list[str]:
+        return [str((run.starts[number].get(key) if run.starts else None) or "–") for run in runs]
+
+    def versions(run: Run) -> str:
+        known = run.starts[-1].get("versions") if run.starts else None
+        return ", ".join(f"{name} {value}" for name, value in dict(known or {}).items()) or "–"
+
+    ranks = [f"{run.config.nnodes} x {run.config.gpus_per_node}" if run.config else "–" for run in runs]
+    return [
+        ("started", [text.replace("T", " ") for text in of("time", 0)]),
+        ("starts", [str(len(run.starts) or "–") for run in runs]),
+        ("latest start", [text.replace("T", " ") for text in of("time")]),
+        ("host", of("host")),
+        ("device", of("device")),
+        ("nodes x ranks per node", ranks),
+        ("platform", of("platform")),
+        ("versions", [versions(run) for run in runs]),
+        ("commit", of("commit")),
+        ("command of a rank", [_command(run) for run in runs]),
+        ("command with the same settings", [_same_settings(run) for run in runs]),
+        ("run folder", [str(run.path) for run in runs]),
+    ]
+
+
+def _same_settings(run: Run) -> str:
+    """A command that trains with the settings of this run, those of its preset left out."""
+    if not run.config:
+        return "–"
+    base = Config(**(preset_values(run.config.preset) | {"preset": run.config.preset}))
+    chosen = {
+        name: value
+        for name, value in run.config.model_dump().items()
+        if TRAITS[name].part != "place" and name != "preset" and value != getattr(base, name)
+    }
+    return shlex.join(["moe-exp", "train", *module_arguments({"preset": run.config.preset, **chosen})])
+
+
+def _command(run: Run) -> str:
+    given = run.starts[-1].get("command") if run.starts else None
+    return shlex.join(map(str, given)) if isinstance(given, list) else "–"
+
+
+def samples_html(runs: Sequence[Run]) -> str:
+    """Texts of `generated.jsonl` in the run folders, as `moe-exp generate --json` writes them."""
+    parts = []
+    for index, run in enumerate(runs):
+        for prompt, text in run.samples[:_MOST_SAMPLES]:
+            parts.append(
+                f'<figure class="sample"><figcaption>{run_name(run, index)}</figcaption>'
+                f"<p><b>{escape(prompt[:_MOST_CHARACTERS])}</b>{escape(text[:_MOST_CHARACTERS])}</p></figure>"
+            )
+        if len(run.samples) > _MOST_SAMPLES:
+            parts.append(f'<p class="note">{len(run.samples) - _MOST_SAMPLES} more of {escape(run.name)}</p>')
+    return "".join(parts)

@@ -1,0 +1,203 @@
+"""The lines of a run: Megatron's in train.log and pipes, short ones on a terminal; and the log handlers."""
+
+from __future__ import annotations
+
+import logging
+import math
+import socket
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import datetime, timedelta
+from typing import Any
+
+from moe_exp.host.devices import device_label
+from moe_exp.host.files import count_text
+from moe_exp.runs.run_folder import RunFolder
+
+
+def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
+    """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, too."""
+    losses = [
+        (" lm loss: {:.6E}", "lm_loss"),
+        (" load_balancing_loss: {:.6E}", "load_balancing_loss"),
+        (" z_loss: {:.6E}", "z_loss"),
+    ]
+    fields = [
+        (" consumed samples: {:12d}", "consumed_samples"),
+        (" elapsed time per iteration (ms): {:.1f}", "elapsed_time_per_iteration_ms"),
+        (" throughput per GPU (TFLOP/s/GPU): {:.1f}", "tflops_per_gpu"),
+        (" learning rate: {:.6E}", "learning_rate"),
+        (" global batch size: {:5d}", "global_batch_size"),
+        *losses,
+        (" loss scale: {:.1f}", "loss_scale"),
+        (" grad norm: {:.3f}", "grad_norm"),
+        (" num zeros: {:.1f}", "num_zeros"),
+        (" params norm: {:.3f}", "params_norm"),
+        (" number of skipped iterations: {:3d}", "skipped_iterations"),
+        (" number of nan iterations: {:3d}", "nan_iterations"),
+    ]
+    line = f"[{now:%Y-%m-%d %H:%M:%S}] iteration {record['iteration']:8d}/{train_iters:8d} |"
+    return line + "".join(
+        text.format(record[key]) + " |" for text, key in fields if record.get(key) is not None
+    )
+
+
+_TERMINAL_COLUMNS = 80
+
+
+def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
+    """A train or valid record in at most 80 columns; the parts at the end are left out if they do not fit."""
+    loss = record["lm_loss"]
+    parts = [
+        f"step {record['iteration']:{len(str(train_iters))}}/{train_iters}",
+        f"{'validation ' if record['kind'] == 'valid' else ''}loss {math.nan if loss is None else loss:.4f}",
+    ]
+    if record["kind"] == "valid":
+        parts.append(f"perplexity {record['lm_loss_ppl']:.2f}")
+        if (bits := record["lm_loss_bits_per_byte"]) is not None:
+            parts.append(f"{bits:.3f} bits per byte")
+    else:
+        parts += _skipped_texts(record) + _speed_texts(record) + _balance_texts(record)
+    while len(line := "  ".join(parts)) > _TERMINAL_COLUMNS:
+        parts.pop()
+    return line
+
+
+def _skipped_texts(record: Mapping[str, Any]) -> list[str]:
+    counts = {"skipped": record["skipped_iterations"], "nan": record["nan_iterations"]}
+    return [f"{count} {what}" for what, count in counts.items() if count]
+
+
+def _speed_texts(record: Mapping[str, Any]) -> list[str]:
+    parts = []
+    if (speed := record["tokens_per_second"]) is not None:
+        parts.append(f"{count_text(speed) if speed >= 99999.5 else f'{speed:,.0f}':>5} tokens/s")
+    if (seconds := record["eta_seconds"]) is not None and math.isfinite(seconds):
+        days, hours = divmod(round(seconds) // 3600, 24)
+        eta = f"{days}d {hours}h" if days else str(timedelta(seconds=round(seconds)))
+        parts.append(f"eta {eta:>7}")
+    return parts
+
+
+def _balance_texts(record: Mapping[str, Any]) -> list[str]:
+    layers = [layer for layer in record["experts"] or [] if layer["max_over_mean"] is not None]
+    if not layers:
+        return []
+    parts = [f"expert max {max(layer['max_over_mean'] for layer in layers):.2f}x"]
+    if dropped := max(layer["dropped_fraction"] or 0.0 for layer in layers):
+        parts.append(f"dropped {dropped:.1%}")
+    return parts
+
+
+def progress_line(record: Mapping[str, Any]) -> str:
+    """Progress line with what Megatron's lacks: time left, tokens per second and the balance of the
+    experts.
+    """
+    parts = []
+    if (eta_seconds := record.get("eta_seconds")) is not None and math.isfinite(eta_seconds):
+        parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")
+    if record.get("tokens_per_second") is not None:
+        parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
+    if experts := [layer for layer in record.get("experts") or [] if layer["max_over_mean"] is not None]:
+        worst = max(experts, key=lambda layer: float(layer["max_over_mean"]))
+        within = (
+            f", {worst['microbatch_max_over_mean']:.2f} within a micro-batch"
+            if worst.get("microbatch_max_over_mean")
+            else ""
+        )
+        parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']}){within}")
+        if (dropped := max(layer["dropped_fraction"] or 0.0 for layer in experts)) > 0:
+            parts.append(f"dropped up to {dropped:.1%}")
+    return ", ".join(parts)
+
+
+def timers_line(timers: Mapping[str, float]) -> str:
+    """Milliseconds per iteration by phase; those in brackets are parts of the one before them."""
+    values = {
+        phase: f"{phase.replace('_', '-')} {milliseconds:.1f}" for phase, milliseconds in timers.items()
+    }
+    inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
+    if inside:
+        values["forward_backward"] = f"{values['forward_backward']} ({inside})"
+    return f"ms per iteration: {', '.join(values.values())}"
+
+
+def validation_lines(record: Mapping[str, Any]) -> list[str]:
+    """Megatron's validation line between its two rulers."""
+    line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
+    line += f"lm loss PPL: {record['lm_loss_ppl']:.6E} | "
+    ruler = "-" * (len(line) + 1)
+    return [ruler, line, ruler]
+
+
+class _Lines(logging.Formatter):
+    """INFO as it is, or with the time; WARNING and above with time, host name, rank and device.
+
+    Records with the attribute `bare` have a format of their own, and `on_terminal` is their short text.
+    """
+
+    def __init__(self, rank: int, *, with_time: bool, is_terminal: bool):
+        super().__init__(datefmt="%Y-%m-%d %H:%M:%S")
+        self._source = f"{socket.gethostname()} rank {rank} {device_label()}"
+        self._with_time, self._is_terminal = with_time, is_terminal
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        if self._is_terminal and hasattr(record, "on_terminal"):
+            return str(record.on_terminal)
+        time = f"[{self.formatTime(record, self.datefmt)}] "
+        if record.levelno >= logging.WARNING:
+            return f"{time}{record.levelname} {self._source} {record.name}: {record.message}"
+        return time + record.message if self._with_time and not hasattr(record, "bare") else record.message
+
+
+class _LogFile(logging.FileHandler):
+    """train.log; the first write error is reported on the console, without traceback."""
+
+    _is_full = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_full:
+            self._is_full = True
+            with suppress(OSError):
+                print(
+                    f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost",
+                    file=sys.stderr,
+                    flush=True,
+                )
+
+
+def setup_logging(folder: RunFolder, rank: int) -> None:
+    """Logs to the console and to train.log: INFO from rank 0, WARNING and above from every rank.
+
+    INFO goes to stdout, the rest to stderr. The ranks inherit the launcher's stdout; if it is a terminal, it
+    shows short lines. Rank 0 must open the run folder first; a rank that cannot see the folder (no shared
+    file system) logs only to its console. Calling it again replaces the handlers.
+    """
+    end_logging()
+    lowest = logging.INFO if rank == 0 else logging.WARNING
+    stdout, stderr = logging.StreamHandler(sys.stdout), logging.StreamHandler(sys.stderr)
+    stdout.addFilter(lambda record: record.levelno < logging.WARNING)
+    stderr.addFilter(lambda record: record.levelno >= logging.WARNING)
+    handlers: list[logging.Handler] = [stdout, stderr]
+    if folder.path.is_dir():
+        # delay: ranks without a warning never open the file.
+        handlers.append(_LogFile(folder.log, encoding="utf-8", delay=True))
+    for handler in handlers:
+        handler.setLevel(lowest)
+        is_file = isinstance(handler, logging.FileHandler)
+        is_terminal = not is_file and sys.stdout.isatty()
+        handler.setFormatter(_Lines(rank, with_time=is_file, is_terminal=is_terminal))
+        logging.getLogger().addHandler(handler)
+    logging.getLogger("moe_exp").setLevel(lowest)
+
+
+def end_logging() -> None:
+    """Removes the handlers of `setup_logging`."""
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:
+        root.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,210 @@
+"""TRAIN_DATA that names text: prepared once, found again, made again if it changed; wrong text is named."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+from pathlib import Path
+
+import pytest
+import yaml
+
+from helpers.whole_runs import Runs
+from moe_exp.config import ConfigError, load_config
+from moe_exp.config.setting_types import blend_members, is_text
+from moe_exp.data.own_text import preparation
+from moe_exp.data.own_text.settings import (
+    find_prepared_text,
+    fitting_vocab_size,
+    plan_text,
+    text_problems,
+    with_prepared_text,
+)
+from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
+from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
+from moe_exp.inference.text import tokenizer_for
+
+WORDS = ["the", "a", "of", "expert", "router", "token", "layer", "learns", "sends", "drops", "keeps"]
+
+
+def some_text(seed, num_words=300):
+    choose = random.Random(seed)
+    return " ".join(choose.choice(WORDS) for _ in range(num_words)) + "\n"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The current folder, with a folder `text` of 40 files in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text/deep").mkdir(parents=True)
+    for number in range(40):
+        name = f"deep/{number}.md" if number % 2 else f"{number}.txt"
+        (tmp_path / "text" / name).write_text(some_text(number))
+    return tmp_path
+
+
+def settings(**changes):
+    return load_config({"preset": "cpu", "train_data": "text", "vocab_size": 300, **changes}, {})
+
+
+def test_text_is_prepared_once_and_found_again(place, caplog):
+    caplog.set_level(logging.INFO)
+    used = with_prepared_text(settings())
+    train, valid = TokenFiles(used.train_data), TokenFiles(used.valid_data)
+    assert (train.num_documents + valid.num_documents, train.num_documents >= 30) == (40, True)
+    assert train.tokenizer_fact("vocab_size") == tokenizer_vocab_size(used.tokenizer) <= 300
+    assert used.tokenizer == str(Path(used.train_data).parent / "tokenizer")
+    assert "40 files" in caplog.text and "held out for validation" in caplog.text
+    assert sorted(path.suffix for path in place.glob("data/*/*")) == sorted(
+        ["", ".json", *(".bin", ".idx", ".json") * 2]
+    ), "nothing is left of the work"
+
+    made_at = Path(f"{used.train_data}.bin").stat().st_mtime_ns
+    caplog.clear()
+    assert with_prepared_text(settings()) == used == find_prepared_text(settings())
+    assert "prepared before" in caplog.text and Path(f"{used.train_data}.bin").stat().st_mtime_ns == made_at
+    # the same content under another time
+    os.utime(place / "text/0.txt", (1, 1))
+    assert with_prepared_text(settings()) == used
+    os.utime(place / "text/0.txt", (2, 2))
+    assert find_prepared_text(settings()) == used
+
+    # other options are other token files
+    assert with_prepared_text(settings(text_documents="block")).train_data != used.train_data
+    (place / "text").rename(place / "gone")
+    assert find_prepared_text(settings()) == used
+
+
+def test_a_changed_file_is_noticed(place, caplog):
+    used = with_prepared_text(settings())
+    held_out = TokenFiles(used.valid_data).num_documents
+    (place / "text/0.txt").write_text(some_text(100))
+    (place / "text/more.txt").write_text(some_text(101))
+    (place / "text/2.txt").unlink()
+    again = with_prepared_text(settings())
+    assert again.train_data != used.train_data
+    why = "text: prepared again, files differ from those of "
+    assert [one for one in caplog.messages if one.startswith(why)]
+    assert "1 changed (0.txt); 1 new (more.txt); 1 gone (2.txt)" in caplog.text
+    assert abs(TokenFiles(again.valid_data).num_documents - held_out) <= 3
+
+
+def test_an_interrupted_preparation_resumes(place, monkeypatch):
+    tokenize = preparation.tokenize_files
+
+    def killed(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(preparation, "tokenize_files", killed)
+    with pytest.raises(KeyboardInterrupt):
+        with_prepared_text(settings())
+    (partial,) = place.glob("data/*.partial")
+    assert (partial / "tokenizer/tokenizer.json").exists() and not list(place.glob("data/*/text.json"))
+    monkeypatch.setattr(preparation, "tokenize_files", tokenize)
+    (partial / "documents/manifest.json").write_text("{")  # damaged: it begins anew
+    used = with_prepared_text(settings())
+    assert TokenFiles(used.train_data).num_documents > 30 and not partial.exists()
+
+
+def test_one_file_with_split_or_valid_data(place):
+    (place / "input.txt").write_text("".join(some_text(number) + "\n" for number in range(30)))
+    used = with_prepared_text(settings(train_data="input.txt"))
+    assert TokenFiles(used.valid_data).num_documents >= 1, "pieces of a single file are held out"
+    given = {"train_data": "input.txt", "tokenizer": used.tokenizer}
+    split = with_prepared_text(settings(**given, split="90,10"))
+    assert not split.valid_data and split.split == "90,10"
+    both = with_prepared_text(settings(**given, valid_data="text/*.txt"))
+    assert TokenFiles(both.valid_data).num_documents == 20
+    assert both.tokenizer == used.tokenizer and both.train_data == split.train_data
+    blend = with_prepared_text(settings(**given | {"train_data": "0.3 text 0.7 input.txt"}))
+    assert blend_members(blend.train_data)[1] == ("0.7", used.train_data) or "0.7" in blend.train_data
+    assert [weight for weight, _ in blend_members(blend.valid_data)] == ["0.3", "0.7"]
+    # token files stay what they are
+    assert not is_text(used.train_data) and not is_text(f"{used.train_data}.bin")
+    assert with_prepared_text(settings(train_data=used.train_data, split="9,1")).train_data == used.train_data
+
+
+def test_vocabulary_that_fits(place):
+    assert fitting_vocab_size(settings()) == 512
+    with (place / "big.txt").open("wb") as file:
+        file.truncate(4_900_000)
+    assert fitting_vocab_size(settings(train_data="big.txt")) == 4096
+    with (place / "big.txt").open("wb") as file:
+        file.truncate(10**10)
+    assert fitting_vocab_size(settings(train_data="big.txt")) == 32768
+    assert fitting_vocab_size(settings(train_data="a", split="9,1")) is None
+
+
+def test_plan_writes_nothing(place):
+    (line,) = plan_text(settings())
+    assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer of 300 tokens, trained on it" in line
+    assert not (place / "data").exists()
+    used = with_prepared_text(settings())
+    assert plan_text(settings())[0].endswith(f"prepared already in {Path(used.train_data).parent}")
+
+
+BAD = {
+    "none.txt": (None, r"TRAIN_DATA=none\.txt: there is no such file\. Fix: check the path"),
+    "empty.txt": (b"", r"TRAIN_DATA=empty\.txt: has only empty files\. Fix: give files with text"),
+    "a.docx": (b"PK", r"TRAIN_DATA=a\.docx: does not end with .* Fix: save it as a\.txt, in UTF-8"),
+    "a.csv": (b"a,b\n", r"TRAIN_DATA=a\.csv: does not end with .* Fix: convert it to a\.jsonl"),
+    "binary.txt": (bytes(1000), r"TRAIN_DATA=binary\.txt: binary\.txt, line 1: .* binary, .* Fix: leave"),
+    "latin.txt": (b"caf\xe9\n", r"TRAIN_DATA=latin\.txt: latin\.txt, line 1: .* not UTF-8 text\. .*iconv"),
+    "fields.jsonl": (
+        b'{"content": "a", "id": 1}\n',
+        r"TRAIN_DATA=fields\.jsonl: fields\.jsonl has no field 'text', but content, id\. Fix: set TEXT_FIELD",
+    ),
+    "*.md": (None, r"TRAIN_DATA=\*\.md: no file matches the pattern\. Fix: check the path"),
+    "1.0 text 2.0 text/deep": (None, r"is a blend with text, which needs one tokenizer\. Fix: set TOKENIZER"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_wrong_text_is_named_before_anything_is_written(name, place):
+    content, message = BAD[name]
+    if content is not None:
+        (place / name).write_bytes(content)
+    (line,) = text_problems(settings(train_data=name))
+    with pytest.raises(ConfigError, match=message):
+        raise ConfigError([line])
+    assert not (place / "data").exists()
+
+
+def test_folders_that_cannot_be_used(place):
+    (place / "images").mkdir()
+    (place / "images/a.png").touch()
+    (line,) = text_problems(settings(train_data="images"))
+    assert "TRAIN_DATA=images: the folder has no file that ends with .jsonl, " in line and "only .png" in line
+    used = with_prepared_text(settings())
+    folder = Path(used.train_data).parent
+    (line,) = text_problems(settings(train_data=str(folder)))
+    assert line.endswith(f"the folder has token files. Fix: give their prefix, {folder}/train.")
+
+
+def test_text_that_is_found_wrong_while_it_is_read(place):
+    (place / "one.jsonl").write_text(json.dumps({"text": "a"}) + "\n")
+    with pytest.raises(ConfigError, match=r"^TRAIN_DATA=one\.jsonl: has one document, .* Fix: add more text"):
+        with_prepared_text(settings(train_data="one.jsonl"))
+    (place / "text/z.txt").write_bytes(b"\xff\xff")
+    with pytest.raises(ConfigError, match=r"^TRAIN_DATA=text: z\.txt, line 1: .* Fix: convert it"):
+        with_prepared_text(settings())
+    assert not list(place.glob("data/[!.]*"))
+
+
+def test_a_run_on_a_folder_of_text_is_found_again_by_eval(place, tmp_path):
+    runs = Runs(tmp_path / "runs", tmp_path / "data")
+    text = {"TRAIN_DATA": tmp_path / "text", "VOCAB_SIZE": "", "EVAL_INTERVAL": 2, "EVAL_ITERS": 1}
+    ended = runs.succeed("own", "--train-iters", "2", **text)
+    assert "VOCAB_SIZE=512: vocabulary of the tokenizer for " in ended.text
+    assert f"{tmp_path / 'text'}: preparing 40 files" in ended.text
+    (valid,) = ended.records("valid")
+    assert valid["lm_loss_bits_per_byte"] > 0
+    config = load_config(yaml.safe_load(ended.folder.config.read_text()), {})
+    assert (config.train_data, config.valid_data, config.tokenizer) == (str(tmp_path / "text"), "", "")
+    (tmp_path / "text").rename(tmp_path / "gone")
+    plan = plan_evaluation(EvalRequest(str(ended.folder.path)))
+    assert plan.token_bytes is not None and [Path(one.prefix).name for one in plan.sources] == ["valid"]
+    assert tokenizer_for(config, "").vocab_size <= 512

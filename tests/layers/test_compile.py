@@ -1,0 +1,70 @@
+"""torch.compile of the layer: the same output, gradients and statistics as without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
+from moe_exp.layers.router import Router, RouterConfig
+
+HIDDEN, EXPERTS = 16, 4
+MODES = {
+    "dropless": {},
+    "padded": {"capacity_factor": 1.0, "pad_to_capacity": True},
+    "dropped": {"capacity_factor": 1.0},
+}
+
+
+def layer_of(backend: str, mode: str) -> MoELayer:
+    torch.manual_seed(1)
+    return MoELayer(
+        router=Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=2)),
+        dispatcher=LocalDispatcher(num_experts=EXPERTS),
+        experts=Experts(
+            num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=32, activation="swiglu", backend=backend
+        ),
+        settings=MoESettings(losses=(AuxLoss("aux_loss", 0.3),), z_loss_coeff=0.2, **MODES[mode]),
+    )
+
+
+def steps(layer: MoELayer, function) -> list[torch.Tensor]:
+    """Output and gradients of the input and of the weights, over three batches of different routing."""
+    results = []
+    for seed in range(3):
+        x_TD = torch.randn(32, HIDDEN, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        output_TD, loss = function(x_TD)
+        (output_TD.square().mean() + loss).backward()
+        results += [output_TD.detach(), x_TD.grad]
+    return [*results, *(parameter.grad for parameter in layer.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("loop", "dropless"),
+        ("loop", "dropped"),
+        ("torch", "dropless"),
+        ("torch", "padded"),
+        pytest.param("triton", "dropless", marks=pytest.mark.slow),
+    ],
+)
+def test_a_compiled_layer_computes_the_same(backend, mode, request):
+    """In one graph unless the number of rows depends on the data, with two threads for the experts."""
+    request.addfinalizer(torch._dynamo.reset)
+    threads = torch.get_num_threads()
+    request.addfinalizer(lambda: torch.set_num_threads(threads))
+    torch.set_num_threads(2)
+    eager, layer = layer_of(backend, mode), layer_of(backend, mode)
+    expected = steps(eager, eager)
+    actual = steps(layer, torch.compile(layer, fullgraph=mode != "dropped", backend="aot_eager"))
+    for one, other in zip(actual, expected, strict=True):
+        assert (one - other).norm() <= 1e-6 * other.norm()
+    assert torch.equal(layer.statistics.tokens_per_expert_E, eager.statistics.tokens_per_expert_E)
+    assert (layer.statistics.sums - eager.statistics.sums).norm() <= 1e-6 * eager.statistics.sums.norm()
+    assert layer.statistics.num_microbatches == eager.statistics.num_microbatches == 3

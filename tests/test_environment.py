@@ -1,0 +1,97 @@
+"""What moe_exp/scripts/environment.sh installs, and commands in an environment without torch and megatron."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from helpers import ROOT
+
+# Instead of the Python of .venv: it has no torch and no GPU. Answers and failures come from variables.
+STUB = """#!/bin/bash
+case "$*" in
+    *--missing*) echo "torch>=2.6"; exit 1 ;;
+    *count_gpus*) exit "${GPUS:-1}" ;;
+    *"pip config"*) printf '%s\\n' "${PIP_CONFIG-}" ;;
+    *urlopen*) exit "${ASKED:-0}" ;;
+    *"pip install"*)
+        words="$*" && echo "pip ${words#*pip install }" >>"$CALLS"
+        echo "Collecting torch"
+        echo "  Downloading torch-2.13.0+cpu-cp311-linux_x86_64.whl (190.1 MB)"
+        echo "  Downloading mpmath-1.3.0-py3-none-any.whl (536 kB)"
+        case "$*" in *--index-url*) exit "${CPU_INDEX_FAILS:-0}" ;; esac ;;
+esac
+"""
+CPU_BUILD = "pip --disable-pip-version-check --progress-bar off --no-deps --index-url"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="macOS has CPU builds in every index")
+@pytest.mark.parametrize(
+    ("given", "indices", "said"),
+    [
+        ({}, ["cpu"], "a CPU build from"),
+        ({"GPUS": "0"}, ["default"], "installing torch=="),
+        ({"PIP_CONFIG": "global.index-url='https://mirror'"}, ["default"], "where pip is configured to look"),
+        ({"PIP_CONFIG": ":env:.find-links='/wheels'"}, ["default"], "where pip is configured to look"),
+        ({"PIP_CONFIG": "global.timeout='60'"}, ["cpu"], "a CPU build from"),
+        ({"ASKED": "1"}, ["default"], "does not answer"),
+        ({"CPU_INDEX_FAILS": "1"}, ["cpu", "default"], "installing torch=="),
+    ],
+)
+def test_torch_without_gpus_is_a_cpu_build_if_its_index_answers(tmp_path, given, indices, said):
+    python, calls = tmp_path / "bin" / "python", tmp_path / "calls"
+    python.parent.mkdir()
+    python.write_text(STUB)
+    python.chmod(0o755)
+    (tmp_path / "pyvenv.cfg").write_text("include-system-site-packages = false\n")
+    script = f'set -euo pipefail; source moe_exp/scripts/environment.sh; _venv="{tmp_path}"; _install train'
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    done = subprocess.run(
+        ["bash", "-c", script],
+        cwd=ROOT, env=environ | {"CALLS": str(calls)} | given, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    *of_torch, _, package = calls.read_text().splitlines()
+    assert ["cpu" if line.startswith(CPU_BUILD) else "default" for line in of_torch] == indices
+    assert all(" torch==" in line for line in of_torch) and package.endswith("-e .[train]")
+    assert said in done.stderr
+    assert "Downloading torch-2.13.0+cpu-cp311-linux_x86_64.whl (190.1 MB)\n" in done.stderr
+    assert "Collecting" not in done.stderr and "mpmath" not in done.stderr
+
+
+def without_torch(tmp_path: Path, *words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """Runs `moe-exp` where nothing of the extra `train` can be imported."""
+    blocked = "'torch', 'megatron', 'safetensors', 'tensorboard', 'matplotlib', 'scipy'"
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import sys\nclass Blocked:\n    def find_spec(self, name, path=None, target=None):\n"
+        f"        if name.partition('.')[0] in ({blocked}):\n"
+        f"            raise ModuleNotFoundError(f'No module named {{name!r}}', name=name)\n"
+        f"sys.meta_path.insert(0, Blocked())\n"
+        f"import importlib.util\nfind = importlib.util.find_spec\n"
+        f"importlib.util.find_spec = lambda name, *more: None if name in ({blocked}) else find(name, *more)\n"
+    )
+    paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    return subprocess.run(
+        [sys.executable, "-m", "moe_exp", *words],
+        cwd=tmp_path, env=os.environ | paths | environ, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+def test_a_login_node_plans_submits_and_reports_without_torch(tmp_path):
+    from helpers.run_folders import dense_and_moe
+
+    runs = [str(path) for path in dense_and_moe(tmp_path)]
+    job = {"GPUS_PER_NODE": "8", "GBSZ": "1024", "EVAL_INTERVAL": "0", "DISK_CHECK": "none"}
+    search = ("plan", "search", "--preset", "cpu", "--gpus", "2", "--gpu", "A100-80GB")
+    assert without_torch(tmp_path, *search).returncode == 0
+    assert "sbatch --parsable" in without_torch(tmp_path, "slurm", "--dry-run", **job).stderr
+    assert without_torch(tmp_path, "report", *runs, "--format", "md").returncode == 0
+    dry = without_torch(tmp_path, "train", "--dry-run", "--preset", "cpu")
+    assert dry.returncode == 0 and "lacks torch, megatron, safetensors, which training needs" in dry.stderr
+    fix = 'Fix: pip install "moe-exp[train]", in a checkout'
+    for command in (("train", "--preset", "cpu"), ("slurm",)):
+        done = without_torch(tmp_path, *command, **(job if command == ("slurm",) else {}))
+        assert done.returncode and fix in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not (tmp_path / "runs").exists()
