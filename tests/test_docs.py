@@ -34,6 +34,7 @@ guides, pages = (
 SETTINGS = {name.upper() for kind in (Config, SlurmSettings, SweepSettings) for name in kind.model_fields}
 # Variables of other programs that the pages set.
 OTHERS = {"PYTHONPATH", "OMP_NUM_THREADS", "PYTHON", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "PATH"}
+OTHERS |= {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"}
 
 
 @pages

@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def config(**settings: Any) -> Config:
-    return Config(**({"gpus_per_node": 1, "train_iters": 4} | settings))
+    return Config(**({"gpus_per_node": 1, "train_iters": 4, "warmup_iters": 0} | settings))
 
 
 def test_summary(folder: RunFolder) -> None:
