@@ -134,7 +134,7 @@ def test_missing_and_damaged_data(here, tmp_path):
     assert check_files(here(train_data=good, valid_data=good)) == []
     only_problem(
         check_files(here(train_data=gone, valid_data=good)),
-        rf"TRAIN_DATA={gone}: {gone}\.bin is missing\. Fix: .*TRAIN_DATA.*",
+        rf"TRAIN_DATA={gone}: there is no such file or folder of text, .* {gone}\.bin and \.idx\. Fix: .*",
     )
     only_problem(
         check_files(here(train_data=good, valid_data=no_index)),
