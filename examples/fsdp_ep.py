@@ -1,6 +1,6 @@
 """Trains MoE layers with FSDP2 and expert parallelism: experts over EP ranks, other weights over all ranks.
 
-    torchrun --standalone --nproc-per-node 2 examples/fsdp_ep.py               # 15 seconds on two cores
+    torchrun --standalone --nproc-per-node 2 examples/fsdp_ep.py               # under 60 seconds on two cores
     torchrun --standalone --nproc-per-node 4 examples/fsdp_ep.py --ep 2        # NCCL with GPUs, else gloo
 
 Ranks with the same place in their expert parallel group hold the same experts, which FSDP2 shards over them.

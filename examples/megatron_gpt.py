@@ -1,6 +1,6 @@
 """Trains Megatron-Core's GPTModel with moe_exp's MoE layer, in the shape of Megatron-LM's pretrain_gpt.py.
 
-    torchrun --standalone --nproc-per-node 2 examples/megatron_gpt.py          # 20 seconds on two cores
+    torchrun --standalone --nproc-per-node 2 examples/megatron_gpt.py          # under 60 seconds on two cores
     torchrun --standalone --nproc-per-node 2 examples/megatron_gpt.py --ep 2   # experts over two ranks
 
 In a script of your own, `decoder_spec(config)` replaces Megatron's layer spec, and moe_exp is imported before

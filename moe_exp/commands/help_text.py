@@ -68,8 +68,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan predict": ("moe-exp plan predict --runs runs.csv --out predicted.csv",),
     "plan hardware": ("moe-exp plan hardware",),
     "report": (
-        "moe-exp report runs/dense runs/moe                   # report.html",
-        "moe-exp report 'runs/*' --notes 'two seeds each'     # every run folder in runs",
+        "moe-exp report runs/dense runs/moe                   # report.html; 'runs/*' for all runs",
         "moe-exp report runs/moe --watch                      # follow a run in the terminal",
         "moe-exp report runs/dense runs/moe --format md",
     ),

@@ -139,6 +139,7 @@ def test_vocabulary_that_fits(place):
 
 
 def test_plan_writes_nothing(place):
+    assert plan_text(settings(train_data="")) == plan_text(settings(train_data="a_prefix")) == []
     (line,) = plan_text(settings())
     assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer of 300 tokens, trained on it" in line
     assert not (place / "data").exists()

@@ -1,0 +1,79 @@
+"""The scripts and the notebook of examples/ run, with fewer steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+
+import pytest
+
+from helpers import ROOT
+from helpers.ranks import run_on_ranks
+from helpers.whole_runs import clean_environ
+
+EXAMPLES = ROOT / "examples"
+NOTEBOOK = json.loads((EXAMPLES / "dense_and_moe.ipynb").read_text(encoding="utf-8"))
+CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
+
+
+def run_script(name: str, *arguments: str) -> list[float]:
+    """On a rank: runs the script; returns the losses that it prints."""
+    import contextlib
+    import io
+
+    sys.argv = [name, *arguments]
+    os._exit = sys.exit  # type: ignore[assignment]  # the process still has to report
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed.getvalue())]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "name", "arguments"),
+    [
+        (1, "own_loop.py", ("--steps", "40")),
+        (2, "fsdp_ep.py", ("--steps", "20")),
+        (2, "megatron_gpt.py", ("--steps", "20", "--ep", "2")),
+    ],
+)
+def test_a_script_learns(num_ranks, name, arguments):
+    losses = run_on_ranks(num_ranks, run_script, name, *arguments, join=False)[0]
+    assert len(losses) >= 2 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_scripts_are_short_and_say_how_they_are_run(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 105
+    assert any(re.search(rf"(python|torchrun .*) examples/{path.name} .*# .*second", line) for line in lines)
+
+
+def test_the_notebook_runs(tmp_path, session_runs):
+    """Its cells in order, without Jupyter."""
+    program = "\n".join("".join(cell["source"]) for cell in CELLS)
+    environ = clean_environ(
+        TRAIN_ITERS=4, EVAL_ITERS=1, DATA_DIR=session_runs.data_dir, PYTHONPATH=ROOT, MPLBACKEND="agg"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["notebook_dense", "notebook_moe"]
+
+
+def test_the_notebook_is_stored_with_its_outputs():
+    assert [cell["execution_count"] for cell in CELLS] == list(range(1, len(CELLS) + 1))
+    outputs = [output for cell in CELLS for output in cell["outputs"]]
+    assert not [output for output in outputs if output["output_type"] == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    assert len(json.dumps(NOTEBOOK)) < 500_000
