@@ -198,10 +198,11 @@ _pip() {
 # Whether torch should come from PyTorch's index of CPU builds: no GPU, no index or folder of packages given to
 # pip, and an answer within five seconds. macOS has CPU builds everywhere.
 _wants_cpu_build() {
-    local ask="import sys, urllib.request as u; u.urlopen(sys.argv[1] + '/torch/', timeout=5).close()"
+    local ask="import sys, urllib.request as u; u.urlopen(sys.argv[1] + '/torch/', timeout=5).close()" config
     [ "$(uname)" = Linux ] || return 1
     if "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then return 1; fi
-    if "$_venv/bin/python" -m pip config list 2>/dev/null | grep -qE '(index|index-url|find-links)='; then
+    config="$("$_venv/bin/python" -m pip config list 2>/dev/null)" || config=""
+    if grep -qE '(index|index-url|find-links)=' <<<"$config"; then # no pipe: pip would end with SIGPIPE
         _say "no GPU here: torch comes from where pip is configured to look"
         return 1
     fi
