@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from moe_exp.commands.data import add_steps, run_data_command
-from moe_exp.commands.guard import Parser, ended_quietly, guarded
+from moe_exp.commands.guard import ExactParser, ended_quietly, guarded
 from moe_exp.commands.help_text import add_help
 
 # Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of
@@ -61,7 +61,7 @@ def _main(arguments: list[str]) -> int:
     return exit_code
 
 
-def _chosen(parser: Parser, args: argparse.Namespace) -> Parser:
+def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:
     """The parser of the command, or of its command, that `args` name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction) and getattr(args, action.dest, None):
@@ -69,9 +69,9 @@ def _chosen(parser: Parser, args: argparse.Namespace) -> Parser:
     return parser
 
 
-def _parser(command: str) -> Parser:
+def _parser(command: str) -> ExactParser:
     """Builds the parser of all commands; the steps of `data`, which load numpy, only for that command."""
-    parser = Parser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
+    parser = ExactParser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
     parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command")
     for name in COMMANDS:

@@ -21,7 +21,9 @@ from helpers.docs.commands import (
 )
 from helpers.docs.links import GUIDES, PAGES, broken_links
 from helpers.ranks import free_port
+from moe_exp.cli import main
 from moe_exp.config import Config
+from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.launch.slurm.settings import SlurmSettings
 from moe_exp.studies.sweep.settings import SweepSettings
 
@@ -32,6 +34,7 @@ guides, pages = (
 SETTINGS = {name.upper() for kind in (Config, SlurmSettings, SweepSettings) for name in kind.model_fields}
 # Variables of other programs that the pages set.
 OTHERS = {"PYTHONPATH", "OMP_NUM_THREADS", "PYTHON", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "PATH"}
+OTHERS |= {"NCCL_SOCKET_IFNAME", "NCCL_DEBUG"}
 
 
 @pages
@@ -87,7 +90,8 @@ def test_programs_that_the_pages_run_exist(page):
 
 def test_the_index_names_every_page():
     index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
-    others = {page.name for page in ROOT.glob("docs/*.md")} - {"README.md"}
+    docs = ROOT / "docs"
+    others = {str(page.relative_to(docs)) for page in docs.glob("**/*.md")} - {"README.md"}
     assert {name for name in others if f"({name})" not in index} == set()
 
 
@@ -104,14 +108,42 @@ def test_a_flag_that_does_not_exist_is_found():
     assert moe_exp_arguments(script) == ["slurm", "--dry-run"] and problem_of(moe_exp_arguments(plan)) == ""
 
 
+def test_the_recipe_plans_and_would_be_submitted(tmp_path, monkeypatch, capsys):
+    """Its plans, and its dry run with the settings of the model in place of the imported checkpoint."""
+    page = ROOT / "docs" / "recipes" / "qwen3-30b-a3b.md"
+    for command in (one for one in commands(page) if one.words[:2] == ("moe-exp", "plan")):
+        assert main(list(command.words[1:])) == 0, command
+    given = dict(v.partition("=")[::2] for one in commands(page) if not one.words for v in one.variables)
+    image, prefix = tmp_path / "moe_exp.sif", tmp_path / given["TRAIN_DATA"]
+    image.touch()
+    prefix.parent.mkdir(parents=True)
+    with BinIdxWriter(prefix, vocab_size=151936) as writer:
+        for _ in range(200):
+            writer.add_document(range(4096))
+    settings = tmp_path / "settings.env"
+    settings.write_text("PRESET=qwen3-30b-a3b\n")
+    places = {
+        "CONTAINER": str(image),
+        "TRAIN_DATA": str(prefix),
+        "RUN_DIR": str(tmp_path),
+        "DISK_CHECK": "none",
+    }
+    for name, value in (given | places).items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    assert main(["slurm", "--config", str(settings), "--dry-run"]) == 0
+    done = capsys.readouterr()
+    assert "#SBATCH --nodes=16" in done.out and "sbatch --parsable" in done.err
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_tutorial_runs_as_it_stands(tmp_path, monkeypatch):
-    """Its steps after the installation, with four iterations instead of 600."""
+    """Its steps after the installation, with four iterations instead of 300."""
     page = ROOT / "docs" / "tutorial.md"
     shell = [text for _, text in blocks(page) if re.search(r"^(mkdir|moe-exp|export|USE_MOE)", text)]
-    assert len(shell) == 9
-    steps = "\n".join(shell[1:]).replace("TRAIN_ITERS=600", "TRAIN_ITERS=4")
+    assert len(shell) == 8
+    steps = "\n".join(shell[1:]).replace("TRAIN_ITERS=300", "TRAIN_ITERS=4")
     python = shlex.quote(sys.executable)
     program = f'set -e\npython() {{ {python} "$@"; }}\nmoe-exp() {{ {python} -m moe_exp "$@"; }}\n{steps}'
     monkeypatch.setenv("WARMUP_ITERS", "1")

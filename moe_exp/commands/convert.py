@@ -91,7 +91,5 @@ def _to_hf(arguments: argparse.Namespace) -> None:
     options |= {"main_weights": arguments.weights == "main", "max_shard_bytes": arguments.max_shard_size}
     done = to_hf(arguments.source, arguments.target, **options, progress=progress)
     print(f"{arguments.target}: {done.architecture}, {bytes_text(done.num_bytes)} of weights")
-    for name, reasons in done.against.items():
-        print(f"  not {name}: {', '.join(reasons)}")
     for note in done.notes:
         print(f"Note: {note}")

@@ -21,15 +21,19 @@ from moe_exp.host.exit_codes import printable
 UNDER_WAY = 75
 
 
-class Parser(argparse.ArgumentParser):
-    """Names the nearest command or flag in the error for one that does not exist."""
+class ExactParser(argparse.ArgumentParser):
+    """Takes no flag by its first letters alone. An error is one line with the nearest word and the help."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**{**options, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        """Exits with 2 after usage and message."""
+        """Exits with 2 after the message; names the nearest command or value for one that does not exist."""
         found = re.fullmatch(r"argument (.+): invalid choice: '(.+)' \(choose from (.+)\)", message)
         if found and (near := difflib.get_close_matches(found[2], re.findall(r"[\w.-]+", found[3]), n=1)):
             message = f"argument {found[1]}: invalid choice: '{found[2]}', did you mean {near[0]}?"
-        super().error(message)
+        end = "" if message.endswith("?") else "."
+        self.exit(2, f"{self.prog}: error: {printable(message)}{end} Help: {self.prog} --help\n")
 
     def refuse_unknown(self, arguments: Sequence[str]) -> NoReturn:
         """The error for arguments that parsing has left over."""
@@ -41,13 +45,6 @@ class Parser(argparse.ArgumentParser):
             near = [f"--{one.replace('_', '-')}" for one in similar_settings(flag, flags)]
             lines.append(f"{flag} does not exist" + (f", did you mean {' or '.join(near)}?" if near else ""))
         self.error("; ".join(lines) or f"unrecognized arguments: {' '.join(arguments)}")
-
-
-class ExactParser(Parser):
-    """Takes no flag by its first letters alone: what looks for a flag in a command finds it by its name."""
-
-    def __init__(self, **options: Any):
-        super().__init__(**options, allow_abbrev=False)
 
 
 def add_subcommands(parser: argparse.ArgumentParser, command: str) -> Any:

@@ -14,10 +14,9 @@ _EXAMPLES = "examples:"
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
         "moe-exp train                                        # a small MoE on an embedded corpus",
-        "moe-exp train --train-data data/my_text_document --num-experts 16 --topk 2",
-        "moe-exp train --gpus-per-node 8 --ep 8 --dry-run      # settings and checks, starts nothing",
+        "moe-exp train --train-data folder/of/text --num-experts 16 --topk 2 --dry-run",
         "moe-exp train --resume runs/NAME --train-iters 1000   # continue a run with its own settings",
-        "moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr",
+        "moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr   # a run with settings of another",
     ),
     "data list": ("moe-exp data list",),
     "data download": ("moe-exp data download fineweb_edu_10bt --dry-run",),
@@ -25,7 +24,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "moe-exp data prepare fineweb_edu_10bt --dry-run        # size, time and disk",
         "moe-exp data prepare fineweb_edu_10bt --workers 16",
     ),
-    "data shuffle": ("moe-exp data shuffle data/mine --output data/mine_shuffled --shards 8",),
+    "data shuffle": (
+        "moe-exp data shuffle data/mine --output data/mine_shuffled --shards 8",
+        "moe-exp data shuffle 'notes/**/*.md' --output data/notes --text-documents block",
+    ),
     "data merge": (
         "moe-exp data merge --input-dir mine_shuffled --valid-file-name mine.val --output-file-name mine",
     ),
@@ -66,7 +68,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan predict": ("moe-exp plan predict --runs runs.csv --out predicted.csv",),
     "plan hardware": ("moe-exp plan hardware",),
     "report": (
-        "moe-exp report runs/dense runs/moe                   # report.html",
+        "moe-exp report runs/dense runs/moe                   # report.html; 'runs/*' for all runs",
         "moe-exp report runs/moe --watch                      # follow a run in the terminal",
         "moe-exp report runs/dense runs/moe --format md",
     ),

@@ -38,6 +38,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     commands = parser.add_subparsers(
         dest="plan_command", metavar="command", parser_class=ExactParser, prog="moe-exp plan"
     )
+    _add_goodput(parser)
     _add_settings(parser)
     # What is not given leaves alone what was given before the command: `moe-exp plan --tp 4 run`.
     run = commands.add_parser(
@@ -45,6 +46,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         help="estimate memory, time and cost of a run (the default command)",
         argument_default=argparse.SUPPRESS,
     )
+    _add_goodput(run)
     _add_settings(run)
     run.set_defaults(run=_run)
     _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
@@ -58,6 +60,16 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
     add_json(hardware)
     hardware.set_defaults(run=_hardware)
+
+
+def _add_goodput(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    about = "mean time between failures of one node: also estimate goodput and the best SAVE_INTERVAL"
+    add("--mtbf-hours", type=float, metavar="H", help=about)
+    about = "from a failure to the next iteration, with --mtbf-hours (default: 15)"
+    add("--restart-minutes", type=float, metavar="M", help=about)
+    about = "of a save, with --mtbf-hours (default: the checkpoint at 1 GB/s per node)"
+    add("--save-seconds", type=float, metavar="S", help=about)
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -123,14 +135,34 @@ def _run(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.run_plan import plan_run
     from moe_exp.planner.tables import PlanPrinter
 
+    failures = _failures(arguments)
     hardware, constants = _hardware_and_constants(arguments)
     flags = _settings(arguments, hardware)
     config = _with_vocabulary(load_config(flags), flags)
-    plan = plan_run(config, hardware, constants, **_budget(arguments))
+    plan = plan_run(config, hardware, constants, **_budget(arguments), failures=failures)
     if arguments.json:
         print_json(plan.report)
     else:
-        PlanPrinter(sys.stdout).run(plan.report, plan.prediction, plan.cost)
+        PlanPrinter(sys.stdout).run(plan.report, plan.prediction, plan.cost, plan.goodput)
+
+
+_FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
+_RESTART_MINUTES = 15.0
+
+
+def _failures(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `goodput_of` takes from the flags; empty without --mtbf-hours."""
+    given = {name: value for name in _FAILURE_FLAGS if (value := getattr(arguments, name)) is not None}
+    for name, value in given.items():
+        if not 0 < value < float("inf"):
+            raise setting_error(name, f"{value:g}", "must be a positive number", "give one, or leave it out")
+        if "mtbf_hours" not in given:
+            raise setting_error(name, f"{value:g}", "has no effect without --mtbf-hours", "give that, too")
+    if not given:
+        return {}
+    restart = given.get("restart_minutes", _RESTART_MINUTES)
+    failures = {"node_mtbf_hours": given["mtbf_hours"], "restart_minutes": restart}
+    return failures | {"save_seconds": given.get("save_seconds")}
 
 
 def _search(arguments: argparse.Namespace) -> int:
@@ -150,6 +182,9 @@ def _search(arguments: argparse.Namespace) -> int:
         raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
     if arguments.export and not to_stdout:
         _check_new_file("export", Path(arguments.export))
+    if given := _failures(arguments):
+        fix = "give it to moe-exp plan for the layout that is found"
+        raise setting_error("mtbf_hours", given["node_mtbf_hours"], "has no effect in a search", fix)
     hardware, constants = _hardware_and_constants(arguments)
     budget = _budget(arguments)
     config, fixed = _searched(arguments, hardware)
@@ -291,7 +326,7 @@ def _hardware(arguments: argparse.Namespace) -> None:
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
     """Settings given before a command that has none would have no effect."""
-    names = ("config", *Config.model_fields, "gpus", "gpu", "tokens", "price")
+    names = ("config", *Config.model_fields, "gpus", "gpu", "tokens", "price", *_FAILURE_FLAGS)
     if given := [name for name in names if getattr(arguments, name) is not None]:
         fix = f"leave it out of moe-exp plan {arguments.plan_command}"
         lines = (problem(name, getattr(arguments, name), "has no effect here", fix) for name in given)
@@ -338,6 +373,8 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
 
 def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
     """The settings with VOCAB_SIZE of the data, as training would have it."""
+    if not config.train_data and not config.tokenizer:
+        return config  # without loading numpy
     from moe_exp.config.loading import given_values
     from moe_exp.data.tokens.vocabulary import with_vocab_size
 

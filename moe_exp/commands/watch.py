@@ -336,7 +336,7 @@ def _add_storage(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "storage", help="recommend a save interval, and estimate the disk that a run needs"
     )
     add = parser.add_argument
-    about = "a run folder, or a file of settings like its config.yaml"
+    about = "a run folder, or a settings file: YAML, or lines NAME=value"
     add("run_folder", metavar="RUN", type=Path, help=about)
     about = "mean time between failures of one node (default: by the run's events)"
     add("--mtbf", type=float, metavar="HOURS", help=about)

@@ -55,11 +55,14 @@ def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]
     """
     known = list(Config.model_fields if names is None else names)
     words = re.split(r"[-_\s]+", name.strip("-_ ").lower())
-    if near := difflib.get_close_matches("_".join(words), known, n=1, cutoff=0.8):
+    start = "_".join(words)
+    if near := difflib.get_close_matches(start, known, n=1, cutoff=0.8):
         return near
     if described := _described(words, known):
         return described
-    parts = [one for one in known if set(words) < set(one.split("_")) or one in words]
+    parts = [
+        one for one in known if one.startswith(start) or set(words) < set(one.split("_")) or one in words
+    ]
     return sorted(parts, key=len)[:2] if len(parts) <= 3 else []
 
 

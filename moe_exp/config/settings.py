@@ -265,6 +265,12 @@ class Config(ModelSettings):
         compared=False,
     )
     wandb_project: str = output("", "wandb project; empty: no wandb", measured="", compared=False)
+    prometheus_file: PathText = output(
+        "",
+        "file NAME.prom that has the newest metrics, for node_exporter's textfile collector; empty: none",
+        measured="",
+        compared=False,
+    )
     wandb_mode: Literal["online", "offline", "disabled"] = output("online", "wandb mode", compared=False)
 
     # Reliability and debugging

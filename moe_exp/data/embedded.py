@@ -47,6 +47,11 @@ class EmbeddedCorpus:
     was_cached: bool
 
 
+def embedded_folder(data_dir: Path, vocab_size: int = 4096) -> Path:
+    """Folder of the corpus for this version of Python; its tokenizer.json is the tokenizer."""
+    return data_dir / f"python_stdlib_{platform.python_version()}_bpe{vocab_size}"
+
+
 def ensure_embedded_corpus(data_dir: Path, vocab_size: int = 4096) -> EmbeddedCorpus:
     """Builds the corpus under `data_dir`, or finds the one there. Processes that call it at once build one.
 
@@ -58,7 +63,7 @@ def ensure_embedded_corpus(data_dir: Path, vocab_size: int = 4096) -> EmbeddedCo
         ValueError: `data_dir` cannot be written, less than 200 MB are free, or `vocab_size` is too small.
     """
     data_dir = Path(data_dir)
-    folder = data_dir / f"python_stdlib_{platform.python_version()}_bpe{vocab_size}"
+    folder = embedded_folder(data_dir, vocab_size)
     if not _problems(folder):
         return _open(folder, was_cached=True)
     _check_writable(data_dir)

@@ -38,7 +38,7 @@ _LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 @dataclass(frozen=True)
 class TextRule:
-    """What a document of a .txt or .md file is.
+    """Rule for the documents of a .txt or .md file.
 
     Args:
         documents: file: the file is one; block: each block between blank lines is one.
@@ -49,7 +49,7 @@ class TextRule:
     longest_bytes: int = 2**20
 
     def facts(self) -> dict[str, Any]:
-        """What differs from the default, for the settings of a step."""
+        """Differences from the default, for the settings of a step."""
         usual = vars(TextRule())
         return {f"text_{name}": value for name, value in vars(self).items() if value != usual[name]}
 

@@ -198,9 +198,14 @@ def slurm_time(text: str) -> datetime | None:
 
 
 def job_environment() -> str:
-    """Shell command that gives jobs this process's Python and packages."""
+    """Shell command that gives jobs this process's Python, and moe_exp if it is a checkout.
+
+    Installed, this Python finds it anyway, and its site-packages would hide those of a container.
+    """
     package_root = Path(__file__).resolve().parents[2]
-    paths = {"PATH": Path(sys.executable).parent, "PYTHONPATH": package_root}
+    paths = {"PATH": Path(sys.executable).parent}
+    if package_root.name not in ("site-packages", "dist-packages"):
+        paths["PYTHONPATH"] = package_root
     return "; ".join(
         f'export {name}={shlex.quote(str(path))}"${{{name}:+:${name}}}"' for name, path in paths.items()
     )

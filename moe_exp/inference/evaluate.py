@@ -155,10 +155,10 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
 
 def _own_data(saved: Config) -> tuple[list[str], Share]:
     """Prefixes of the run's validation data, and the share of their documents."""
-    saved = find_prepared_text(saved)
+    given, saved = saved, find_prepared_text(saved)
     share = parse_split(saved.split)[1] if saved.split else None
     if saved.valid_data:
-        logger.info("data: VALID_DATA of the run")
+        logger.info("data: %s", "VALID_DATA of the run" if given.valid_data else "held out of TRAIN_DATA")
         return [prefix for _, prefix in parse_blend(saved.valid_data)], (0.0, 1.0)
     if saved.train_data and share:
         logger.info("data: the part of TRAIN_DATA that SPLIT=%s holds out for validation", saved.split)

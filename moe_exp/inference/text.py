@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import platform
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from moe_exp.config import Config, problem
-from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
+from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.encoders import Encoders
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
@@ -44,8 +43,7 @@ def _embedded(saved: Config) -> str:
     """The tokenizer of the embedded corpus, used by runs that name no data."""
     if saved.train_data:
         raise ValueError(problem("tokenizer", "", "the training did not name one", _GIVE))
-    folder = f"python_stdlib_{platform.python_version()}_bpe{EMBEDDED_VOCAB_SIZE}"
-    path = Path(saved.data_dir) / folder / "tokenizer.json"
+    path = embedded_folder(Path(saved.data_dir)) / "tokenizer.json"
     if not path.is_file():
         rule = f"the model was trained on the embedded corpus, whose tokenizer is not at {path}"
         fix = "give --tokenizer, the tokenizer.json of the training's DATA_DIR"

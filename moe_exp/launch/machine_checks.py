@@ -46,6 +46,7 @@ def check_machine(config: Config) -> list[str]:
         *_snapshot(config),
         *_traced_modules(config),
         *_packages(config),
+        *_prometheus(config),
         *_port(config),
         *_shared_memory(config),
     ]
@@ -171,6 +172,22 @@ def _packages(c: Config) -> Iterator[str]:
     if c.wandb_project and c.wandb_mode != "disabled" and importlib.util.find_spec("wandb") is None:
         fix = "pip install wandb, or set WANDB_MODE=disabled"
         yield problem("wandb_project", c.wandb_project, "wandb is not installed", fix)
+
+
+def _prometheus(c: Config) -> Iterator[str]:
+    path = Path(c.prometheus_file)
+    if not c.prometheus_file or c.node_rank:  # rank 0 writes it
+        return
+    if path.suffix != ".prom" or path.is_dir():
+        yield problem(
+            "prometheus_file", path, "must be a file *.prom, as node_exporter reads no other", _PROM
+        )
+    elif not os.access(path.parent, os.W_OK | os.X_OK):
+        rule = f"{path.parent} is {'not writable' if path.parent.is_dir() else 'no folder'}"
+        yield problem("prometheus_file", path, rule, _PROM)
+
+
+_PROM = "name a file such as NAME.prom in the folder of node_exporter's --collector.textfile.directory"
 
 
 def _expert_backend(c: Config) -> Iterator[str]:

@@ -24,7 +24,8 @@ class Hardware:
     name: str  # as a CSV or `--gpu` gives it
     architecture: str  # volta, ampere, hopper, blackwell, or cpu
     memory_bytes: float  # memory of the device
-    # peak of the matrix units by compute type (fp32, bf16, fp16), multiply and add counted as two, in FLOP/s
+    # peak of the matrix units by compute type (fp32, bf16, fp16, and fp8 if there is one), multiply and add
+    # counted as two, in FLOP/s
     dense_flops: dict[str, float]
     memory_bytes_per_second: float  # bandwidth of the device's memory
     # streaming multiprocessors (SMs), over which a product's tiles are spread; 1 on processors

@@ -7,6 +7,7 @@ from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import counted_as
+from moe_exp.planner.costs.goodput import Goodput
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, most_loaded_rank, rank_parameters
 from moe_exp.planner.estimate import Cost, speed_of
@@ -17,8 +18,10 @@ from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
 from moe_exp.planner.search.topology import RUNNER_UP, Candidate, Search
 
 
-def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cost: Cost) -> dict[str, Any]:
-    """Report on a run: parameters, memory by stage and part, time by part, speed, and totals."""
+def describe_run(
+    config: Config, hardware: Hardware, prediction: Prediction, cost: Cost, goodput: Goodput | None = None
+) -> dict[str, Any]:
+    """Report on a run: parameters, memory by stage and part, time by part, speed, totals, and goodput."""
     count, stage = count_parameters(config), most_loaded_rank(config)
     candidate = Candidate(config, prediction)
     return {
@@ -38,6 +41,7 @@ def describe_run(config: Config, hardware: Hardware, prediction: Prediction, cos
         "memory": describe_memory(prediction),
         "time": describe_time(config, hardware, prediction),
         "cost": describe_cost(cost),
+        "goodput": asdict(goodput) if goodput else None,
         "error": {  # relative, to expect
             "memory": prediction.memory_error,
             "time": prediction.time_error,

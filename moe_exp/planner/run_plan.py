@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
+from moe_exp.planner.costs.goodput import Goodput, goodput_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.estimate import Cost, cost_of, speed_of
 from moe_exp.planner.hardware import Hardware
@@ -27,16 +28,17 @@ class RunPlan:
     hardware: Hardware
     prediction: Prediction  # memory of every pipeline stage, and the parts of an iteration's time
     cost: Cost  # of the complete run
+    goodput: Goodput | None = None  # with the failures given
 
     def __repr__(self) -> str:
         stream = io.StringIO()
-        PlanPrinter(stream).run(self.report, self.prediction, self.cost)
+        PlanPrinter(stream).run(self.report, self.prediction, self.cost, self.goodput)
         return stream.getvalue().rstrip()
 
     @property
     def report(self) -> dict[str, Any]:
         """All values, as `moe-exp plan --json` prints them."""
-        return describe_run(self.config, self.hardware, self.prediction, self.cost)
+        return describe_run(self.config, self.hardware, self.prediction, self.cost, self.goodput)
 
     @property
     def fits(self) -> bool:
@@ -66,8 +68,9 @@ def plan_run(
     *,
     num_tokens: int | None = None,
     price_per_gpu_hour: float | None = None,
+    failures: Mapping[str, Any] | None = None,
 ) -> RunPlan:
-    """Predicts a run; arguments as for `cost_of`.
+    """Predicts a run; arguments as for `cost_of`, and `failures` as for `goodput_of`, if any.
 
     Raises:
         ConfigError: the settings cannot run.
@@ -76,7 +79,10 @@ def plan_run(
         raise ConfigError(problems)
     budget: dict[str, Any] = {"num_tokens": num_tokens, "price_per_gpu_hour": price_per_gpu_hour}
     cost = cost_of(config, hardware, constants=constants, **budget)
-    return RunPlan(config, hardware, predict(Job.of(config), hardware, constants), cost)
+    prediction = predict(Job.of(config), hardware, constants)
+    times = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
+    goodput = goodput_of(config, **times, **failures) if failures else None
+    return RunPlan(config, hardware, prediction, cost, goodput)
 
 
 def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:

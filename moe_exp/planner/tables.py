@@ -15,6 +15,7 @@ from moe_exp.config import Config
 from moe_exp.host.files import bytes_text, count_text
 from moe_exp.host.progress import table_console
 from moe_exp.planner.costs.code_paths import counted_as
+from moe_exp.planner.costs.goodput import Goodput
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
 from moe_exp.planner.costs.timing import IterationTime
@@ -44,7 +45,9 @@ class PlanPrinter:
     def __init__(self, stream: TextIO):
         self._console = table_console(stream, highlight=False)
 
-    def run(self, report: Mapping[str, Any], prediction: Prediction, cost: Cost) -> None:
+    def run(
+        self, report: Mapping[str, Any], prediction: Prediction, cost: Cost, goodput: Goodput | None = None
+    ) -> None:
         """Prints the cost of a run: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
         title = "{num_gpus} x {gpu}, {layout}, PRESET={preset}, {dtype}".format_map(report)
@@ -59,6 +62,7 @@ class PlanPrinter:
             "TFLOP/s per GPU": f"{_short(time['tflops_per_gpu'])}, MFU {time['mfu']:.1%}",
             "tokens per second": f"{time['tokens_per_second']:,.0f}",
             "whole run": _whole(cost),
+            **(_goodput_rows(goodput) if goodput else {}),
             "checkpoint": bytes_text(report["checkpoint_bytes"]),
             "batch that fills the pipe": f"{report['filling_batch']:,} samples",
             "notes": ", ".join(report["notes"]),
@@ -245,6 +249,17 @@ def _alike(stages: Sequence[StageMemory]) -> Iterator[tuple[int, int, StageMemor
         members = list(run)
         yield first, first + len(members) - 1, members[0]
         first += len(members)
+
+
+def _goodput_rows(of: Goodput) -> dict[str, str]:
+    days = f"{of.wall_seconds / 86400:.3g} days of wall time" if of.wall_seconds else "it never finishes"
+    intervals = f"SAVE_INTERVAL={of.best_iterations} (Daly; {of.young_iterations} by Young)"
+    assumed = f"a failure every {of.mtbf_hours:.3g} hours, a save of {of.save_seconds:.3g} s,"
+    assumed += f" {of.restart_seconds / 60:.3g} min from a failure to the next iteration,"
+    return {
+        "goodput": f"{of.goodput:.1%} training: {days}; {of.best_goodput:.1%} with {intervals}",
+        "which assumes": f"{assumed} {of.evaluation_share:.2%} more for evaluation",
+    }
 
 
 def _verdict(prediction: Prediction) -> str:

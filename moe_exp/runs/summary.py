@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
@@ -38,7 +39,11 @@ class Caller:
             else:
                 flags.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
         given = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
-        return " ".join([*given, self.command, *flags])
+        # another run has the settings of the resumed one, and its own folder
+        command = (
+            re.sub(" --resume(?=[ =])", " --config", self.command) if "run_name" in changes else self.command
+        )
+        return " ".join([*given, command, *flags])
 
 
 def summarize(
@@ -271,7 +276,7 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
 
 def _other_runs(config: Config, caller: Caller) -> list[str]:
     """The user's own command with another setting, for runs to compare with."""
-    if config.nnodes > 1:
+    if config.nnodes > 1 or "--resume" in caller.command:
         return []
     others: list[tuple[str, str, dict[str, Any]]] = []
     if config.use_moe:

@@ -22,7 +22,7 @@ from moe_exp.runs.records import (
 )
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.console import console_line, progress_line, terminal_line, timers_line, validation_lines
-from moe_exp.training.mirrors import Mirror, axes_of, open_tensorboard, open_wandb
+from moe_exp.training.mirrors import Mirror, axes_of, open_prometheus, open_tensorboard, open_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,7 @@ class Metrics:
         for record in kept:
             self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
+        self._mirrors += open_prometheus(config)
         facts = {"num_removed_records": num_removed, "attention_flops": config.attention_flops}
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 

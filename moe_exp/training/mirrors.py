@@ -1,12 +1,16 @@
-"""The mirrors of metrics.jsonl: TensorBoard and wandb."""
+"""The mirrors of metrics.jsonl: TensorBoard, wandb and a file for Prometheus."""
 
 from __future__ import annotations
 
 import logging
+import math
 import os
+import re
 import secrets
 import threading
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
@@ -158,6 +162,61 @@ def _keep_threads_quiet() -> None:
 def group_of(config: Config) -> str:
     """`dense`, `moe` or `dmoe`."""
     return config.moe_type if config.use_moe else "dense"
+
+
+_OF_A_LAYER = re.compile(r"moe/layer_(\d+)/(.+)")
+
+
+class _Prometheus:
+    """The newest values as gauges of node_exporter's textfile collector, which reads complete files only."""
+
+    name = "Prometheus"
+
+    def __init__(self, path: Path, config: Config):
+        self._path, self._label = path, f'run="{_label(config.name)}"'
+        self._values: dict[str, float] = {}
+        self._failed = False
+
+    def write(self, values: Mapping[str, float], axes: Axes) -> None:
+        position = {f"consumed_{axis}": value for axis, value in axes.items() if axis != "iteration"}
+        self._values |= {**values, "iteration": axes["iteration"], **position}
+        self._values["last_record_timestamp_seconds"] = time.time()
+        metrics: dict[str, list[str]] = {}  # all values of a metric must stand together
+        for name, value in sorted(self._values.items()):
+            layer = _OF_A_LAYER.fullmatch(name)
+            metric = "moe_exp_" + re.sub(r"\W", "_", f"layer/{layer[2]}" if layer else name, flags=re.ASCII)
+            label = f'{self._label},layer="{int(layer[1])}"' if layer else self._label
+            metrics.setdefault(metric, []).append(f"{metric}{{{label}}} {_number(value)}")
+        lines = [line for name, of in metrics.items() for line in (f"# TYPE {name} gauge", *of)]
+        try:
+            write_atomically(self._path, "\n".join(lines) + "\n")
+        except OSError as error:
+            if not self._failed:
+                logger.warning(
+                    "PROMETHEUS_FILE=%s: cannot be written (%s)", self._path, error.strerror or error
+                )
+            self._failed = True
+        else:
+            self._failed = False
+
+    def close(self, failed: bool) -> None:
+        """Leaves the file: its timestamp shows that the run has ended."""
+
+
+def _label(text: str) -> str:
+    return text.replace("\\", "\\\\").replace('"', '\\"')
+
+
+def _number(value: float) -> str:
+    """As Prometheus writes numbers that are not finite."""
+    if math.isnan(value):
+        return "NaN"
+    return repr(float(value)) if math.isfinite(value) else f"{'+' if value > 0 else '-'}Inf"
+
+
+def open_prometheus(config: Config) -> list[Mirror]:
+    """The file of PROMETHEUS_FILE, if requested; its folder must exist, see `machine_checks`."""
+    return [_Prometheus(Path(config.prometheus_file), config)] if config.prometheus_file else []
 
 
 class _Wandb:

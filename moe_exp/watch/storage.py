@@ -1,19 +1,6 @@
 """How often to save, and the disk space that a run needs: `moe-exp watch storage`. No torch.
 
-With random failures, one every M seconds on average, and saves of d seconds, a save interval of t seconds
-loses (t + d) / 2 with a failure and d with each save. The best interval:
-
-    Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
-        t = sqrt(2 d M)
-    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3),
-    equation 37):
-        t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
-
-Its cost follows from Daly's model of the total time (equation 20), in which saves and restarts can fail, too:
-
-    T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
-                                                   next iteration
-
+The formulas are in planner/costs/goodput.py.
 With ASYNC_SAVE training waits for less than d, and a failure loses the unpublished save: d is an upper bound
 for both.
 """
@@ -28,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config.settings_file import read_settings
 from moe_exp.host.files import bytes_text, read_yaml
 from moe_exp.planner.costs.disk import DiskUse, disk_use
+from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
 from moe_exp.runs.records import Record, read_metrics, time_of
 from moe_exp.runs.run_folder import RunFolder
 
@@ -38,29 +27,6 @@ FAILURES = ("rank_failed", "hang", "replicas_differ")
 _ONE_FAILURE_SECONDS = 120.0
 _NUM_RECORDS = 200
 _FEW_FAILURES, _FEW_HOURS = 2, 10.0  # fewer give no estimate of the time between failures
-
-
-def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Best seconds of work between saves, to first order (Young 1974)."""
-    return math.sqrt(2 * save_seconds * mtbf_seconds)
-
-
-def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
-    """Best seconds of work between saves (Daly 2006, equation 37)."""
-    if save_seconds >= 2 * mtbf_seconds:
-        return mtbf_seconds
-    ratio = save_seconds / (2 * mtbf_seconds)
-    return young_interval(save_seconds, mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
-
-
-def lost_share(
-    interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
-) -> float:
-    """Time lost to saves, restarts and repeated work, over that of the work (Daly 2006, equation 20)."""
-    exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
-    if max(exponents) > 700:  # never finishes
-        return math.inf
-    return mtbf_seconds * math.exp(exponents[0]) * math.expm1(exponents[1]) / interval_seconds - 1
 
 
 @dataclass(frozen=True)
@@ -216,13 +182,13 @@ class Storage:
 
 
 def storage_of(path: Path) -> Storage:
-    """Reads a run folder, or a settings file (YAML, as config.yaml); raises ValueError if it is neither."""
+    """Reads a run folder or a settings file (YAML, or lines NAME=value); ValueError if it is neither."""
     folder = RunFolder(path) if path.is_dir() else None
     settings = folder.config if folder else path
     if not settings.is_file():
         fix = "name a folder with config.yaml, or such a file"
         raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: {fix}.")
-    config = _config(settings)
+    config = _config(settings) if folder else load_config(read_settings(settings), {})
     records = read_metrics(folder.metrics) if folder and folder.metrics.exists() else []
     found = measured(records)
     there = folder.checkpoint_iterations() if folder else ()

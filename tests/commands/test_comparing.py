@@ -228,9 +228,7 @@ def test_dry_run_refuses_missing_data(no_settings, tmp_path, monkeypatch, capsys
     out, err = capsys.readouterr()
     assert "matched by flops" in out
     (line,) = err.splitlines()
-    assert (
-        line.startswith("moe-exp compare: TRAIN_DATA=gone: ") and " Fix: give in TRAIN_DATA the path" in line
-    )
+    assert line.startswith("moe-exp compare: TRAIN_DATA=gone: ") and " Fix: " in line
     assert list(tmp_path.iterdir()) == []
 
 

@@ -114,7 +114,7 @@ def test_extras_add_their_requirements() -> None:
     assert set(doctor.requirements(["wandb", "dev"])) > set(doctor.requirements())
     with pytest.raises(
         ValueError,
-        match=r"extra 'nonsense' does not exist: use one of plan, train, gpu, .*, adam8bit, data, fast, dev",
+        match=r"extra 'nonsense' does not exist: use one of plan, train, gpu, .*, data, fast, analysis, dev",
     ):
         doctor.requirements(["nonsense"])
 

@@ -33,7 +33,7 @@ COMMANDS = dict(leaves())
 
 def test_every_command_has_examples():
     assert set(COMMANDS) == set(EXAMPLES)
-    assert all(1 <= len(lines) <= 3 for lines in EXAMPLES.values())
+    assert all(1 <= len(lines) <= 4 for lines in EXAMPLES.values())
 
 
 @pytest.mark.parametrize("path", COMMANDS)
@@ -59,3 +59,31 @@ def test_settings_are_grouped_by_section(path):
         found = {action.dest for action in groups[f"{heading} settings"]._group_actions}
         assert found <= set(names)
         assert found or path == "sweep"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("tran", "invalid choice: 'tran', did you mean train? Help: moe-exp --help"),
+        (
+            "watch run runs/NAME --evry=3",
+            "--evry does not exist, did you mean --every? Help: moe-exp watch run --help",
+        ),
+        (
+            "watch exclude list --ad x",
+            "--ad does not exist, did you mean --add? Help: moe-exp watch exclude --help",
+        ),
+        (
+            "train --num-expert 3",
+            "--num-expert does not exist, did you mean --num-experts? Help: moe-exp train --help",
+        ),
+        ("eval", "are required: --checkpoint. Help: moe-exp eval --help"),
+    ],
+)
+def test_an_error_is_one_line_that_names_the_nearest_word_and_the_help(arguments, line, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(arguments.split())
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.startswith("moe-exp")
+    assert error.count("\n") == 1

@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -101,7 +102,7 @@ def test_it_says_what_it_counts(plan):
         ),
         ("--expert-backend", "te", "--fp8", "hybrid"): (
             "FP8",
-            "FP8=hybrid is counted as bf16, in memory and in time",
+            "experts and other layers, by the peak of FP8 and the casts; not compared with a GPU",
         ),
         ("--cross-entropy", "triton"): (
             "cross entropy",
@@ -198,6 +199,24 @@ def test_export(plan, monkeypatch):
             assert getattr(config, name) == chosen[name]
     explained = plan(*arguments, "--explain", "TP=4,PP=12,MBSZ=2").out
     assert {"TP=4", "PP=12", "MBSZ=2"} <= set(explained.splitlines())
+
+
+def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
+    arguments = ["search", "--gpus", "16", "--preset", "mixtral-8x7b", "--pp", "4", "--gpu", "H100-80GB"]
+    path = tmp_path / "my topo.env"
+    printed = plan(*arguments, "--export", str(path))
+    assert "layouts tried" in printed.out
+    assert printed.out.endswith(f"{path}: written, for\n  moe-exp train --config '{path}'\n")
+    settings = {one for one in shlex.split(path.read_text(), comments=True) if not one.endswith("=")}
+    assert cli.main(["train", "--config", str(path), "--dry-run", "--disk-check", "none"]) == 0
+    shown = dict(line.split("  # ") for line in capsys.readouterr().out.splitlines() if "  # " in line)
+    shown = {name.strip(): source for name, source in shown.items()}
+    assert {one for one, source in shown.items() if source == str(path)} == settings
+    refused = plan(*arguments, "--export", str(tmp_path / "no" / "x"), code=1)
+    assert "no is no directory. Fix: make it" in refused.err
+    refused = plan(*arguments, "--config", str(path), "--tp", "4").err
+    assert f"of {path}: searched all the same, a flag would fix it" in refused
+    assert " TP=" not in refused
 
 
 def test_nothing_fits_or_is_left(plan):

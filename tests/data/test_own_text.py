@@ -9,7 +9,9 @@ import random
 from pathlib import Path
 
 import pytest
+import yaml
 
+from helpers.whole_runs import Runs
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.data.own_text import preparation
@@ -22,6 +24,8 @@ from moe_exp.data.own_text.settings import (
 )
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
+from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
+from moe_exp.inference.text import tokenizer_for
 
 WORDS = ["the", "a", "of", "expert", "router", "token", "layer", "learns", "sends", "drops", "keeps"]
 
@@ -135,6 +139,7 @@ def test_vocabulary_that_fits(place):
 
 
 def test_plan_writes_nothing(place):
+    assert plan_text(settings(train_data="")) == plan_text(settings(train_data="a_prefix")) == []
     (line,) = plan_text(settings())
     assert line.startswith("TRAIN_DATA: 40 files, ") and "a tokenizer of 300 tokens, trained on it" in line
     assert not (place / "data").exists()
@@ -188,3 +193,19 @@ def test_text_that_is_found_wrong_while_it_is_read(place):
     with pytest.raises(ConfigError, match=r"^TRAIN_DATA=text: z\.txt, line 1: .* Fix: convert it"):
         with_prepared_text(settings())
     assert not list(place.glob("data/[!.]*"))
+
+
+def test_a_run_on_a_folder_of_text_is_found_again_by_eval(place, tmp_path):
+    runs = Runs(tmp_path / "runs", tmp_path / "data")
+    text = {"TRAIN_DATA": tmp_path / "text", "VOCAB_SIZE": "", "EVAL_INTERVAL": 2, "EVAL_ITERS": 1}
+    ended = runs.succeed("own", "--train-iters", "2", **text)
+    assert "VOCAB_SIZE=512: vocabulary of the tokenizer for " in ended.text
+    assert f"{tmp_path / 'text'}: preparing 40 files" in ended.text
+    (valid,) = ended.records("valid")
+    assert valid["lm_loss_bits_per_byte"] > 0
+    config = load_config(yaml.safe_load(ended.folder.config.read_text()), {})
+    assert (config.train_data, config.valid_data, config.tokenizer) == (str(tmp_path / "text"), "", "")
+    (tmp_path / "text").rename(tmp_path / "gone")
+    plan = plan_evaluation(EvalRequest(str(ended.folder.path)))
+    assert plan.token_bytes is not None and [Path(one.prefix).name for one in plan.sources] == ["valid"]
+    assert tokenizer_for(config, "").vocab_size <= 512

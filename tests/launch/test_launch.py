@@ -322,7 +322,27 @@ def test_abbreviated_and_unknown_flags_are_refused(capsys):
         with pytest.raises(SystemExit) as end:
             main(["train", flag])
         assert end.value.code == 2
-        assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+        asked = "did you mean --num-experts?"
+        assert f"{flag.partition('=')[0]} does not exist, {asked}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["tran"], "argument command: invalid choice: 'tran', did you mean train?"),
+        (["plan", "serch"], "moe-exp plan: error: argument command: invalid choice: 'serch', did you mean"),
+        (["train", "--learning-rate", "1"], "--learning-rate does not exist, did you mean --lr or --min-lr?"),
+        (["train", "--micro-batch-size=4"], "--micro-batch-size does not exist, did you mean --mbsz?"),
+        (["train", "--foo", "1", "--num-layer", "2"], "--foo does not exist; --num-layer does"),
+        (["report", "x", "--formt", "md"], "moe-exp report: error: --formt does not exist, did you mean"),
+        (["train", "x"], "moe-exp train: error: unrecognized arguments: x"),
+    ],
+)  # fmt: skip
+def test_misspelt_commands_and_flags(arguments, text, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["train", "--lr=--"], ["report", "x", "--out=--"]])

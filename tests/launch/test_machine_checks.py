@@ -112,6 +112,20 @@ def test_missing_packages(here, monkeypatch, values, package, expected):
     assert problems == [] if expected is None else only_problem(problems, expected) is None
 
 
+def test_a_file_for_prometheus_that_its_collector_would_not_read(here, tmp_path):
+    rules = {"x.txt": "must be a file", "gone/x.prom": "is no folder", "x.prom": ""}
+    for name, rule in rules.items():
+        problems = check_machine(here(prometheus_file=str(tmp_path / name)))
+        assert (
+            problems == []
+            if not rule
+            else only_problem(
+                problems, rf"PROMETHEUS_FILE=.* {rule}.* Fix: name a file such as NAME\.prom .*"
+            )
+            is None
+        )
+
+
 def test_missing_and_damaged_data(here, tmp_path):
     good, no_index, cut = (write_tokens(tmp_path / name) for name in ("good", "no_index", "cut"))
     Path(f"{no_index}.idx").unlink()
@@ -120,7 +134,7 @@ def test_missing_and_damaged_data(here, tmp_path):
     assert check_files(here(train_data=good, valid_data=good)) == []
     only_problem(
         check_files(here(train_data=gone, valid_data=good)),
-        rf"TRAIN_DATA={gone}: {gone}\.bin is missing\. Fix: .*TRAIN_DATA.*",
+        rf"TRAIN_DATA={gone}: there is no such file or folder of text, .* {gone}\.bin and \.idx\. Fix: .*",
     )
     only_problem(
         check_files(here(train_data=good, valid_data=no_index)),

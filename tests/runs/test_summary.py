@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def config(**settings: Any) -> Config:
-    return Config(**({"gpus_per_node": 1, "train_iters": 4} | settings))
+    return Config(**({"gpus_per_node": 1, "train_iters": 4, "warmup_iters": 0} | settings))
 
 
 def test_summary(folder: RunFolder) -> None:
@@ -139,6 +139,10 @@ def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> 
     assert f"  RUN_NAME=mine_ep2 USE_MOE=true TRAIN_DATA='my data' {ep2}" in text
     assert "generate" not in text  # nobody knows the tokenizer
     assert caller.command_with(train_iters=9).endswith("--train-iters 60 --train-iters 9")  # the last counts
+    caller = Caller(command="moe-exp train --resume runs/mine --lr 1")
+    other = "moe-exp train --config runs/mine --lr 1 --run-name mine_ep2 --ep 2"
+    assert caller.command_with(run_name="mine_ep2", ep=2) == other
+    assert caller.command_with(train_iters=9) == "moe-exp train --resume runs/mine --lr 1 --train-iters 9"
 
 
 def test_no_command_is_suggested_that_would_be_refused(folder: RunFolder) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import math
 import sys
 import time
 from collections import defaultdict
@@ -25,6 +26,7 @@ from moe_exp.runs.run_folder import RunFolder, open_run_folder
 from moe_exp.training import mirrors
 from moe_exp.training.console import setup_logging
 from moe_exp.training.metrics import Metrics, curves
+from moe_exp.training.mirrors import open_prometheus
 
 SECRET = "0123456789abcdef" * 2 + "5ec4e700"
 
@@ -123,6 +125,40 @@ def test_tensorboard_equals_metrics_jsonl_after_a_resume(resumed: RunFolder) -> 
     } <= set(found)
     assert min(found).startswith("train/")
     assert [step for step, _ in found["train/lm_loss"]] == [20, 40, 60, 80]
+
+
+def test_prometheus_has_the_newest_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.prom"
+    config = Config(run_dir=str(tmp_path), run_name='a"b', num_layers=2, prometheus_file=str(path))
+    monkeypatch.setattr(time, "time", lambda: 1e9)
+    [mirror] = open_prometheus(config)
+    layers = {"moe/layer_01/max_over_mean": 1.5, "moe/layer_02/max_over_mean": 2.0}
+    mirror.write({"train/lm_loss": 4.5, "train/grad_norm": math.inf, **layers}, {"iteration": 20})
+    mirror.write({"train/lm_loss": math.nan}, {"iteration": 40, "tokens": 81920})
+    mirror.write({"valid/lm_loss": 4.25}, {"iteration": 40, "tokens": 81920})
+    assert path.read_text().splitlines() == [
+        "# TYPE moe_exp_consumed_tokens gauge", 'moe_exp_consumed_tokens{run="a\\"b"} 81920.0',
+        "# TYPE moe_exp_iteration gauge", 'moe_exp_iteration{run="a\\"b"} 40.0',
+        "# TYPE moe_exp_last_record_timestamp_seconds gauge",
+        'moe_exp_last_record_timestamp_seconds{run="a\\"b"} 1000000000.0',
+        "# TYPE moe_exp_layer_max_over_mean gauge",
+        'moe_exp_layer_max_over_mean{run="a\\"b",layer="1"} 1.5',
+        'moe_exp_layer_max_over_mean{run="a\\"b",layer="2"} 2.0',
+        "# TYPE moe_exp_train_grad_norm gauge", 'moe_exp_train_grad_norm{run="a\\"b"} +Inf',
+        "# TYPE moe_exp_train_lm_loss gauge", 'moe_exp_train_lm_loss{run="a\\"b"} NaN',
+        "# TYPE moe_exp_valid_lm_loss gauge", 'moe_exp_valid_lm_loss{run="a\\"b"} 4.25',
+    ]  # fmt: skip
+    assert [file.name for file in tmp_path.iterdir()] == ["run.prom"]
+
+
+def test_a_prometheus_file_that_cannot_be_written_is_reported_once(tmp_path, caplog) -> None:
+    [mirror] = open_prometheus(Config(prometheus_file=str(tmp_path / "gone" / "run.prom")))
+    for iteration in (1, 2):
+        mirror.write({"train/lm_loss": 1.0}, {"iteration": iteration})
+    assert [record.message.partition(": ")[2][:17] for record in caplog.records] == ["cannot be written"]
+    (tmp_path / "gone").mkdir()
+    mirror.write({"train/lm_loss": 1.0}, {"iteration": 3})
+    assert "moe_exp_iteration" in (tmp_path / "gone" / "run.prom").read_text()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from moe_exp.cli import main
-from moe_exp.config import Config, load_config, to_yaml
+from moe_exp.config import Config, ConfigError, load_config, to_yaml
 from moe_exp.launch.machine_checks import check_files, space_warnings
 from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
@@ -264,6 +264,11 @@ def test_a_file_of_settings(tmp_path, capsys):
     assert main(["watch", "storage", str(tmp_path)]) == 1
     assert "is no run folder and no file of settings. Fix: " in capsys.readouterr().err
     assert main(["watch", "storage", str(path), "--mtbf", "-1"]) == 1
+    path.with_suffix(".env").write_text(f"export KEEP_LAST='2'\nPRESET=cpu\nRUN_DIR={tmp_path}\n")
+    assert storage_of(path.with_suffix(".env")).config.keep_last == 2
+    path.with_suffix(".env").write_text("KEP_LAST=2\n")
+    with pytest.raises(ConfigError, match=r"KEP_LAST=2: is not a setting .*KEEP_LAST"):
+        storage_of(path.with_suffix(".env"))
     assert "MTBF=-1: must be a positive number. Fix: " in capsys.readouterr().err
 
 

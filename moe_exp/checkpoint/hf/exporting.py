@@ -31,6 +31,7 @@ from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
+from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.host.files import write_json
 
@@ -238,10 +239,10 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
     if not named:
         with suppress(ValueError):
             named = find_prepared_text(config).tokenizer
-    for path in (Path(named) if named else None, folder.parent / "tokenizer"):
-        if path is not None and path.exists():
-            return path
-    return None
+    paths = [Path(named)] if named else []
+    if not named and not config.train_data:
+        paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")
+    return next((path for path in (*paths, folder.parent / "tokenizer") if path.exists()), None)
 
 
 def _notes(config: Config, has_tokenizer: bool) -> list[str]:

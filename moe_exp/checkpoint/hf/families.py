@@ -11,7 +11,7 @@ from typing import Any
 from moe_exp.checkpoint.hf import fields as rules
 from moe_exp.checkpoint.hf.fields import FieldRule, must_be, same
 from moe_exp.checkpoint.hf.rope import rope
-from moe_exp.checkpoint.hf.tensor_rules import TensorRule
+from moe_exp.checkpoint.hf.tensor_rules import ZERO_EXPERT_SIZE, TensorRule
 
 
 @dataclass(frozen=True)
@@ -125,19 +125,25 @@ _EXPERT_BIAS = (
 )
 
 
+def _shared_names(name: str) -> dict[str, str]:
+    return {f"mlp.{name}.{part}.weight": "D S" if part == "down_proj" else "S D" for part in _PROJECTIONS}
+
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
 def _shared(name: str) -> tuple[TensorRule, ...]:
-    halves = {f"mlp.{name}.gate_proj.weight": "S D", f"mlp.{name}.up_proj.weight": "S D"}
-    second = {f"mlp.{name}.down_proj.weight": "D S"}
+    *halves, second = _shared_names(name).items()
     return (
-        TensorRule("mlp.shared_experts.linear_fc1.weight", halves, "rows", "moe", "shared"),
-        TensorRule("mlp.shared_experts.linear_fc2.weight", second, layers="moe", when="shared"),
+        TensorRule("mlp.shared_experts.linear_fc1.weight", dict(halves), "rows", "moe", "shared"),
+        TensorRule("mlp.shared_experts.linear_fc2.weight", dict([second]), layers="moe", when="shared"),
     )
 
 
 _GATE_NAME = {"mlp.shared_expert_gate.weight": "1 D"}
 _SHARED_GATE = (
     TensorRule("mlp.shared_experts.gate_weight", _GATE_NAME, layers="moe", when="shared_gate"),
-    TensorRule("", _GATE_NAME, "zeros", "moe", "no_shared"),
+    TensorRule("", _GATE_NAME | _shared_names("shared_expert"), "zeros", "moe", "no_shared"),
 )
 
 # Defaults and meanings of null in the classes of transformers. Without sizes: a folder that omits one hardly
@@ -207,10 +213,25 @@ QWEN3_MOE = Architecture(
     defaults=_QWEN_MOE_DEFAULTS | {"num_key_value_heads": 4, "attention_bias": False},
     null=_QWEN_MOE_NULL,
 )  # fmt: skip
-_HAS_GATE = FieldRule(
-    (),
-    lambda f: {"shared_expert_gate": bool(rules.given(f, "shared_expert_intermediate_size"))},
-    lambda c: {},
+
+
+def _read_shared_expert(fields: rules.Fields) -> rules.Settings:
+    size = rules.given(fields, "shared_expert_intermediate_size")
+    if rules.given(fields, "shared_expert_is_zero", False):
+        size = 0
+    return {"shared_expert_size": size, "shared_expert_gate": size > 0}
+
+
+# transformers reports the tensors of an expert of size 0 as missing, and vLLM has no place for them: a model
+# without a shared expert gets a small one of zeros. The second field is ours.
+_SHARED_EXPERT = FieldRule(
+    ("shared_expert_intermediate_size", "shared_expert_is_zero"),
+    _read_shared_expert,
+    lambda c: (
+        {"shared_expert_intermediate_size": c.shared_expert_size}
+        if c.shared_expert_size
+        else {"shared_expert_intermediate_size": ZERO_EXPERT_SIZE, "shared_expert_is_zero": True}
+    ),
 )
 # vLLM's class needs biases regardless of `qkv_bias`: zeros if ours has none.
 _WITH_BIAS = FieldRule(
@@ -220,8 +241,7 @@ QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM", "qwen2_moe",
     fields=(
         *_common(), *_HEADS_BY_WIDTH, _DENSE_WIDTH, _EXPERT_WIDTH,
-        same("shared_expert_intermediate_size", "shared_expert_size"), _HAS_GATE,
-        same("num_experts", "num_experts"), _TOPK, _WITH_BIAS, rules.normalized_weights(),
+        _SHARED_EXPERT, same("num_experts", "num_experts"), _TOPK, _WITH_BIAS, rules.normalized_weights(),
         rules.dense_layers_by_list(), rules.no_sliding_window(),
     ),
     tensors=(

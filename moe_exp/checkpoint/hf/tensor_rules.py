@@ -59,15 +59,20 @@ CONDITIONS: Mapping[str, Callable[[Config], bool]] = {
 }
 
 
+# Of the shared expert of zeros that an export has if its architecture needs one; divisible by usual TP sizes
+ZERO_EXPERT_SIZE = 64
+
+
 def sizes_of(config: Config) -> dict[str, int]:
     """Sizes by letter, see above."""
     heads, rank = config.num_heads, config.kv_lora_rank
     nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
+    shared = config.shared_expert_size or ZERO_EXPERT_SIZE
     value, queries = heads * config.v_head_dim, heads * config.kv_channels
     return {
         "1": 1, "D": config.hidden_size, "V": config.vocab_size, "H": config.kv_channels, "Q": queries,
         "K": config.num_query_groups * config.kv_channels, "F": config.ffn_hidden_size,
-        "f": config.expert_ffn_size, "S": config.shared_expert_size, "E": config.num_experts,
+        "f": config.expert_ffn_size, "S": shared, "E": config.num_experts,
         "A": config.q_lora_rank, "B": rank, "R": rank + rope, "N": heads * (nope + rope),
         "M": heads * nope + value, "O": value,
     }  # fmt: skip

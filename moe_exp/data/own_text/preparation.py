@@ -95,7 +95,7 @@ def folder_name(source: TextSource) -> str:
 
 
 def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
-    """What was made with the same options, the newest first."""
+    """Preparations with the same options, the newest first."""
     found = []
     for path in data_dir.glob(f"*/{FACTS}"):
         with suppress(ValueError, OSError):
@@ -106,7 +106,9 @@ def _known(source: TextSource, data_dir: Path) -> list[Prepared]:
 
 
 def matching(source: TextSource, data_dir: Path) -> Prepared | None:
-    """What was made of the same files: by names, sizes and times, or if times differ by their contents."""
+    """The preparation of the same files: by names, sizes and times, or by contents if times differ; None if
+    there is none.
+    """
     listing = source.listing()
     for one in _known(source, data_dir):
         before = one.facts["files"]

@@ -168,7 +168,7 @@ def _as_config_error() -> Iterator[None]:
 
 
 def _line(error: Exception) -> str:
-    """What a user can fix, in a line."""
+    """The error in a line: value, rule, fix."""
     if isinstance(error, OSError):
         fix = "make it readable, or set DATA_DIR to a folder that you can write to"
         return f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."

@@ -83,6 +83,9 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     """
     problems = []
     texts = [name for _, name in blend_members(config.train_data) if is_text(name)]
+    valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
+    if not texts and not valid:
+        return []
     tokenizer = None
     if config.tokenizer:
         tokenizer = loaded(config.tokenizer)
@@ -99,7 +102,6 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     if problems:
         raise ConfigError(problems)
     sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]
-    valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
     return sources + [_source(config, "valid_data", name, tokenizer, holds_out=False) for name in valid]
 
 

@@ -15,6 +15,10 @@ tensor is counted once, where it is read last:
     loss             4*V/t probabilities in fp32, and while they are made w*V/t logits; CROSS_ENTROPY=triton:
                      w*V/t logits alone, and while their gradient is made w*V/t for that
 
+With FP8 the input of a product is kept in FP8, a byte each. The grouped GEMM of the experts holds no weights
+of its own (`gemm_packages._te_module`), so it also keeps FP8 copies of the rank's experts, by rows and by
+columns, for every micro-batch: 2 bytes per weight. Not compared with a GPU.
+
 The unfused case without dropout, sequence parallelism and gates is that of Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.1 (34*s*b*h + 5*a*s^2*b with dropout); with sequence parallelism (section 4.2.2)
 what is not divided by t here has tokens/t. Ours adds gates, grouped queries, experts and other kernels.
@@ -28,7 +32,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from moe_exp.config import Config
-from moe_exp.planner.costs.code_paths import planned_backend, priced
+from moe_exp.planner.costs.code_paths import fp8_parts, planned_backend, priced
 from moe_exp.planner.costs.job import Job
 
 
@@ -82,6 +86,9 @@ class _Account:
         self._all_tokens = config.mbsz * config.seq_len / config.cp
         self._tokens = self._all_tokens / (config.tp if job.sequence_parallel else 1)
         # Processors have only torch's parts; on GPUs Transformer Engine's are the rule.
+        in_fp8 = fp8_parts(config)
+        # bytes of an input that a product keeps: of the experts, and of other layers
+        self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in in_fp8)
         self._is_fused = not on_cpu and config.impl != "local"
         self._backend = planned_backend(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._has_moe, self._has_dense = config.use_moe, not (config.use_moe and all(config.moe_layers))
@@ -149,7 +156,7 @@ class _Account:
         """Projections and core, without the norm before."""
         config = self._config
         is_latent = config.multi_latent_attention
-        per_token = self._width * self._hidden + (self._latent() if is_latent else 0.0)
+        per_token = self._input * self._hidden + (self._latent() if is_latent else 0.0)
         per_head_token = self._core() + (self._qk_norm() if config.qk_norm and not is_latent else 0.0)
         kept = self._tokens * per_token + self._all_tokens * per_head_token / self._tp
         return kept + self._positions() + self._block_masks()
@@ -174,9 +181,10 @@ class _Account:
         log_sums = 4 * config.num_heads
         # ours gathers keys and values of the whole sequence, and joins the results of two blocks
         if config.cp > 1:
-            return width * (query + config.cp * (key + value) + 2 * result) + log_sums
+            kept = width * (query + config.cp * (key + value) + result)
+            return kept + self._input * result + log_sums
         if self._is_fused or config.multi_latent_attention:
-            return width * (query + key + value + 2 * result) + log_sums
+            return width * (query + key + value + result) + self._input * result + log_sums
         # The values are a view of the projection's result, which is kept whole.
         results = result if self._on_cpu else 2 * result
         return width * (query + key + (query + key + value) + results) + log_sums
@@ -237,17 +245,21 @@ class _Account:
         # both halves, the activated one, the other one with Megatron's offset, their product; fused, three
         swiglu = 5 if self._on_cpu else 3
         kept = {"swiglu": swiglu, "geglu": 5, "gelu": 2, "squared_relu": 2}
-        return priced(self._config, "activation", kept) * self._width * ffn
+        inputs = (self._width - self._input) * ffn  # of the second product
+        return priced(self._config, "activation", kept) * self._width * ffn - inputs
 
     def _dense(self) -> float:
         ffn = self._config.ffn_hidden_size
-        return self._tokens * self._width * self._hidden + self._all_tokens * self._mlp(ffn / self._tp)
+        return self._tokens * self._input * self._hidden + self._all_tokens * self._mlp(ffn / self._tp)
 
     def _experts(self) -> float:
         """Router, shared expert and routed experts, without the norm before."""
         config, width = self._config, self._width
         kept = self._tokens * self._router() + self._rows * self._row()
         kept += self._tokens * width * self._hidden if self._reads_input else 0.0
+        if fp8_parts(config)[0]:
+            ways, local = 3 if config.gated else 2, config.num_experts / config.ep
+            kept += 2 * local * ways * self._hidden * config.expert_ffn_size / config.etp
         if config.shared_expert_size:
             kept += self._all_tokens * self._mlp(config.shared_expert_size / self._tp)
             kept += self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
@@ -291,7 +303,8 @@ class _Account:
             return first + 4 + (8 if self._backend == "triton" else 16)
         indices = 16 + (24 if config.ep * config.etp > 1 else 0)
         is_computed_again = config.recompute == "moe_act" or self._runs_as_one
-        return width * self._hidden + first + (0 if is_computed_again else width * ffn) + 4 + indices
+        inputs = self._expert_input * (self._hidden + (0 if is_computed_again else ffn))
+        return inputs + first + 4 + indices
 
     @cached_property
     def _rows(self) -> float:

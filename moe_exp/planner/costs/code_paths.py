@@ -20,6 +20,17 @@ def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
     return costs[value]
 
 
+def fp8_parts(config: Config) -> tuple[bool, bool]:
+    """Whether the linear layers of routed experts, and those of the other layers, compute in FP8.
+
+    The others do with Transformer Engine, which FP8 needs anyway, so that IMPL=auto counts as te. Output
+    layer, router and embedding stay in bf16.
+    """
+    if config.fp8 == "none":
+        return False, False
+    return config.use_moe, config.impl != "local"
+
+
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
     """The backend of the experts that is counted: EXPERT_BACKEND, or what `grouped_gemm.choose_backend` makes
     of `auto`; `auto` for all others on GPUs, which depend on what is installed and count the same memory.
@@ -55,7 +66,12 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
     if config.cross_entropy == "triton":
         words["cross entropy"] = "triton: the memory of its kernel, the time of Megatron's"
     if config.fp8 != "none":
-        words["FP8"] = f"FP8={config.fp8} is counted as bf16, in memory and in time"
+        what = [
+            name
+            for name, counts in zip(("experts", "other layers"), fp8_parts(config), strict=True)
+            if counts
+        ]
+        words["FP8"] = f"{' and '.join(what)}, by the peak of FP8 and the casts; not compared with a GPU"
     return words
 
 

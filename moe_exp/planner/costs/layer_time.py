@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_exp.config import Config
+from moe_exp.config import Config, problem
 from moe_exp.planner.costs.activations import padded_slots
+from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import Device, Pass
@@ -18,6 +19,8 @@ _SLOT_BYTES = (12, 16)  # per slot and hidden channel of an MoE layer: rows gath
 _LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, maximum, exponentials, gradient
 # Bytes per weight and micro-batch for adding a gradient to those before it.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
+# FP8: input, weight and gradient of the output are read in bf16 and written twice, by rows and by columns.
+_CAST_BYTES = 4
 _FUSED_ACCUMULATION_BYTES = 8  # fp32 sums, added to by the product itself
 # Flash attention leaves out the masked half, computes scores again for gradients, and is slower a FLOP.
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.5 * 1.3, 0.5 * 1.3 * 2.5
@@ -46,6 +49,9 @@ class LayerTimes:
 def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTimes:
     """Times of all kinds of layers of a job."""
     config, tokens = job.config, num_tokens(job.config)
+    if any(fp8_parts(config)) and not device.fp8_speedup:
+        rule = "the device has no FP8 peak (dense_flops of its profile)"
+        raise ValueError(problem("fp8", config.fp8, rule, "choose another --gpu, or set FP8=none"))
     start = Pass(constants.layer_seconds, 2 * constants.layer_seconds)
     common = start + _attention(job, device, tokens)
     common += device.moved(_shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES)
@@ -78,21 +84,36 @@ def _slots(job: Job, tokens: float) -> float:
     return rows * config.topk * config.etp * min(factor or 1.0, 1.0)
 
 
-def _linear(job: Job, device: Device, rows: float, columns: float, depth: float, count: float = 1) -> Pass:
+def _linear(
+    job: Job,
+    device: Device,
+    rows: float,
+    columns: float,
+    depth: float,
+    count: float = 1,
+    *,
+    fp8: bool = False,
+) -> Pass:
     """A product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added up."""
     fused = job.sharding == "distributed" and not device.is_cpu
     num_bytes = _FUSED_ACCUMULATION_BYTES if fused else _ACCUMULATION_BYTES[job.precision]
     added = Pass(0, columns * depth * count * num_bytes / device.bandwidth)
-    return device.linear(rows, columns, depth, count) + added
+    products = device.linear(rows, columns, depth, count)
+    if fp8:
+        products = Pass(products.forward / device.fp8_speedup, products.backward / device.fp8_speedup)
+        added += device.moved((rows + columns) * depth * count, (_CAST_BYTES, 0))
+        added += device.moved(rows * columns * count, (0, _CAST_BYTES))
+    return products + added
 
 
 def _attention(job: Job, device: Device, tokens: float) -> Pass:
     config = job.config
     heads, width = config.num_heads / config.tp, config.num_heads * config.kv_channels / config.tp
     values = heads * config.v_head_dim if config.multi_latent_attention else width
-    total = _linear(job, device, tokens, config.hidden_size, values)
+    fp8 = fp8_parts(config)[1]
+    total = _linear(job, device, tokens, config.hidden_size, values, fp8=fp8)
     for columns, depth in projections(config, width, heads, tp=config.tp):
-        total += _linear(job, device, tokens, columns, depth)
+        total += _linear(job, device, tokens, columns, depth, fp8=fp8)
     # Every query of the rank with every key of its sequence.
     batch, queries, keys = config.mbsz * heads, config.seq_len / config.cp, config.seq_len
     channels = config.kv_channels
@@ -115,7 +136,9 @@ def projections(config: Config, query: float, heads: float, *, tp: int) -> list[
 
 def _mlp(job: Job, device: Device, tokens: float, ffn: float) -> Pass:
     hidden, ways = job.config.hidden_size, 2 if job.config.gated else 1
-    products = _linear(job, device, tokens, ways * ffn, hidden) + _linear(job, device, tokens, hidden, ffn)
+    fp8 = fp8_parts(job.config)[1]
+    products = _linear(job, device, tokens, ways * ffn, hidden, fp8=fp8)
+    products += _linear(job, device, tokens, hidden, ffn, fp8=fp8)
     return products + device.moved(tokens * ffn * ways, _ACTIVATION_BYTES)
 
 
@@ -125,8 +148,9 @@ def _moe(job: Job, device: Device, tokens: float, constants: TimeConstants) -> P
     rows, slots, local = _shared_rows(job, tokens), _slots(job, tokens), config.num_experts / config.ep
     ffn, hidden = config.expert_ffn_size / config.etp, config.hidden_size
     total = device.linear(rows, config.num_experts, hidden) + device.moved(slots * hidden, _SLOT_BYTES)
-    first = _linear(job, device, slots / local, ways * ffn, hidden, local)
-    total += first + _linear(job, device, slots / local, hidden, ffn, local)
+    fp8 = fp8_parts(config)[0]
+    first = _linear(job, device, slots / local, ways * ffn, hidden, local, fp8=fp8)
+    total += first + _linear(job, device, slots / local, hidden, ffn, local, fp8=fp8)
     if config.shared_expert_size:
         total += _mlp(job, device, tokens, config.shared_expert_size / config.tp)
     looped = _LOOPED_EXPERT * local if config.expert_backend == "loop" else 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.activations import Activations, activations_of, width_of
+from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import constant
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, optimizer_state_bytes
@@ -102,6 +103,8 @@ def memory_of(
         work = layer_work if stage < last else max(layer_work, output_work)
         activations = in_flight[stage] * layers + work
         weights, gradients = per_parameter.weights * count, per_parameter.gradients * count
+        if fp8_parts(config)[1]:  # Transformer Engine keeps them by rows and by columns, too
+            weights += 2 * (part.dense - tables[stage])
         optimizer = per_parameter.dense_state * part.dense + per_parameter.expert_state * part.expert
         optimizer += per_parameter.table_state * tables[stage]
         buffers = handed_on + min(bucket_bytes, 2.0 * count)

@@ -45,6 +45,8 @@ class Device:
         share = hardware.matrix_share * (constants.v100_share if volta else 1.0)
         # More processes than cores take turns.
         crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
+        # how much faster FP8 products are, at the same share of their peak; 0: there are none
+        self.fp8_speedup = hardware.dense_flops.get("fp8", 0.0) / hardware.dense_flops[dtype]
         self.flops = hardware.dense_flops[dtype] * constants.matrix_efficiency * share / crowd
         self.bandwidth = hardware.memory_bytes_per_second * constants.memory_efficiency / crowd
         self.is_cpu = hardware.is_cpu

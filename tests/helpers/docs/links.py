@@ -8,7 +8,7 @@ from pathlib import Path
 
 from helpers import ROOT
 
-GUIDES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md")))
+GUIDES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md")))
 PAGES = (*GUIDES, ROOT / "CHANGELOG.md")  # which may name commands that are gone
 
 

@@ -121,7 +121,7 @@ def tiny_folder(
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> Tensor:
     """Logits [B, S, V] in fp32 of the model that transformers loads from a folder; the folder has to have
-    every weight but empty ones.
+    every weight but empty ones, which only transformers itself writes.
     """
     from transformers import AutoModelForCausalLM
 

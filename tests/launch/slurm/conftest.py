@@ -91,6 +91,7 @@ class Submitted:
 def chain(tmp_path, monkeypatch):
     monkeypatch.setenv("SECRET", "s3cret")
     monkeypatch.setenv("LEAK", "no")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
     chain = Submitted(tmp_path)
     yield chain
     chain.cluster.close()

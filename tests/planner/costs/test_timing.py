@@ -5,7 +5,10 @@ from dataclasses import replace
 import pytest
 
 from moe_exp.config import Config, load_config
+from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.memory import memory_of
+from moe_exp.planner.costs.params import tables_of_stages
 from moe_exp.planner.costs.timing import IterationTime, bubble_seconds, time_of
 from moe_exp.planner.fit.measured import MEASURED_RUNS, read_runs
 from moe_exp.planner.hardware import load_hardware
@@ -240,3 +243,30 @@ def test_muon_orthogonalizes_whole_matrices():
     least = 32 * sum(5 * (4 * r**2 * c + 2 * r**3) for r, c in shapes) / A100.dense_flops["fp32"]
     assert least < extra < 1.5 * least
     assert seconds(**muon, tp=8).optimizer > 0.9 * extra
+
+
+def test_fp8_halves_products_keeps_bytes_and_needs_a_device_with_it():
+    """Of large products the time of FP8 nears half; inputs take a byte, and copies of weights two."""
+    common = {"preset": "mixtral-8x7b", "gpus_per_node": 8, "ep": 8, "expert_backend": "te", "gbsz": 8}
+    jobs = {
+        name: Job.of(load_config(common | {"fp8": fp8, "impl": impl}, {}))
+        for name, fp8, impl in (
+            ("bf16", "none", "te"),
+            ("experts", "hybrid", "local"),
+            ("all", "hybrid", "te"),
+        )
+    }
+    hardware, constants = load_hardware("H100-80GB"), load_constants()
+    seconds = {name: time_of(job, hardware, constants.time).compute for name, job in jobs.items()}
+    assert 0.5 * seconds["bf16"] < seconds["all"] < seconds["experts"] < 0.85 * seconds["bf16"]
+    kept = {name: activations_of(job).moe_layer for name, job in jobs.items()}
+    config = jobs["all"].config
+    tokens, copies = config.seq_len, 2 * 3 * 4096 * 14336  # one expert of each layer
+    # QKV and projection inputs of 4096 channels; per row 4096 in and 14336 after the activation
+    assert kept["bf16"] - kept["all"] + copies == tokens * (2 * 4096 + 2 * (4096 + 14336))
+    weights = {name: memory_of(job, hardware, constants.memory)[0].weights for name, job in jobs.items()}
+    [part], [tables] = jobs["all"].parameters, tables_of_stages(config, 1)
+    assert weights["all"] - weights["bf16"] == 2 * (part.dense - tables)
+    assert weights["experts"] == weights["bf16"]
+    with pytest.raises(ValueError, match=r"^FP8=hybrid: the device has no FP8 peak .* Fix: "):
+        time_of(jobs["all"], A100, constants.time)

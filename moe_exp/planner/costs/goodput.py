@@ -1,0 +1,119 @@
+"""Time that failures, saves and evaluation take from training, and the best save interval. No torch.
+
+With random failures, one every M seconds on average, and saves of d seconds, a save interval of t seconds
+loses (t + d) / 2 with a failure and d with each save. The best interval:
+
+    Young 1974 (A first order approximation to the optimum checkpoint interval, CACM 17(9)):
+        t = sqrt(2 d M)
+    Daly 2006 (A higher order estimate of the optimum checkpoint interval for restart dumps, FGCS 22(3),
+    equation 37):
+        t = sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d    for d < 2M, else t = M
+
+Its cost follows from Daly's model of the total time (equation 20), in which saves and restarts can fail, too:
+
+    T = M exp(R / M) (exp((t + d) / M) - 1) / t    seconds per second of work; R: from a failure to the
+                                                   next iteration
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_exp.config import Config
+from moe_exp.planner.costs.params import checkpoint_bytes
+
+DISK_BYTES_PER_SECOND = 1e9  # of a node, if the seconds of a save are not given: an assumption
+FORWARD_SHARE = 1 / 3  # of an iteration: a batch of an evaluation has no backward pass
+
+
+def young_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Best seconds of work between saves, to first order (Young 1974)."""
+    return math.sqrt(2 * save_seconds * mtbf_seconds)
+
+
+def daly_interval(save_seconds: float, mtbf_seconds: float) -> float:
+    """Best seconds of work between saves (Daly 2006, equation 37)."""
+    if save_seconds >= 2 * mtbf_seconds:
+        return mtbf_seconds
+    ratio = save_seconds / (2 * mtbf_seconds)
+    return young_interval(save_seconds, mtbf_seconds) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_seconds
+
+
+def lost_share(
+    interval_seconds: float, save_seconds: float, mtbf_seconds: float, restart_seconds: float = 0.0
+) -> float:
+    """Time lost to saves, restarts and repeated work, over that of the work (Daly 2006, equation 20)."""
+    exponents = restart_seconds / mtbf_seconds, (interval_seconds + save_seconds) / mtbf_seconds
+    if max(exponents) > 700:  # never finishes
+        return math.inf
+    return mtbf_seconds * math.exp(exponents[0]) * math.expm1(exponents[1]) / interval_seconds - 1
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Expected share of the wall time in which a run makes progress, and what it assumes.
+
+    Args:
+        mtbf_hours: mean time between failures of the job.
+        save_seconds, restart_seconds: of one save; from a failure to the next iteration.
+        evaluation_share: time of evaluations over that of iterations.
+        goodput: with SAVE_INTERVAL; 0 if failures never let the run finish.
+        best_goodput, best_iterations: with the best SAVE_INTERVAL (Daly); `young_iterations` is Young's.
+        wall_seconds: of the run with SAVE_INTERVAL; None if it never finishes.
+    """
+
+    mtbf_hours: float
+    save_seconds: float
+    restart_seconds: float
+    evaluation_share: float
+    goodput: float
+    best_goodput: float
+    best_iterations: int
+    young_iterations: int
+    wall_seconds: float | None
+
+
+def goodput_of(
+    config: Config,
+    *,
+    iteration_seconds: float,
+    training_seconds: float,
+    node_mtbf_hours: float,
+    restart_minutes: float,
+    save_seconds: float | None = None,
+) -> Goodput:
+    """Expected goodput of a run whose nodes fail independently of each other, at random.
+
+    Args:
+        config: its NNODES, SAVE_INTERVAL (0: only at the end), EVAL_INTERVAL and EVAL_ITERS.
+        iteration_seconds: of an iteration at the full batch.
+        training_seconds: of all iterations, see `estimate.cost_of`.
+        node_mtbf_hours: mean time between failures of one node.
+        restart_minutes: from a failure to the next iteration.
+        save_seconds: of one save; by default the checkpoint at DISK_BYTES_PER_SECOND of every node.
+    """
+    mtbf, restart = node_mtbf_hours * 3600 / config.nnodes, restart_minutes * 60
+    save = save_seconds or checkpoint_bytes(config) / (config.nnodes * DISK_BYTES_PER_SECOND)
+    evaluation = FORWARD_SHARE * config.eval_iters / config.eval_interval if config.eval_interval else 0.0
+    one = iteration_seconds * (1 + evaluation)
+    work = training_seconds * (1 + evaluation)
+
+    def share(interval: float) -> float:
+        return 1 / ((1 + evaluation) * (1 + lost_share(interval, save, mtbf, restart)))
+
+    best = max(1, round(daly_interval(save, mtbf) / one))
+    goodput = share(config.save_interval * one if config.save_interval else work)
+    if goodput < 1e-6:
+        goodput = 0.0
+    return Goodput(
+        mtbf_hours=mtbf / 3600,
+        save_seconds=save,
+        restart_seconds=restart,
+        evaluation_share=evaluation,
+        goodput=goodput,
+        best_goodput=share(best * one),
+        best_iterations=best,
+        young_iterations=max(1, round(young_interval(save, mtbf) / one)),
+        wall_seconds=training_seconds / goodput if goodput else None,
+    )

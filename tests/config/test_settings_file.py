@@ -1,0 +1,200 @@
+"""--config and --resume: which value wins, what is taken over, and one line for what cannot be read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from moe_exp.config import Config, ConfigError, load_config, to_yaml
+from moe_exp.config.loading import with_file
+from moe_exp.config.settings_file import NOT_TAKEN_OVER, read_settings
+from moe_exp.launch.launch import rank_arguments, train, with_run_folder
+
+
+@pytest.fixture(autouse=True)
+def alone(tmp_path, monkeypatch):
+    """A folder of its own, and no settings in the environment."""
+    monkeypatch.chdir(tmp_path)
+    for name in Config.model_fields:
+        monkeypatch.delenv(name.upper(), raising=False)
+
+
+def written(text: str, name: str = "exp.yaml") -> str:
+    Path(name).write_text(text)
+    return name
+
+
+def run_of(config: Config, folder: str = "runs/A") -> Path:
+    """A run folder that has only its settings."""
+    Path(folder).mkdir(parents=True)
+    path = Path(folder) / "config.yaml"
+    path.write_text(to_yaml(config))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("flag", "variable", "in_file", "expected"),
+    [
+        ("8", "6", "5", 8),
+        (None, "6", "5", 6),
+        (None, "", "5", 5),
+        (None, None, "5", 5),
+        (None, None, None, 4),  # the preset's
+        ("8", None, "5", 8),
+    ],
+)
+def test_order_is_flag_environment_file_preset(flag, variable, in_file, expected):
+    lines = "preset: cpu\n" + (f"num_layers: {in_file}\n" if in_file else "")
+    environ = {"NUM_LAYERS": variable} if variable is not None else {}
+    flags = {"config": written(lines), "num_layers": flag}
+    config = load_config(flags, environ)
+    assert (config.num_layers, config.preset) == (expected, "cpu")
+    again = load_config(with_file(flags, environ), environ)  # as the ranks resolve it
+    assert again == config
+
+
+def test_formats_and_values():
+    lines = [
+        "# a comment", "NUM_EXPERTS: 16", "topk: 2", "vpp: null", "lr: 1e-4", "run_name: 007",
+        "use_moe: yes", "overlap: true", "moe_layer_freq: '[0]*2+[1]*2'", "tokenizer:", "hang_timeout_other:",
+    ]  # fmt: skip
+    values = read_settings(Path(written("\n".join(lines))))
+    assert values["run_name"] == "007" and "tokenizer" not in values and values["vpp"] == "none"
+    config = load_config({"config": "exp.yaml", "preset": "cpu"}, {})
+    assert (config.num_experts, config.topk, config.lr, config.use_moe) == (16, 2, 1e-4, True)
+    assert config.overlap == "true" and config.hang_timeout_other is None
+    env = "export EP=2 ETP='1'  # both\nRUN_NAME='a $b'\r\nTOKENIZER=\n\nTP=\"4\"\n"
+    values = read_settings(Path(written(env, "x.env")))
+    assert values == {"ep": "2", "etp": "1", "run_name": "a $b", "tp": "4"}
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("NUM_EXPRTS=8\nFOO=1", [
+            "exp.yaml: NUM_EXPRTS=8: is not a setting .* Fix: write NUM_EXPERTS, if that is meant.",
+            "exp.yaml: FOO=1: is not a setting of this command. Fix: remove it; --help lists all settings.",
+        ]),
+        ("learning_rate: 1", ["exp.yaml: LEARNING_RATE=1: is not .* Fix: write LR or MIN_LR, .*"]),
+        ("topk: many", ["exp.yaml: TOPK=many: must be a valid integer. Fix: give TOPK, experts per token."]),
+        ("preset: cpuu", ["exp.yaml: PRESET=cpuu: is not a preset. Fix: use one of reference, cpu, .*"]),
+        ("lr: 1\nLR: 2", ["exp.yaml: LR=2: is in the file twice. Fix: remove one of the two."]),
+        ("", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: name config.yaml of a run, .*"]),
+        ("just text", ["CONFIG=exp.yaml: cannot be read .it holds no settings.. Fix: .*"]),
+        ("lr: [1, 2]", ["CONFIG=exp.yaml: cannot be read .line 1: not a name with one value; .*"]),
+        ("a: 1\nb: [0]*3", ["CONFIG=exp.yaml: cannot be read .line 2: .* needs quotes.*"]),
+        ("TP=1\nfoo", ["CONFIG=exp.yaml: cannot be read .line 2: foo is not NAME=value.*"]),
+        ("TP='1", ["CONFIG=exp.yaml: cannot be read .line 1: No closing quotation.*"]),
+        ("RUN_DIR=$HOME/x", ["CONFIG=exp.yaml: cannot be read .line 1: variables are not replaced; .*"]),
+        (None, ["CONFIG=exp.yaml: does not exist. Fix: name config.yaml of a run, or a file .*"]),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_read(text, lines, capsys):
+    if text is not None:
+        written(text)
+    assert train({"config": "exp.yaml"}) == 2
+    printed = capsys.readouterr().err.splitlines()
+    assert len(printed) == len(lines), printed
+    for line, expected in zip(printed, lines, strict=True):
+        assert re.fullmatch(f"moe-exp: {expected}", line), line
+
+
+@pytest.mark.parametrize("kind", ["folder", "binary", "large"])
+def test_other_files(kind):
+    path = Path("exp.yaml")
+    if kind == "folder":
+        path.mkdir()
+    else:
+        path.write_bytes(b"\xff\xfe\x00" if kind == "binary" else b"#" * 2**21)
+    with pytest.raises(ConfigError, match=r"^CONFIG=exp.yaml: cannot be read \(.*\)\. Fix: "):
+        load_config({"config": "exp.yaml"}, {})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "cpu"},
+        {"preset": "deepseek-v3-like", "rampup_batch_size": "", "gpus_per_node": 8, "lr": 1.1e-5},
+        {"preset": "cpu", "train_iters": 1000, "vpp": 2, "hang_timeout_other": "none", "use_moe": False},
+    ],
+)
+def test_config_yaml_gives_an_equal_config(settings):
+    places = {"run_name": "A", "node_rank": 3, "master_addr": "node0", "run_dir": "elsewhere"}
+    config = load_config(settings | places, {})
+    path = run_of(config)
+    again = load_config({"config": str(path)}, {})
+    assert again.run_dir == "elsewhere"
+    same = {name: getattr(config, name) for name in NOT_TAKEN_OVER}
+    assert again.model_copy(update=same) == config
+    assert all(getattr(again, name) == Config.model_fields[name].default for name in NOT_TAKEN_OVER)
+    assert load_config({"config": "runs/A"}, {}) == again
+
+
+def test_what_followed_train_iters_follows_another_one():
+    path = run_of(load_config({"preset": "cpu", "train_iters": 100}, {}))
+    typed = load_config({"preset": "cpu", "train_iters": 900}, {})
+    again = load_config({"config": str(path), "train_iters": 900}, {})
+    assert (again.decay_iters, again.warmup_iters) == (typed.decay_iters, typed.warmup_iters)
+    path = run_of(load_config({"preset": "cpu", "train_iters": 100, "decay_iters": 90}, {}), "runs/B")
+    assert load_config({"config": str(path), "train_iters": 900}, {}).decay_iters == 90
+
+
+def test_a_new_run_does_not_continue_the_run_of_its_file(capsys):
+    run_of(load_config({"preset": "cpu", "gpus_per_node": 1, "run_name": "A"}, {}))
+    assert train({"config": "runs/A", "run_name": "A"}, dry_run=True) == 2
+    assert capsys.readouterr().err == (
+        "moe-exp: CONFIG=runs/A: has the settings of runs/A, which this run would continue. Fix: set another"
+        " RUN_NAME for a new run, or continue with --resume runs/A.\n"
+    )
+    assert train({"config": "runs/A"}, dry_run=True) == 0
+    assert "run folder: runs/moe_true_num_experts_8_" in capsys.readouterr().out
+    assert train({"config": "runs/A", "preset": "reference"}, dry_run=True) == 2
+    assert "PRESET=reference: runs/A/config.yaml has all settings of a run, so" in capsys.readouterr().err
+
+
+def test_resume_is_settings_and_folder(capsys, monkeypatch):
+    config = load_config({"preset": "cpu", "gpus_per_node": 1, "run_name": "a/B", "num_layers": 2}, {})
+    run_of(config, "runs/a/B")
+    monkeypatch.setenv("RUN_NAME", "other")
+    flags = with_run_folder({"lr": "0.01"}, "runs/a/B/")
+    assert load_config(flags) == config.model_copy(update={"lr": 0.01})
+    assert train({"lr": "0.01"}, resume="runs/a/B", dry_run=True) == 0
+    out = capsys.readouterr().out
+    for line in ("LR=0.01 +# command line", "NUM_LAYERS=2 +# runs/a/B/config.yaml", "run folder: runs/a/B"):
+        assert re.search(f"^{line}$", out, re.M), line
+    (command,) = (line for line in out.splitlines() if "moe_exp.launch.agent" in line)
+    assert "--num-layers=2" in command and "--config" not in command and "--hidden-size" not in command
+
+
+@pytest.mark.parametrize(
+    ("folder", "flags", "line"),
+    [
+        ("runs/B", {}, "RESUME=runs/B: is no run folder, .*config.yaml. Fix: .* --resume runs/NAME."),
+        ("runs/A/checkpoints", {}, "RESUME=runs/A/checkpoints: is no run folder, .* --resume runs/A."),
+        ("runs/A", {"run_name": "C"}, "RUN_NAME=C: --resume runs/A already says which settings .* Fix: .*"),
+        ("runs/A", {"config": "x"}, "CONFIG=x: --resume runs/A already says which settings .* Fix: .*"),
+    ],
+)  # fmt: skip
+def test_folders_that_cannot_be_resumed(folder, flags, line, capsys):
+    run_of(load_config({"preset": "cpu"}, {}))
+    assert train(flags, resume=folder) == 2
+    assert re.fullmatch(f"moe-exp: {line}\n", capsys.readouterr().err)
+
+
+def test_a_file_that_changes_does_not_change_the_ranks():
+    flags = {"config": written("num_experts: 16\ntopk: 2\n"), "preset": "cpu"}
+    given = with_file(flags, {})
+    Path("exp.yaml").write_text("num_experts: 4\n")
+    arguments = rank_arguments(load_config(given, {}), given)
+    assert {"--num-experts=16", "--topk=2"} <= set(arguments)
+
+
+def test_a_variable_that_wins_over_the_file_is_named(capsys):
+    environ = {"TP": "2", "EP": "4", "CP": "1"}
+    config = load_config({"config": written("TP=1\nEP=4\nCP=2\nPP=2\n"), "cp": "4"}, environ)
+    assert (config.tp, config.ep, config.cp, config.pp) == (2, 4, 4, 2)
+    assert capsys.readouterr().err == (
+        "moe-exp: warning: TP=2 of the environment: used instead of what exp.yaml has\n"
+    )
