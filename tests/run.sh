@@ -38,8 +38,8 @@ step "style" ruff check .
 step "format" ruff format --check .
 step "types" mypy
 # Not words: Transformer Engine, a CUDA error, and parts of test texts.
-step "spelling" codespell_lib -L te,ue,alle,nd,caf --skip "*.png,*.json,*.js,*.css" \
-    README.md CONTRIBUTING.md CHANGELOG.md docs moe_exp tests bench
+step "spelling" codespell_lib -L te,ue,alle,nd,caf --skip "*.png,*.json,*.js,*.css,*.ipynb" \
+    README.md CONTRIBUTING.md CHANGELOG.md docs examples moe_exp tests bench
 step "tests" pytest -n 3 --dist loadfile --timeout=600 --durations=10 \
     ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
 

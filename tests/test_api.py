@@ -50,8 +50,8 @@ print(moe_exp.__version__, moe_exp.load_run.__name__, moe_exp.plan.__name__, moe
 assert not {"torch", "megatron.core", "pandas", "matplotlib"} & set(sys.modules)
 """
     assert python(code) == "0.2.0 load_run plan load_model\n"
-    with pytest.raises(AttributeError, match="module 'moe_exp' has no attribute 'trian'"):
-        moe_exp.trian  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'moe_exp' has no attribute 'runs_of'"):
+        moe_exp.runs_of  # noqa: B018
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["dense", "experts"])

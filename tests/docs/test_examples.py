@@ -49,7 +49,7 @@ def test_a_script_learns(num_ranks, name, arguments):
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
 def test_scripts_are_short_and_say_how_they_are_run(path):
     lines = path.read_text().splitlines()
-    assert len(lines) <= 105
+    assert len(lines) <= 110
     assert any(re.search(rf"(python|torchrun .*) examples/{path.name} .*# .*second", line) for line in lines)
 
 
