@@ -225,15 +225,19 @@ def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> l
             rule = f"matches {other[0]}, which is none of {', '.join(DATA_SUFFIXES)}"
             fix = f"end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}"
             raise ValueError(f"pattern={pattern}: {rule}. Fix: {fix}.")
-        chosen.update(matching)
+        chosen.update(_data_among(matching))
     if not patterns:
-        chosen = {name for name in names if name.endswith(RECORD_SUFFIXES)}
-        # a README.md beside data files is none
-        chosen = chosen or {name for name in names if name.endswith(TEXT_SUFFIXES)}
+        chosen.update(_data_among(names))
         if not chosen:
             fix = "choose another"
             raise ValueError(f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: {fix}.")
     return sorted(chosen)
+
+
+def _data_among(names: Sequence[str]) -> list[str]:
+    """Files of records; without them text files, as a README.md beside records is no data."""
+    records = [name for name in names if name.endswith(RECORD_SUFFIXES)]
+    return records or [name for name in names if name.endswith(TEXT_SUFFIXES)]
 
 
 def print_sources() -> None:

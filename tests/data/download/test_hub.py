@@ -23,7 +23,7 @@ from helpers.hub_server import Fault, HubServer, leave_host_settings, write_fine
 from moe_exp.commands.data import main
 from moe_exp.data.download import hub, hub_errors, hub_progress
 from moe_exp.data.download.hub import download
-from moe_exp.data.download.sources import resolve_source
+from moe_exp.data.download.sources import chosen_files, resolve_source
 
 REPOSITORY = "HuggingFaceFW/fineweb-edu"
 NAMES = [f"sample/10BT/{number:03d}_00000.parquet" for number in range(3)]
@@ -233,11 +233,14 @@ def test_pattern_that_matches_nothing(server, tmp_path):
     assert server.downloads() == []
 
 
-def test_pattern_that_matches_what_is_no_data(server, tmp_path):
-    with pytest.raises(
-        ValueError, match=r"^pattern=\*: matches README\.md, which is none of \.parquet, .*Fix: "
-    ):
-        download(source("*"), tmp_path / "raw")
+def test_a_pattern_leaves_out_the_readme_beside_data(server, tmp_path):
+    paths = download(source("*"), tmp_path / "raw")
+    assert "README.md" not in [path.name for path in paths] and len(paths) == len(NAMES) + 2
+
+
+def test_pattern_that_matches_what_is_no_data():
+    with pytest.raises(ValueError, match=r"^pattern=\*: matches LICENSE, which is none of \..*Fix: "):
+        chosen_files(["LICENSE", *NAMES], ["*"], "here")
 
 
 def test_without_patterns_all_data_files_come(server, tmp_path):
@@ -430,7 +433,7 @@ CHILD = """
 import os, signal, sys, time
 from pathlib import Path
 from moe_exp.data.download import hub
-from moe_exp.data.download.sources import resolve_source
+from moe_exp.data.download.sources import chosen_files, resolve_source
 
 folder, point = Path(sys.argv[2]), sys.argv[3]
 hashed, hash_file = [], hub._hash_file
