@@ -309,7 +309,10 @@ def test_dry_run_with_missing_data_prints_the_plan_and_ends_with_2(tmp_path):
     )
     assert done.returncode == 2
     assert "Parameters: " in done.stdout
-    assert "moe-exp: TRAIN_DATA=gone: there is no such file or folder of text, and no token files gone.bin" in done.stderr
+    assert (
+        "moe-exp: TRAIN_DATA=gone: there is no such file or folder of text, and no token files gone.bin"
+        in done.stderr
+    )
 
 
 def test_command_alone_prints_help(capsys):
