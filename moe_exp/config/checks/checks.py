@@ -18,7 +18,7 @@ from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
 from moe_exp.config.checks.training import check_optimizer, check_profiling, check_rampup
 from moe_exp.config.choices import EXPERT_BACKENDS, SCHEDULES
-from moe_exp.config.setting_types import names_text
+from moe_exp.config.setting_types import names_text, shown
 from moe_exp.config.settings import Config, problem
 
 # Of the tokenizer trained on the embedded corpus.
@@ -188,8 +188,10 @@ def _data(c: Config) -> Iterator[str]:
             "set EVAL_ITERS=10 or EVAL_INTERVAL=0",
         )
     if c.train_data and not (c.valid_data or c.split or names_text(c.train_data)) and c.eval_interval:
-        rule = f"TRAIN_DATA is given, but nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
-        yield problem("valid_data", "", rule, "set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0")
+        rule = f"TRAIN_DATA={shown(c.train_data)} is no folder or file of text here, and for token files"
+        rule += f" there is nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
+        fix = "correct TRAIN_DATA if it should name text, else set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0"
+        yield problem("valid_data", "", rule, fix)
     yield from _split(c)
     if c.valid_data and not c.train_data:
         yield problem(

@@ -604,8 +604,8 @@ DATA = [
     (
         {"train_data": "a"},
         (
-            r"VALID_DATA=: TRAIN_DATA is given, .* EVAL_INTERVAL=100\. Fix: set VALID_DATA, SPLIT=99,1 or"
-            r" EVAL_INTERVAL=0\."
+            r"VALID_DATA=: TRAIN_DATA=a is no .* of text here, .* EVAL_INTERVAL=100\. Fix: correct"
+            r" TRAIN_DATA .* EVAL_INTERVAL=0\."
         ),
     ),
     (
