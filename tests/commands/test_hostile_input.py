@@ -136,8 +136,8 @@ def check_damaged(folder: Path, pairs: list[tuple[str, str]]) -> None:
     assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
 
 
-def test_40_damaged_run_folders(tmp_path):
-    check_damaged(tmp_path, damages()[:40])
+def test_15_damaged_run_folders(tmp_path):
+    check_damaged(tmp_path, damages()[:15])
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_run_folders_of_hostile_names(name, tmp_path):
 
 @pytest.mark.slow
 def test_all_damaged_run_folders(tmp_path):
-    check_damaged(tmp_path, damages()[40:])
+    check_damaged(tmp_path, damages()[15:])
 
 
 # Random command lines
