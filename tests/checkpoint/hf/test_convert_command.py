@@ -38,7 +38,7 @@ def test_there_and_back(tmp_path, hf_folders, capsys):
     )
     out = capsys.readouterr().out
     assert re.search(r"MixtralForCausalLM, [\d.]+ [kM]B of weights", out)
-    assert "  not Qwen3MoeForCausalLM: QK_NORM=False" in out
+    assert "  not " not in out
     assert "Note: no tokenizer was written" in out
     assert len(list((tmp_path / "back").glob("model-*.safetensors"))) > 1
     assert all(value.dtype == torch.bfloat16 for value in weights_of(tmp_path / "back").values())
