@@ -25,6 +25,7 @@ from moe_exp.host.exit_codes import (
     leave_reasons,
     report_exit_code,
     report_first,
+    reported_exit_code,
 )
 from moe_exp.host.processes import STOP_SIGNALS, end_with_parent
 
@@ -193,6 +194,6 @@ def _leave_error(error: Exception) -> None:
 def _wait_for_cause(stop: StopSignal) -> None:
     deadline = time.monotonic() + _WAIT_FOR_CAUSE_SECONDS
     while time.monotonic() < deadline:
-        if stop.is_set:
+        if stop.is_set or reported_exit_code() == BAD_INPUT:  # which prints its own line
             os._exit(1)
         time.sleep(0.1)

@@ -62,8 +62,10 @@ def report_exit_code(code: int, *, by_any_rank: bool = False) -> bool:
 def report_first(code: int) -> bool:
     """`report_exit_code` by any rank; False if another rank of this node did: a reason appears once."""
     try:
-        with Path(os.environ[EXIT_CODE_FILE]).open("x") as file:
-            file.write(str(code))
+        path = Path(os.environ[EXIT_CODE_FILE])
+        own = path.with_name(f"{path.name}.{os.getpid()}")
+        own.write_text(str(code))
+        os.link(own, path)  # whole at once: the agent reads it as soon as any rank has ended
     except FileExistsError:
         return False
     except (KeyError, OSError):  # no launcher, or one that has ended; a full disk

@@ -281,7 +281,8 @@ def test_what_a_user_can_fix_is_one_line_of_all_ranks(num_ranks, runs, tmp_path)
             writer.add_document([599] * 100)
     settings = {"TRAIN_DATA": tmp_path / "tokens", "VOCAB_SIZE": 512, "MAX_RESTARTS": 2}
     run = runs.run("tokens", GPUS_PER_NODE=num_ranks, **settings)
-    (line,) = run.stderr.splitlines()
+    assert len(run.stderr.splitlines()) == 1, run.stderr
+    line = run.stderr
     assert line.startswith(f"moe-exp: {tmp_path / 'tokens'}: sample ")
     assert "has the token 599, VOCAB_SIZE is 512. Fix: " in line
     assert run.code == BAD_INPUT
