@@ -135,7 +135,8 @@ class Agent(LocalElasticAgent):
         if dead:
             # First, as ending its neighbors may take so long that ranks of other nodes fail because of it.
             self._rounds.say([self._described(self._failure(rank)) for rank in dead])
-            self._pcontext.close(signal.SIGTERM, _END_SECONDS)
+            with _quiet_if_explained():
+                self._pcontext.close(signal.SIGTERM, _END_SECONDS)
         elif None in codes.values():
             # torch's agent is not asked: its result would mix a rank that dies now with those it ends
             return None
@@ -308,7 +309,7 @@ def _has_hung() -> bool:
 
 @contextmanager
 def _quiet_if_explained() -> Iterator[None]:
-    """Silences torchrun's report of the first ended rank if a hang or an exit code explains it."""
+    """Silences torchrun's lines on ended ranks if a hang or an exit code explains why they ended."""
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     before = logger.disabled
     logger.disabled = before or _has_hung() or reported_exit_code() is not None
