@@ -21,6 +21,7 @@ COMMANDS = (
     "data",
     "ckpt",
     "compare",
+    "ladder",
     "convert",
     "plan",
     "report",

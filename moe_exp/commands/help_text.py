@@ -51,6 +51,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "moe-exp compare --repeats 3 --train-iters 500",
         "moe-exp compare --variant e8:num_experts=8 --variant e32:num_experts=32 --dry-run",
     ),
+    "ladder": (
+        "moe-exp ladder --sizes 16,24,32,48          # scaling laws and effective speedup of dmoe over dense",
+        "moe-exp ladder my_ladder.yaml --repeats 5 --dry-run",
+    ),
     "convert from-hf": ("moe-exp convert from-hf models/Qwen3-30B-A3B checkpoints/qwen3",),
     "convert to-hf": ("moe-exp convert to-hf runs/NAME exported",),
     "plan": (

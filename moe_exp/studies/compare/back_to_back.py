@@ -33,7 +33,7 @@ _ITERATION = re.compile(rb'"kind": "train", "iteration": (\d+)')
 
 def dry_run(comparison: Comparison) -> str:
     """Describes what a comparison would do; touches no file. ConfigError for settings that cannot run."""
-    _check(comparison.runs(), check_config)
+    check_runs(comparison.runs(), check_config)
     compare_with_before(comparison)
     known = known_pace(comparison)
     pace = {one.name: known.get(one.name) or predicted_seconds(one) for one in comparison.variants}
@@ -55,7 +55,7 @@ def check_planned_files(comparison: Comparison) -> None:
         ConfigError: data, a tokenizer or a checkpoint is missing, or a folder cannot be used.
     """
     left = [run for run in comparison.runs() if not is_finished(run)]
-    _check(left, lambda config: check_files(config, with_space=False))
+    check_runs(left, lambda config: check_files(config, with_space=False))
 
 
 def run_comparison(comparison: Comparison) -> int:
@@ -69,10 +69,10 @@ def run_comparison(comparison: Comparison) -> int:
         ValueError: the folder is in use, or with `time` a variant does not run.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the current run has saved a checkpoint.
     """
-    _check(comparison.runs(), check_config)
+    check_runs(comparison.runs(), check_config)
     compare_with_before(comparison)
     _check_place(comparison)
-    with held(comparison.folder, f"RUN_NAME={comparison.folder.name}", "comparison"), _stopped_by_signals():
+    with held(comparison.folder, f"RUN_NAME={comparison.folder.name}", "comparison"), stopped_by_signals():
         try:
             return _run_held(comparison)
         except KeyboardInterrupt:
@@ -93,11 +93,11 @@ def _run_held(comparison: Comparison) -> int:
     runs = comparison.runs()
     for run in runs:
         wait_until_free(run.folder)
-    _check([run for run in runs if not is_finished(run)])
+    check_runs([run for run in runs if not is_finished(run)])
     ended: dict[str, Ended] = {}
     text, warnings = "", list[str]()
     for number, run in enumerate(runs, start=1):
-        ended[run.name] = _run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
+        ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
         print(f"[{number}/{len(runs)}] {_line(ended[run.name])}", flush=True)
         text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
         warnings = write_page(comparison, [run.folder.path for run in runs if run.folder.metrics.exists()])
@@ -107,7 +107,7 @@ def _run_held(comparison: Comparison) -> int:
     return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
-def _run_one(comparison: Comparison, run: Run, title: str) -> Ended:
+def run_one(comparison: Comparison, run: Run, title: str) -> Ended:
     """Trains a run to its end, unless finished."""
     if is_finished(run):
         return read_ended(run)
@@ -155,7 +155,7 @@ def _settings_and_environment(config: Config) -> list[str]:
     return check_config(config) + check_environment(config)
 
 
-def _check(
+def check_runs(
     runs: Sequence[Run], problems_of: Callable[[Config], list[str]] = _settings_and_environment
 ) -> None:
     """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
@@ -198,7 +198,7 @@ def _check_place(comparison: Comparison) -> None:
 
 
 @contextmanager
-def _stopped_by_signals() -> Iterator[None]:
+def stopped_by_signals() -> Iterator[None]:
     """Inside the block, SIGTERM and SIGHUP raise KeyboardInterrupt."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,0 +1,196 @@
+"""Runs a ladder, rung by rung, on this node or as SLURM jobs; the last rung is predicted before it runs.
+No torch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from moe_exp.config import ConfigError, problem
+from moe_exp.config.checks.checks import check_config
+from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
+from moe_exp.host.files import write_atomically, write_json
+from moe_exp.host.quantities import duration
+from moe_exp.studies.child_runs import held, wait_until_free
+from moe_exp.studies.compare.back_to_back import check_planned_files, check_runs, run_one, stopped_by_signals
+from moe_exp.studies.compare.comparison import Comparison, Run, compare_with_before, keep
+from moe_exp.studies.compare.results import Ended, is_finished, read_ended
+from moe_exp.studies.failures import why_it_failed
+from moe_exp.studies.ladder.ladder import Ladder, compute_of
+from moe_exp.studies.ladder.results import as_json, predict, results_of, run_name
+from moe_exp.studies.ladder.table import page, plan_text, result_text
+from moe_exp.studies.sweep import slurm_cases
+from moe_exp.studies.sweep.cases import Case
+
+EXECUTORS = ("local", "slurm")
+_DAY_SECONDS = 86_400
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Where runs are started.
+
+    Attributes:
+        name: of EXECUTORS.
+        sbatch: options of the SLURM jobs.
+        timeout: seconds of a run; 0: none, with SLURM a day.
+    """
+
+    name: str = "local"
+    sbatch: tuple[str, ...] = ()
+    timeout: float = 0.0
+
+    def problems(self) -> list[str]:
+        found = []
+        if self.name not in EXECUTORS:
+            found.append(problem("executor", self.name, "is none", f"use {' or '.join(EXECUTORS)}"))
+        if not 0 <= self.timeout < math.inf:
+            found.append(problem("timeout", self.timeout, "must be 0 or more", "leave it out for none"))
+        return found
+
+
+def check(ladder: Ladder) -> None:
+    """Checks settings, and that the folder's runs were started with them.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    for comparison in ladder.rungs:
+        check_runs(comparison.runs(), check_config)
+        compare_with_before(comparison)
+    for name in ("config.yaml", "compare.json"):
+        if (ladder.folder / name).exists():
+            rule = f"{ladder.folder} is the folder of a run or a comparison, not of a ladder"
+            raise ConfigError([problem("run_name", ladder.folder.name, rule, "give another RUN_NAME")])
+
+
+def dry_run(ladder: Ladder) -> str:
+    """Describes what a ladder would do; touches no file. ConfigError for what cannot run."""
+    check(ladder)
+    for comparison in ladder.rungs:
+        check_planned_files(comparison)
+    return plan_text(ladder)
+
+
+def run_ladder(ladder: Ladder, executor: Executor) -> int:
+    """Runs what is left of a ladder, and writes its reports after each run.
+
+    Returns:
+        Exit code: 1 if a run failed, timed out or diverged.
+
+    Raises:
+        ConfigError: settings that cannot run, here or in this folder.
+        ValueError: the folder is in use.
+        KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the current run has saved a checkpoint.
+    """
+    check(ladder)
+    left = [run for comparison in ladder.rungs for run in comparison.runs() if not is_finished(run)]
+    if executor.name == "local":
+        check_runs(left)
+    with held(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder"), stopped_by_signals():
+        print(plan_text(ladder), end="\n\n", flush=True)
+        try:
+            reasons = _climb(ladder, executor, left)
+        except KeyboardInterrupt:
+            jobs = "; its SLURM jobs continue" if executor.name == "slurm" else ""
+            print(f"stopped{jobs}: the same command continues with what is left", flush=True)
+            raise
+        text = write_reports(ladder, reasons)
+    print(f"\n{text}\n{ladder.folder}/report.md, report.html, ladder.json", flush=True)
+    return int(bool(results_of(ladder, reasons).left_out))
+
+
+def _climb(ladder: Ladder, executor: Executor, left: Sequence[Run]) -> dict[str, str]:
+    """Runs what is left; returns why runs failed, by name."""
+    reasons: dict[str, str] = {}
+    clock = _Clock(left)
+    last = ladder.rungs[-1]
+    for rungs in (ladder.rungs[:-1], (last,)):
+        waiting = [
+            (comparison, run) for comparison in rungs for run in comparison.runs() if not is_finished(run)
+        ]
+        if rungs == (last,) and waiting and (why := predict(ladder)):
+            print(why, flush=True)
+        for comparison in {id(one): one for one, _ in waiting}.values():
+            comparison.folder.mkdir(exist_ok=True)
+            keep(comparison, {})
+        for ended in _ended(executor, ladder, waiting):
+            if ended.reason:
+                reasons[run_name(ended)] = f"{ended.status}: {ended.reason}"
+            clock.finished(ended.run)
+            print(f"{clock.done}/{clock.total} {_line(ended)}{clock.left_text()}", flush=True)
+            write_reports(ladder, reasons)
+    return reasons
+
+
+def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Comparison, Run]]) -> Iterator[Ended]:
+    if executor.name == "slurm":
+        yield from _slurm_runs(executor, ladder, [run for _, run in waiting])
+        return
+    for comparison, run in waiting:
+        wait_until_free(run.folder)
+        yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
+
+
+def _slurm_runs(executor: Executor, ladder: Ladder, runs: Sequence[Run]) -> Iterator[Ended]:
+    """Submits all runs without a job of an earlier call, and yields them as their jobs end."""
+    seconds = int(executor.timeout) or _DAY_SECONDS
+    options = slurm_cases.JobOptions(executor.sbatch, seconds, on_gpus=False)
+    by_name = {f"{run.folder.path.parent.name}_{run.name}": run for run in runs}
+    files = {name: slurm_cases.JobFiles.of(ladder.folder / "jobs", name) for name in by_name}
+    jobs = {}
+    for name, run in by_name.items():
+        if files[name].job_id.exists():
+            jobs[name] = files[name].job_id.read_text()
+        else:
+            flags = {key: str(value) for key, value in run.variant.flags.items()}
+            jobs[name] = slurm_cases.submit(Case(name, flags, run.config, ()), files[name], run.log, options)
+    for name in slurm_cases.ended_jobs(jobs):
+        code = files[name].exit_code()
+        files[name].forget()
+        yield _ended_job(by_name[name], code)
+
+
+def _ended_job(run: Run, code: int | None) -> Ended:
+    if code in (FINISHED, TO_BE_CONTINUED) or is_finished(run):
+        return read_ended(run)
+    text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
+    status, reason = why_it_failed(text, code)
+    return read_ended(run, status=status, reason=reason)
+
+
+def _line(ended: Ended) -> str:
+    loss = f", loss {ended.final_loss:.4f}" if ended.final_loss is not None else ""
+    return f"{run_name(ended)}: {ended.status}{loss}" + (f": {ended.reason}" if ended.reason else "")
+
+
+class _Clock:
+    """Runs done and left, and the time left by the FLOPs of both."""
+
+    def __init__(self, left: Sequence[Run]):
+        self.total, self.done = len(left), 0
+        self._flops_left = sum(compute_of(run.config) for run in left)
+        self._flops_done, self._started = 0.0, time.monotonic()
+
+    def finished(self, run: Run) -> None:
+        self.done += 1
+        self._flops_done += compute_of(run.config)
+
+    def left_text(self) -> str:
+        if self.done == self.total:
+            return ""
+        share = self._flops_left / self._flops_done - 1
+        return f"; about {duration(share * (time.monotonic() - self._started))} left"
+
+
+def write_reports(ladder: Ladder, reasons: dict[str, str]) -> str:
+    """Writes report.md, report.html and ladder.json atomically; returns the Markdown."""
+    results = results_of(ladder, reasons)
+    text = result_text(ladder, results)
+    write_atomically(ladder.folder / "report.md", text)
+    write_atomically(ladder.folder / "report.html", page(ladder, results))
+    write_json(ladder.folder / "ladder.json", as_json(ladder, results))
+    return text

@@ -1,0 +1,241 @@
+"""A ladder: the same variants at several sizes, each size a comparison at equal FLOPs per token. No torch.
+
+$RUN_DIR/NAME/
+  rung_1/ rung_2/ ...   comparisons, see studies/compare/comparison.py
+  ladder.json           definition and results
+  prediction.json       losses of the last rung, predicted before it ran
+  report.md report.html
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.host.files import read_yaml
+from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.planner.costs.params import count_parameters
+from moe_exp.studies.child_runs import given_settings
+from moe_exp.studies.compare.comparison import Comparison, Options
+from moe_exp.studies.compare.matching import apart, with_iterations
+from moe_exp.studies.compare.variants import Variant
+
+PUBLISHED = Path(__file__).parents[1] / "ladders"
+# Largest relative difference in FLOPs per token within a rung.
+_LARGEST_APART = 0.02
+_LR_EXPONENT = -0.5
+_WIDTH_UNIT = 8
+
+RULE = (
+    "width, depth, MLP widths and heads in proportion, tokens in proportion to the parameters without"
+    " embeddings that a token uses, LR and MIN_LR by the inverse square root of the width"
+)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a ladder trains; a YAML file has these fields, and no others.
+
+    Attributes:
+        about: which claim it checks, and its source.
+        settings: training settings of all runs, by name.
+        runs: comma-separated names, see `make_variants`.
+        variants: others, NAME:SETTING=VALUE,...
+        baseline: the variant that the others are compared with; empty: dense, else the first.
+        rungs: settings of each size, by name.
+        sizes: instead of `rungs`, the HIDDEN_SIZE of each, scaled by RULE.
+        repeats: runs of each variant at each rung.
+        asymptote: E of the laws, nats per token; None: fitted.
+    """
+
+    about: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    runs: str = ""
+    variants: tuple[str, ...] = ()
+    baseline: str = ""
+    rungs: tuple[dict[str, Any], ...] = ()
+    sizes: tuple[int, ...] = ()
+    repeats: int = 3
+    asymptote: float | None = None
+
+    @classmethod
+    def read(cls, name: str) -> Definition:
+        """The definition in the file `name`, or in the package's own file of this name.
+
+        Raises:
+            ConfigError: there is no such file, or it does not hold a definition.
+        """
+        own = {path.stem: path for path in sorted(PUBLISHED.glob("*.yaml"))}
+        path = own.get(name, Path(name))
+        if not path.is_file():
+            fix = f"give a YAML file, or one of {', '.join(own)}" if own else "give a YAML file"
+            raise ConfigError([problem("definition", name, "is no file", fix)])
+        values = read_yaml(path)
+        known = [one.name for one in fields(cls)]
+        if not isinstance(values, dict) or not set(values) <= set(known):
+            odd = ", ".join(map(str, set(values) - set(known))) if isinstance(values, dict) else "no fields"
+            rule = f"holds {odd}, which a ladder does not have"
+            raise ConfigError([problem("definition", path, rule, f"use {', '.join(known)}")])
+        lists = {name: tuple(values[name]) for name in ("variants", "rungs", "sizes") if values.get(name)}
+        return cls(**{**values, **lists})
+
+    def problems(self) -> list[str]:
+        """Why these are no rungs."""
+        found = []
+        if bool(self.rungs) == bool(self.sizes):
+            said, rule = (
+                ("", "a ladder needs rungs") if not self.rungs else (self.sizes, "rungs are given, too")
+            )
+            found.append(problem("sizes", said, rule, "set --sizes, such as 16,24,32,48"))
+        elif len(self.rungs or self.sizes) < 2:
+            number = len(self.rungs or self.sizes)
+            fix = "add larger ones: four give laws and a prediction"
+            found.append(problem("sizes", number, "one size is no ladder", fix))
+        if self.asymptote is not None and not 0 <= self.asymptote < math.inf:
+            rule = "must be a loss in nats per token, 0 or more"
+            found.append(problem("asymptote", self.asymptote, rule, "leave it out to have it fitted"))
+        return found
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """The comparisons of a ladder, in ascending order of compute."""
+
+    definition: Definition
+    folder: Path
+    rungs: tuple[Comparison, ...]
+    baseline: str
+
+    @classmethod
+    def of(
+        cls,
+        definition: Definition,
+        flags: Mapping[str, Any],
+        environ: Mapping[str, str],
+        timeout: float = 0.0,
+    ) -> Ladder:
+        """Reads all settings and chooses the sizes. Touches no disk.
+
+        Args:
+            flags: settings of the runs, by field name; None counts as not given.
+            timeout: seconds after which a run is ended; 0: never.
+
+        Raises:
+            ConfigError: lists all problems.
+        """
+        if problems := definition.problems():
+            raise ConfigError(problems)
+        own = {name.lower(): str(value) for name, value in definition.settings.items()}
+        given = given_settings(flags, {name.upper(): value for name, value in own.items()} | dict(environ))
+        base = load_config(given, {})
+        rungs = [_rung_settings(rung) for rung in definition.rungs] or [
+            scaled(base, width) for width in definition.sizes
+        ]
+        asked = {name for name, value in flags.items() if value is not None}
+        if doubly := sorted(asked & {name for rung in definition.rungs for name in _rung_settings(rung)}):
+            rule = "is what the rungs of the definition set"
+            raise ConfigError([problem(name, flags[name], rule, "leave it out") for name in doubly])
+        name = base.run_name or f"ladder_{base.preset}"
+        folder = Path(base.run_dir).expanduser() / name
+        options = Options(definition.runs, definition.variants, repeats=definition.repeats, timeout=timeout)
+        comparisons = []
+        for number, rung in enumerate(rungs, start=1):
+            place = {"run_dir": str(folder), "run_name": f"rung_{number}"}
+            comparisons.append(Comparison.of(options, {**given, **rung, **place}, {}))
+        ladder = cls(definition, folder, tuple(comparisons), _baseline(definition, comparisons[0].variants))
+        if problems := ladder.problems():
+            raise ConfigError(problems)
+        return ladder
+
+    def problems(self) -> list[str]:
+        """Rungs that do not ascend, variants that were not matched, and a baseline that is none of them."""
+        found = []
+        names = self.rungs[0].names
+        if self.baseline not in names:
+            found.append(
+                problem("baseline", self.baseline, "is no variant", f"use one of {', '.join(names)}")
+            )
+        budgets = [compute_of(comparison.reference.config) for comparison in self.rungs]
+        for number, (before, after) in enumerate(pairwise(budgets), start=2):
+            if after <= before:
+                rule = f"needs {after:.3g} FLOPs, the one before {before:.3g}"
+                found.append(problem("rungs", f"rung {number}", rule, "list them in ascending order"))
+        for number, comparison in enumerate(self.rungs, start=1):
+            for variant in comparison.variants:
+                share = apart(variant.config, comparison.reference.config, "flops")
+                if abs(share) > _LARGEST_APART:
+                    rule = f"has {share:+.1%} FLOPs per token against {comparison.reference.name}"
+                    fix = "leave its MLP width to the ladder, or choose one that matches"
+                    found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
+        return found
+
+    @property
+    def names(self) -> list[str]:
+        return self.rungs[0].names
+
+
+def _baseline(definition: Definition, variants: Sequence[Variant]) -> str:
+    dense = next((one.name for one in variants if not one.config.use_moe), variants[0].name)
+    return definition.baseline or dense
+
+
+def _rung_settings(rung: Mapping[str, Any]) -> dict[str, Any]:
+    return {name.lower(): value for name, value in rung.items()}
+
+
+def compute_of(config: Config) -> float:
+    """Model FLOPs of a whole run."""
+    return flops_per_iteration(config, config.gbsz) * config.train_iters
+
+
+def scaled(base: Config, width: int) -> dict[str, Any]:
+    """Settings of the rung with HIDDEN_SIZE `width`, scaled from `base` by RULE."""
+    share = width / base.hidden_size
+
+    def rounded(value: int, unit: int = 1) -> int:
+        return max(unit, round(value * share / unit) * unit) if value else 0
+
+    group = max(1, base.num_heads // (base.num_query_groups or base.num_heads))
+    heads = rounded(base.num_heads, group)
+    shape = {
+        "hidden_size": width,
+        "num_layers": rounded(base.num_layers),
+        "num_heads": heads,
+        "num_query_groups": heads // group,
+        **{
+            name: rounded(getattr(base, name), _WIDTH_UNIT)
+            for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size")
+        },
+    }
+    config = base.model_copy(update=shape)
+    iterations = max(1, round(base.train_iters * _body(config) / _body(base)))
+    lengths = with_iterations(Variant("", {}, base.model_dump(), base), iterations).config
+    rate = share**_LR_EXPONENT
+    return {
+        **shape,
+        "lr": float(f"{base.lr * rate:.3g}"),
+        "min_lr": float(f"{base.min_lr * rate:.3g}"),
+        **{
+            name: getattr(lengths, name)
+            for name in ("train_iters", "decay_iters", "warmup_iters", "wsd_decay_iters")
+        },
+    }
+
+
+def _body(config: Config) -> float:
+    """Parameters that a token uses, without embeddings and output layer."""
+    tables = (1 if config.tie_embeddings else 2) * config.vocab_size * config.hidden_size
+    return count_parameters(config).active_per_token - tables
+
+
+def with_options(definition: Definition, **given: Any) -> Definition:
+    """The definition with options of the command line; None counts as not given."""
+    values = {name: value for name, value in given.items() if value is not None}
+    if "sizes" in values:
+        values["rungs"] = ()
+    return replace(definition, **values)

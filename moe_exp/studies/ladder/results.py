@@ -1,0 +1,198 @@
+"""What the runs of a ladder have come to: losses, laws, speedups, prediction. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_exp.host.files import read_json, write_json
+from moe_exp.studies.compare.results import Ended, read_ended
+from moe_exp.studies.ladder.ladder import Ladder, compute_of
+from moe_exp.studies.ladder.laws import Estimate, Fit, Points, Speedup, fit_laws, fit_problem, speedups
+
+# Of a prediction: it must not name the losses that it predicts.
+_FEWEST_FOR_PREDICTION = 3
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """The prediction of the last rung, by variant, and how far off it was (None before it has run)."""
+
+    when: str
+    losses: dict[str, Estimate]
+
+    def errors(self, points: dict[str, Points]) -> dict[str, float]:
+        """Relative error of the mean loss, by variant that has one."""
+        measured = {name: float(points[name].means[-1]) for name in self.losses if name in points}
+        return {
+            name: self.losses[name].value / loss - 1 for name, loss in measured.items() if math.isfinite(loss)
+        }
+
+
+@dataclass(frozen=True)
+class Results:
+    """Results of a ladder so far.
+
+    Attributes:
+        points: losses by variant.
+        left_out: runs that failed or diverged, with the reason.
+        num_left: runs that have not finished yet.
+        is_validated: whether losses are of validation at the end; else means over the last 5% of training.
+        fit: None if there are too few rungs, see `missing`.
+        missing: what to add for a fit or for intervals.
+    """
+
+    points: dict[str, Points]
+    left_out: list[str]
+    num_left: int
+    is_validated: bool
+    fit: Fit | None
+    missing: list[str]
+    speedups: dict[str, Speedup]
+    predicted: Predicted | None
+
+
+def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results:
+    """Reads all runs.
+
+    Args:
+        reasons: why runs failed, by `RUNG/RUN`; without it their status says it.
+    """
+    ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
+    everything = [one for rung in ended for one in rung]
+    is_validated = all(_validated(one) is not None for one in everything if one.status == "finished")
+    left_out = [text for one in everything if (text := _why_left_out(one, reasons or {}))]
+    points = {
+        name: Points(
+            np.array([_compute(ladder, rung, name) for rung in range(len(ladder.rungs))]),
+            np.array([_losses(rung, name, validated=is_validated) for rung in ended]),
+        )
+        for name in ladder.names
+    }
+    problem = fit_problem(points, ladder.definition.asymptote)
+    fit = None if problem else fit_laws(points, asymptote=ladder.definition.asymptote)
+    missing = [problem] if problem else []
+    if fit and not fit.draws:
+        missing.append("there are no intervals: one seed says nothing about noise; add --repeats 3")
+    others = [name for name in ladder.names if name != ladder.baseline]
+    found = {name: speedups(fit, points, name, ladder.baseline) for name in others} if fit else {}
+    num_left = sum(one.status not in ("finished", "failed", "oom", "timeout") for one in everything)
+    return Results(points, left_out, num_left, is_validated, fit, missing, found, read_prediction(ladder))
+
+
+def _compute(ladder: Ladder, rung: int, name: str) -> float:
+    return compute_of(next(one.config for one in ladder.rungs[rung].variants if one.name == name))
+
+
+def _losses(rung: Sequence[Ended], name: str, *, validated: bool) -> list[float]:
+    own = [one for one in rung if one.run.variant.name == name]
+    return [math.nan if _is_bad(one) else float(_loss(one, validated=validated) or math.nan) for one in own]
+
+
+def _loss(ended: Ended, *, validated: bool) -> float | None:
+    return _validated(ended) if validated else ended.final_loss
+
+
+def _validated(ended: Ended) -> float | None:
+    """Validation loss at the last iteration."""
+    table = ended.recorded.valid
+    if not len(table["iteration"]) or table["iteration"][-1] < ended.run.config.train_iters:
+        return None
+    return float(table["lm_loss"][-1])
+
+
+def _is_bad(ended: Ended) -> bool:
+    return ended.status != "finished" or _has_diverged(ended)
+
+
+def _has_diverged(ended: Ended) -> bool:
+    """Whether the loss is no number, or above that of guessing."""
+    loss = ended.final_loss
+    return ended.status == "finished" and (loss is None or loss > math.log(ended.run.config.vocab_size))
+
+
+def _why_left_out(ended: Ended, reasons: dict[str, str]) -> str:
+    name = run_name(ended)
+    if _has_diverged(ended):
+        return f"{name} diverged: its loss is {ended.final_loss or math.nan:.4g}"
+    if name in reasons:
+        return f"{name}: {reasons[name]}"
+    return f"{name} {ended.status}" if ended.status in ("failed", "oom", "timeout") else ""
+
+
+def run_name(ended: Ended) -> str:
+    return f"{ended.run.folder.path.parent.name}/{ended.run.name}"
+
+
+# The prediction.
+
+
+def prediction_file(ladder: Ladder) -> Path:
+    return ladder.folder / "prediction.json"
+
+
+def predict(ladder: Ladder) -> str:
+    """Predicts the losses of the last rung from those below it, unless done; call before it runs.
+
+    Returns:
+        Why there is none, as a sentence; empty if there is one.
+    """
+    if prediction_file(ladder).exists():
+        return ""
+    if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
+        return "The last rung was not predicted: it has run, or begun to, before the others had ended."
+    results = results_of(ladder)
+    below = {name: points.until(len(ladder.rungs) - 1) for name, points in results.points.items()}
+    if problem := fit_problem(below, ladder.definition.asymptote):
+        return f"The last rung is not predicted: {problem}."
+    fit = fit_laws(below, asymptote=ladder.definition.asymptote)
+    losses = {name: asdict(fit.loss(name, float(results.points[name].compute[-1]))) for name in ladder.names}
+    when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    fitted = {name: asdict(law) for name, law in fit.laws.items()}
+    write_json(prediction_file(ladder), {"time": when, "losses": losses, "laws": fitted})
+    return ""
+
+
+def read_prediction(ladder: Ladder) -> Predicted | None:
+    path = prediction_file(ladder)
+    if not path.exists():
+        return None
+    kept = read_json(path, fix="remove it, and the last rung counts as not predicted")
+    return Predicted(kept["time"], {name: Estimate(**one) for name, one in kept["losses"].items()})
+
+
+def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
+    """Definition and results, in plain types, NaN as None."""
+    fit, predicted = results.fit, results.predicted
+    return _plain(
+        {
+            "definition": asdict(ladder.definition),
+            "baseline": ladder.baseline,
+            "losses_are": "validation" if results.is_validated else "training",
+            "rungs": {
+                name: {"flops": points.compute.tolist(), "losses": points.losses.tolist()}
+                for name, points in results.points.items()
+            },
+            "laws": {name: {k: asdict(v) for k, v in fit.parameters(name).items()} for name in ladder.names}
+            if fit
+            else None,
+            "speedups": {name: asdict(one) for name, one in results.speedups.items()},
+            "prediction": predicted and asdict(predicted) | {"errors": predicted.errors(results.points)},
+            "left_out": results.left_out,
+            "missing": results.missing,
+        }
+    )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

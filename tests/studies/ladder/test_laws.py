@@ -1,0 +1,98 @@
+"""Fits recover synthetic laws, with intervals that cover them; speedups and trends by worked examples."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from moe_exp.studies.ladder.laws import Law, Points, fit_laws, fit_problem, speedups
+
+COMPUTE = np.geomspace(1e12, 1e14, 6)
+DENSE, MOE = Law(1.5, 60.0, 0.13), Law(1.5, 70.0, 0.14)
+
+
+def points(
+    law: Law, noise: float = 0.0, seeds: int = 3, generator: np.random.Generator | None = None
+) -> Points:
+    drawn = (generator or np.random.default_rng(0)).standard_normal((len(COMPUTE), seeds))
+    return Points(COMPUTE, np.array([[law.loss(flops)] * seeds for flops in COMPUTE]) + noise * drawn)
+
+
+@pytest.mark.parametrize("asymptote", [None, 1.5])
+def test_exact_losses_give_the_law_back(asymptote):
+    fit = fit_laws({"dense": points(DENSE), "moe": points(MOE)}, asymptote=asymptote, num_draws=0)
+    for name, law in (("dense", DENSE), ("moe", MOE)):
+        found = fit.laws[name]
+        assert (found.asymptote, found.coefficient, found.exponent) == pytest.approx(
+            (law.asymptote, law.coefficient, law.exponent), rel=1e-6
+        )
+
+
+def test_the_intervals_cover_the_law_in_90_of_100_draws():
+    generator = np.random.default_rng(7)
+    covered = dict.fromkeys(("asymptote", "coefficient", "exponent", "speedup"), 0)
+    true_speedup = DENSE.compute(MOE.loss(COMPUTE[-1])) / COMPUTE[-1]
+    for seed in range(100):
+        variants = {
+            "dense": points(DENSE, 0.003, generator=generator),
+            "moe": points(MOE, 0.003, generator=generator),
+        }
+        fit = fit_laws(variants, num_draws=100, seed=seed)
+        for field, found in fit.parameters("moe").items():
+            covered[field] += found.low <= getattr(MOE, field) <= found.high
+        last = speedups(fit, variants, "moe", "dense").rungs[-1]
+        covered["speedup"] += last.low <= true_speedup <= last.high
+    assert min(covered.values()) >= 90, covered
+    assert covered["asymptote"] < 100, "the intervals are wider than they claim"
+
+
+def test_the_coefficients_of_a_published_fit_come_back():
+    """Hoffmann et al. 2022, section 3.3: L = 1.69 + 406.4 N^-0.34 + 410.7 D^-0.28, here with D = 20 N."""
+    sizes = np.geomspace(4e8, 7e10, 6)
+    flops, losses = 6 * sizes * 20 * sizes, 1.69 + 406.4 * sizes**-0.34 + 410.7 * (20 * sizes) ** -0.28
+    fit = fit_laws({"one": Points(flops, losses[:, None])}, num_draws=0)
+    law = fit.laws["one"]
+    # a sum of two powers of C, C^-0.17 and C^-0.14, is a single one to a thousandth of a nat
+    assert law.asymptote == pytest.approx(1.69, abs=0.03)
+    assert 0.14 < law.exponent < 0.17
+    assert [law.loss(one) for one in flops] == pytest.approx(list(losses), abs=1e-3)
+
+
+def test_speedup_worked_out():
+    # dense: L = 1 + 100 / sqrt(C). The variant has dense's losses at four times the compute, then at nine.
+    dense = Law(1.0, 100.0, 0.5)
+    compute = np.array([1e4, 1e6])
+    variants = {
+        "dense": Points(compute, np.array([[dense.loss(1e4)], [dense.loss(1e6)]])),
+        "fine": Points(compute, np.array([[dense.loss(4e4)], [dense.loss(9e6)]])),
+    }
+    found = speedups(fit_laws(variants, asymptote=1.0, num_draws=0), variants, "fine", "dense")
+    assert [one.value for one in found.rungs] == pytest.approx([4.0, 9.0])
+    assert found.trend.value == pytest.approx(math.log(9 / 4) / math.log(100))
+    assert not found.rungs[0].has_interval  # one seed
+
+
+def test_a_loss_below_the_asymptote_needs_endless_compute():
+    assert Law(1.0, 100.0, 0.5).compute(0.9) == math.inf
+
+
+def test_too_few_rungs_say_what_to_add():
+    few = {"dense": Points(COMPUTE[:2], np.array([[3.0], [2.8]]))}
+    assert fit_problem(few, None) == (
+        "dense has 2 finished rungs, a law needs 3: add 1 more rung, or set --asymptote"
+    )
+    assert fit_problem(few, 1.0) == ""
+    assert fit_problem(few, 2.9) == "--asymptote 2.9 is not below the lowest loss, 2.8000"
+    with pytest.raises(ValueError, match="add 1 more rung"):
+        fit_laws(few)
+
+
+def test_missing_runs_are_left_out():
+    whole = points(MOE)
+    holes = Points(COMPUTE, whole.losses.copy())
+    holes.losses[1] = math.nan
+    holes.losses[2, 0] = math.nan
+    found = fit_laws({"moe": holes}, num_draws=0).laws["moe"]
+    assert found.exponent == pytest.approx(MOE.exponent, rel=1e-6)
