@@ -138,7 +138,8 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
 def _slurm_runs(executor: Executor, ladder: Ladder, runs: Sequence[Run]) -> Iterator[Ended]:
     """Submits all runs without a job of an earlier call, and yields them as their jobs end."""
     seconds = int(executor.timeout) or _DAY_SECONDS
-    options = slurm_cases.JobOptions(executor.sbatch, seconds, on_gpus=False)
+    on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
+    options = slurm_cases.JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
     by_name = {f"{run.folder.path.parent.name}_{run.name}": run for run in runs}
     files = {name: slurm_cases.JobFiles.of(ladder.folder / "jobs", name) for name in by_name}
     jobs = {}

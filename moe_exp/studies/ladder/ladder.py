@@ -32,14 +32,14 @@ _LR_EXPONENT = -0.5
 _WIDTH_UNIT = 8
 
 RULE = (
-    "width, depth, MLP widths and heads in proportion, tokens in proportion to the parameters without"
-    " embeddings that a token uses, LR and MIN_LR by the inverse square root of the width"
+    "width, depth, MLP widths and heads in proportion, tokens and warm-up in proportion to the parameters"
+    " without embeddings that a token uses, LR and MIN_LR by the inverse square root of the width"
 )
 
 
 @dataclass(frozen=True)
 class Definition:
-    """What a ladder trains; a YAML file has these fields, and no others.
+    """Models and sizes of a ladder; a YAML file has these fields, and no others.
 
     Attributes:
         about: which claim it checks, and its source.
@@ -220,10 +220,8 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
         **shape,
         "lr": float(f"{base.lr * rate:.3g}"),
         "min_lr": float(f"{base.min_lr * rate:.3g}"),
-        **{
-            name: getattr(lengths, name)
-            for name in ("train_iters", "decay_iters", "warmup_iters", "wsd_decay_iters")
-        },
+        "warmup_iters": round(base.warmup_iters * iterations / base.train_iters),
+        **{name: getattr(lengths, name) for name in ("train_iters", "decay_iters", "wsd_decay_iters")},
     }
 
 

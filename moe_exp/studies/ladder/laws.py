@@ -23,6 +23,7 @@ COVERED, COVERED_BY_PARAMETERS = 0.90, 0.95  # shares of the intervals
 _NUM_DRAWS = 400
 _START_SHARES = (0.2, 0.5, 0.8, 0.95)  # of the lowest loss, as first guesses of E
 _SMALLEST_SLOPE = 1e-3  # of a first guess
+_LARGEST_EXP = 700.0  # whose exponential is a float
 _LARGEST_LOG = 50.0  # of a parameter; keeps a step of the fit from overflowing
 
 
@@ -65,7 +66,8 @@ class Law:
         """The compute at which the law reaches `loss`; infinite if it never does."""
         if loss <= self.asymptote:
             return math.inf
-        return float(((loss - self.asymptote) / self.coefficient) ** (-1 / self.exponent))
+        log = math.log(self.coefficient / (loss - self.asymptote)) / self.exponent
+        return math.exp(log) if log < _LARGEST_EXP else math.inf
 
 
 @dataclass(frozen=True)

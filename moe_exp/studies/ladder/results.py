@@ -1,4 +1,4 @@
-"""What the runs of a ladder have come to: losses, laws, speedups, prediction. No torch."""
+"""Results of a ladder from its run folders: losses, laws, speedups, prediction. No torch."""
 
 from __future__ import annotations
 

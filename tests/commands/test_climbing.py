@@ -1,0 +1,121 @@
+"""The ladder command: definitions in files, what it refuses, and whole ladders, here and by SLURM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from helpers.slurm.cluster import Cluster
+from helpers.whole_runs import ROOT, SETTINGS, clean_environ
+from moe_exp.cli import main
+from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.studies.sweep import slurm_cases
+
+TINY = {
+    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 16, "NUM_HEADS": 2,
+    "NUM_QUERY_GROUPS": 2, "FFN_HIDDEN_SIZE": 32, "SEQ_LEN": 32, "NUM_EXPERTS": 4, "MBSZ": 2, "GBSZ": 4,
+    "WARMUP_ITERS": 1, "LOG_INTERVAL": 1, "EVAL_ITERS": 1, "EVAL_INTERVAL": 100, "SAVE_INTERVAL": 100,
+    "DISK_CHECK": "none", "RUN_NAME": "mine",
+}  # fmt: skip
+RUNGS = "repeats: 1\nasymptote: 0.0\nrungs: [{TRAIN_ITERS: 2}, {TRAIN_ITERS: 4}, {TRAIN_ITERS: 8}]\n"
+
+
+@pytest.fixture
+def no_settings(monkeypatch):
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def places(path):
+    """Settings of a tiny ladder in `path`."""
+    with BinIdxWriter(path / "tokens", vocab_size=4096) as writer:
+        for number in range(50):
+            writer.add_document([(number * 7 + i * i) % 4096 for i in range(60)])
+    (path / "mine.yaml").write_text(RUNGS)
+    return {"TRAIN_DATA": path / "tokens", "VALID_DATA": path / "tokens", "RUN_DIR": path / "runs"}
+
+
+def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(
+        "about: A claim.\nsettings: {PRESET: cpu, LR: 0.004}\nruns: dmoe,dense\nrepeats: 2\n"
+        "rungs: [{TRAIN_ITERS: 30}, {TRAIN_ITERS: 60}]\n"
+    )
+    assert main(["ladder", "mine.yaml", "--disk-check=none", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("runs/ladder_cpu: dmoe, dense, 2 rungs, 2 runs of each, baseline dense\n")
+    assert "0.004" in printed
+    assert main(["ladder", "mine.yaml", "--train-iters=9", "--dry-run"]) == 1
+    assert (
+        "TRAIN_ITERS=9: is what the rungs of the definition set. Fix: leave it out."
+        in capsys.readouterr().err
+    )
+    assert main(["ladder", "none.yaml"]) == 1
+    assert "DEFINITION=none.yaml: is no file. Fix: give a YAML file" in capsys.readouterr().err
+    (tmp_path / "odd.yaml").write_text("rung: []\n")
+    assert main(["ladder", "odd.yaml"]) == 1
+    assert "holds rung, which a ladder does not have. Fix: use about, settings" in capsys.readouterr().err
+    assert main(["ladder", "--sizes=few", "--asymptote=low"]) == 1
+    assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()][1] == "ASYMPTOTE=low"
+    assert main(["ladder", "mine.yaml", "--executor=cloud"]) == 1
+    assert "EXECUTOR=cloud: is none. Fix: use local or slurm." in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine.yaml", "odd.yaml"]
+
+
+@pytest.mark.slow
+def test_a_ladder_that_is_ended_continues_and_does_not_predict_twice(tmp_path):
+    environ = clean_environ(**TINY, **places(tmp_path)) | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "moe_exp", "ladder", str(tmp_path / "mine.yaml")]
+    folder = tmp_path / "runs" / "mine"
+    first = subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True)
+    while not (folder / "rung_1" / "dmoe" / "summary.json").exists():
+        assert first.poll() is None
+        time.sleep(0.2)
+    first.send_signal(signal.SIGTERM)
+    assert "the same command continues with what is left" in first.communicate()[0]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "rung_1/dmoe:" not in done.stdout and "5/5 rung_3/dense: finished" in done.stdout
+    prediction = (folder / "prediction.json").read_text()
+    summary = (folder / "rung_3" / "dmoe" / "summary.json").stat().st_mtime
+    assert (folder / "prediction.json").stat().st_mtime < summary
+    results = json.loads((folder / "ladder.json").read_text())
+    assert set(results["prediction"]["errors"]) == {"dmoe", "dense"} and results["left_out"] == []
+    again = subprocess.run(command, env=environ, capture_output=True, text=True)
+    assert again.returncode == 0 and "finished, loss" not in again.stdout
+    assert (folder / "prediction.json").read_text() == prediction
+    changed = subprocess.run([*command, "--lr=0.01"], env=environ, capture_output=True, text=True)
+    assert changed.returncode == 1
+    assert "LR=0.01:" in changed.stderr and "set it as it was, or give another RUN_NAME" in changed.stderr
+
+
+@pytest.mark.slow
+def test_slurm_jobs_run_each_rung(no_settings, tmp_path, monkeypatch, capsys):
+    cluster = Cluster(tmp_path / "cluster")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.2)
+    for name, value in {**TINY, **places(tmp_path)}.items():
+        monkeypatch.setenv(name, str(value))
+    ended = threading.Event()
+
+    def schedule() -> None:
+        while not ended.wait(0.1):
+            cluster.run()
+
+    jobs = threading.Thread(target=schedule)
+    jobs.start()
+    try:
+        assert main(["ladder", str(tmp_path / "mine.yaml"), "--executor=slurm", "--timeout=600"]) == 0
+    finally:
+        ended.set()
+        jobs.join()
+    printed = capsys.readouterr().out
+    assert "6/6 rung_3/" in printed and "effective speedup of dmoe" in printed
+    assert len(cluster.jobs()) == 6

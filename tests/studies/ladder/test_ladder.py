@@ -1,0 +1,160 @@
+"""Definitions and rungs, what a ladder refuses, and its results from run folders with losses by a law."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from moe_exp.config import ConfigError, to_yaml
+from moe_exp.studies.compare.matching import flops_per_token
+from moe_exp.studies.ladder.climb import write_reports
+from moe_exp.studies.ladder.ladder import Definition, Ladder, compute_of, scaled
+from moe_exp.studies.ladder.laws import Law
+from moe_exp.studies.ladder.results import predict, prediction_file, results_of
+
+LAWS = {"dense": Law(1.5, 60.0, 0.13), "dmoe": Law(1.5, 80.0, 0.145)}
+RUNGS = tuple({"TRAIN_ITERS": 40 * 3**number} for number in range(5))
+OFFSETS = (-0.002, 0.0, 0.002)  # of the three seeds
+
+
+@pytest.fixture
+def ladder(tmp_path):
+    flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
+    return Ladder.of(Definition(rungs=RUNGS), flags, {})
+
+
+def write_run(run, loss, *, status="finished"):
+    """A run folder with its last train and validation records."""
+    last = run.config.train_iters
+    tokens, flops = last * run.config.gbsz * run.config.seq_len, compute_of(run.config)
+    records = [
+        {"kind": "train", "iteration": n, "consumed_tokens": tokens * n / last,
+         "consumed_flops": flops * n / last, "lm_loss": loss + 0.1, "elapsed_time_per_iteration_ms": 1.0}
+        for n in (last - 1, last)
+    ]  # fmt: skip
+    records.append({"kind": "valid", "iteration": last, "lm_loss": loss})
+    run.folder.path.mkdir(parents=True, exist_ok=True)
+    run.folder.config.write_text(to_yaml(run.config))
+    run.folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in records))
+    run.folder.summary.write_text(json.dumps({"status": status, "iteration": last}))
+
+
+def write_rungs(ladder, rungs):
+    for comparison in rungs:
+        for run in comparison.runs():
+            offset = OFFSETS[run.config.seed - comparison.reference.config.seed]
+            write_run(run, LAWS[run.variant.name].loss(compute_of(run.config)) + offset)
+
+
+def test_every_rung_has_equal_flops_and_every_variant_each_seed(ladder):
+    assert [len(comparison.runs()) for comparison in ladder.rungs] == [6] * 5
+    for number, comparison in enumerate(ladder.rungs, start=1):
+        costs = {flops_per_token(one.config) for one in comparison.variants}
+        assert max(costs) / min(costs) == pytest.approx(1, abs=2e-3)
+        assert {run.config.train_iters for run in comparison.runs()} == {40 * 3 ** (number - 1)}
+        assert comparison.folder == ladder.folder / f"rung_{number}"
+    assert ladder.baseline == "dense"
+
+
+def test_sizes_scale_by_the_rule():
+    base = Ladder.of(Definition(sizes=(64, 128)), {"preset": "cpu"}, {}).rungs[1].variants[0].config
+    half = scaled(base, 64)
+    # From 4 layers of width 128 with 4 heads in 2 groups, MLP 256: a half of each.
+    shape = {"num_layers": 2, "num_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 128}
+    assert {name: half[name] for name in shape} == shape
+    assert half["lr"] == pytest.approx(base.lr * math.sqrt(2), rel=1e-3)
+    # An eighth of the parameters in the body and so of the tokens.
+    assert half["train_iters"] == pytest.approx(base.train_iters / 8, rel=0.05)
+    assert half["warmup_iters"] == pytest.approx(base.warmup_iters / 8, abs=1)
+
+
+def test_laws_speedups_and_a_prediction_made_before_the_last_rung(ladder):
+    write_rungs(ladder, ladder.rungs[:-1])
+    assert predict(ladder) == ""
+    kept = prediction_file(ladder).read_text()
+    write_rungs(ladder, ladder.rungs[-1:])
+    assert predict(ladder) == "" and prediction_file(ladder).read_text() == kept
+    found = results_of(ladder)
+    assert (found.num_left, found.left_out, found.missing, found.is_validated) == (0, [], [], True)
+    assert found.predicted
+    assert all(abs(error) < 1e-3 for error in found.predicted.errors(found.points).values())
+    last = float(found.points["dmoe"].compute[-1])
+    true = LAWS["dense"].compute(LAWS["dmoe"].loss(last)) / last
+    speedup = found.speedups["dmoe"].rungs[-1]
+    assert speedup.value == pytest.approx(true, rel=1e-3) and speedup.low < true < speedup.high
+    assert found.speedups["dmoe"].trend.low > 0
+
+    text = write_reports(ladder, {})
+    assert f"dmoe over dense: {true:.2f}×" in text and "the gain grows with compute" in text
+    assert "the last rung: predicted" in text and "± 0.0020" in text
+    page = (ladder.folder / "report.html").read_text()
+    assert "<svg" in page and "the gain grows with compute" in page
+    kept_results = json.loads((ladder.folder / "ladder.json").read_text())
+    assert kept_results["rungs"]["dmoe"]["losses"][0][1] == pytest.approx(LAWS["dmoe"].loss(compute_of(
+        ladder.rungs[0].runs()[0].config)))  # fmt: skip
+
+
+def test_a_failed_and_a_diverged_run_are_named_and_left_out(ladder):
+    write_rungs(ladder, ladder.rungs)
+    first, second, *_ = ladder.rungs[1].runs()
+    write_run(first, 3.0, status="failed")
+    write_run(second, 9.5)
+    found = results_of(ladder, {"rung_2/dmoe": "oom: out of memory"})
+    assert found.left_out == ["rung_2/dmoe: oom: out of memory", "rung_2/dense diverged: its loss is 9.6"]
+    assert [math.isnan(points.losses[1, 0]) for points in found.points.values()] == [True, True]
+    true = LAWS["dmoe"]
+    assert found.fit and found.fit.laws["dmoe"].exponent == pytest.approx(true.exponent, rel=0.02)
+    assert "left out: rung_2/dmoe: oom: out of memory" in write_reports(
+        ladder, {"rung_2/dmoe": "oom: out of memory"}
+    )
+
+
+def test_too_few_runs_say_what_to_add(tmp_path):
+    flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
+    ladder = Ladder.of(Definition(rungs=RUNGS[:2], repeats=1), flags, {})
+    for comparison in ladder.rungs:
+        for run in comparison.runs():
+            write_run(run, LAWS[run.variant.name].loss(compute_of(run.config)))
+    (missing,) = results_of(ladder).missing
+    assert missing == "dmoe has 2 finished rungs, a law needs 3: add 1 more rung, or set --asymptote"
+    assert predict(ladder).startswith("The last rung was not predicted: it has run")
+    pinned = Ladder.of(Definition(rungs=RUNGS[:2], repeats=1, asymptote=1.5), flags, {})
+    found = results_of(pinned)
+    assert found.missing == ["there are no intervals: one seed says nothing about noise; add --repeats 3"]
+    assert found.speedups["dmoe"].rungs[0].value > 0
+
+
+def test_nothing_is_predicted_after_the_last_rung_has_begun(ladder):
+    write_rungs(ladder, ladder.rungs[-1:])
+    write_rungs(ladder, ladder.rungs[:-1])
+    assert "it has run, or begun to, before the others had ended" in predict(ladder)
+    assert not prediction_file(ladder).exists() and results_of(ladder).predicted is None
+
+
+@pytest.mark.parametrize(
+    ("definition", "message"),
+    [
+        (Definition(), "SIZES=.*: a ladder needs rungs. Fix: set --sizes"),
+        (Definition(sizes=(64,)), "SIZES=1: one size is no ladder. Fix: add larger ones"),
+        (Definition(sizes=(128, 64)), r"RUNGS=rung 2: needs .* FLOPs, the one before .*\. Fix: list them"),
+        (Definition(sizes=(64, 128), baseline="big"), "BASELINE=big: is no variant. Fix: use one of dmoe"),
+        (Definition(sizes=(64, 128), asymptote=-1.0), "ASYMPTOTE=-1.0: must be a loss"),
+        (
+            Definition(sizes=(64, 128), runs="dense", variants=("wide:USE_MOE=false,FFN_HIDDEN_SIZE=512",)),
+            r"VARIANT=wide of rung 1: has \+.*% FLOPs per token against dense",
+        ),
+        (
+            Definition(sizes=(64, 128), runs="dense", variants=("more:TRAIN_ITERS=9",)),
+            "TRAIN_ITERS is the same for all runs",
+        ),
+        (
+            Definition(sizes=(64, 128), runs="dmoe,dense", variants=("huge:SHARED_EXPERT_SIZE=900",)),
+            "huge: cannot have the .* FLOPs per token of dmoe",
+        ),
+    ],
+)  # fmt: skip
+def test_refused(definition, message):
+    with pytest.raises(ConfigError, match=message):
+        Ladder.of(definition, {"preset": "cpu"}, {})
