@@ -178,12 +178,13 @@ def draw(ladder: Ladder, results: Results) -> str:
         _draw_losses(losses, name, points, results.fit, floor, colors[name])
     for name, speedup in results.speedups.items():
         _draw_speedup(ratios, name, results.points[name], speedup, colors[name])
-    losses.set(xscale="log", yscale="log", xlabel="FLOPs", ylabel=f"loss − {floor:.2f} (nats per token)")
-    ratios.set(xscale="log", yscale="log", xlabel="FLOPs", ylabel=f"effective speedup over {ladder.baseline}")
     ratios.axhline(1.0, color="#888888", linewidth=0.8)
+    losses.set(xlabel="FLOPs", ylabel=f"loss − {floor:.2f} (nats per token)")
+    ratios.set(xlabel="FLOPs", ylabel=f"effective speedup over {ladder.baseline}")
     for axes in (losses, ratios):
-        axes.grid(visible=True, which="both", alpha=0.2)
-        if axes.get_legend_handles_labels()[1]:
+        if axes.get_legend_handles_labels()[1]:  # a logarithmic axis needs data
+            axes.set(xscale="log", yscale="log")
+            axes.grid(visible=True, which="both", alpha=0.2)
             axes.legend(frameon=False)
     text = io.StringIO()
     figure.savefig(text, format="svg")
@@ -191,8 +192,13 @@ def draw(ladder: Ladder, results: Results) -> str:
 
 
 def _draw_losses(axes: Any, name: str, points: Points, fit: Fit | None, floor: float, color: str) -> None:
-    compute = np.repeat(points.compute[:, None], points.losses.shape[1], axis=1)
-    axes.scatter(compute, points.losses - floor, color=color, s=14, label=None if fit else name)
+    known = np.isfinite(points.losses)
+    if not known.any():
+        return
+    compute = np.broadcast_to(points.compute[:, None], known.shape)[known]
+    axes.plot(
+        compute, points.losses[known] - floor, "o", color=color, markersize=4, label=None if fit else name
+    )
     if fit:
         grid = np.geomspace(points.compute[0], points.compute[-1], 50)
         found = [fit.loss(name, float(flops)) for flops in grid]
@@ -206,7 +212,7 @@ def _draw_speedup(axes: Any, name: str, points: Points, speedup: Speedup, color:
     known = [
         (flops, one)
         for flops, one in zip(points.compute, speedup.rungs, strict=True)
-        if math.isfinite(one.value)
+        if 0 < one.value < math.inf
     ]
     if not known:
         return
