@@ -165,14 +165,13 @@ def test_two_nodes_start_again_together(tmp_path):
 def test_what_a_user_can_fix_ends_all_nodes_with_one_line(tmp_path):
     nodes = Nodes(
         tmp_path,
-        {"0.2": "error=1: is odd. Fix: 2.", "0.3": "error=1: is odd. Fix: 2."},
+        {"0.2": "error=1: is odd. Fix: 2."},  # rank 3, on the same node, is slower
         num_nodes=2,
         max_restarts=2,
     )
     assert nodes.end() == [1, 1], nodes.errors()
     assert nodes.told(1) == "2"
-    lines = (tmp_path / "err1").read_text().splitlines()  # also torch's, of a rank that was a little later
-    assert [line for line in lines if line.startswith("moe-exp")] == ["moe-exp: error=1: is odd. Fix: 2."]
+    assert (tmp_path / "err1").read_text() == "moe-exp: error=1: is odd. Fix: 2.\n"
     assert "Traceback" not in nodes.errors() and "exitcode" not in nodes.errors()
     assert not (tmp_path / "round1_rank0").exists()
 

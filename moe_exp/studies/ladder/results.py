@@ -16,8 +16,7 @@ from moe_exp.studies.compare.results import Ended, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
 from moe_exp.studies.ladder.laws import Estimate, Fit, Points, Speedup, fit_laws, fit_problem, speedups
 
-# Of a prediction: it must not name the losses that it predicts.
-_FEWEST_FOR_PREDICTION = 3
+_DIVERGED = 1.1  # times the loss of guessing; a run that has hardly begun is close to that
 
 
 @dataclass(frozen=True)
@@ -112,9 +111,9 @@ def _is_bad(ended: Ended) -> bool:
 
 
 def _has_diverged(ended: Ended) -> bool:
-    """Whether the loss is no number, or above that of guessing."""
-    loss = ended.final_loss
-    return ended.status == "finished" and (loss is None or loss > math.log(ended.run.config.vocab_size))
+    """Whether the loss is no number, or well above that of guessing."""
+    loss, guessing = ended.final_loss, math.log(ended.run.config.vocab_size)
+    return ended.status == "finished" and (loss is None or loss > _DIVERGED * guessing)
 
 
 def _why_left_out(ended: Ended, reasons: dict[str, str]) -> str:
