@@ -154,7 +154,7 @@ def predict(ladder: Ladder) -> str:
     losses = {name: asdict(fit.loss(name, float(results.points[name].compute[-1]))) for name in ladder.names}
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
     fitted = {name: asdict(law) for name, law in fit.laws.items()}
-    write_json(prediction_file(ladder), {"time": when, "losses": losses, "laws": fitted})
+    write_json(prediction_file(ladder), _plain({"time": when, "losses": losses, "laws": fitted}))
     return ""
 
 
@@ -163,7 +163,11 @@ def read_prediction(ladder: Ladder) -> Predicted | None:
     if not path.exists():
         return None
     kept = read_json(path, fix="remove it, and the last rung counts as not predicted")
-    return Predicted(kept["time"], {name: Estimate(**one) for name, one in kept["losses"].items()})
+    losses = {
+        name: Estimate(**{key: math.nan if value is None else value for key, value in one.items()})
+        for name, one in kept["losses"].items()
+    }
+    return Predicted(kept["time"], losses)
 
 
 def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:

@@ -116,9 +116,10 @@ def _trend_text(name: str, speedup: Speedup, ladder: Ladder) -> str:
         "shrinks": "shrinks with compute",
         "undecided": "is not shown to change with compute",
     }[trend_word(speedup.trend)]
-    last = interval_text(speedup.rungs[-1], "×")
+    rung = max((number for number, one in enumerate(speedup.rungs) if not math.isnan(one.value)), default=0)
+    last = interval_text(speedup.rungs[rung], "×")
     slope = interval_text(speedup.trend, digits=3)
-    return f"{name} over {ladder.baseline}: {last} at the last rung; the gain {words} (exponent {slope})"
+    return f"{name} over {ladder.baseline}: {last} at rung {rung + 1}; the gain {words} (exponent {slope})"
 
 
 def _law_text(name: str, fit: Fit, ladder: Ladder) -> str:

@@ -48,6 +48,11 @@ def write_rungs(ladder, rungs):
             write_run(run, LAWS[run.variant.name].loss(compute_of(run.config)) + offset)
 
 
+def write_one_seed(rungs):
+    for run in (run for comparison in rungs for run in comparison.runs()):
+        write_run(run, LAWS[run.variant.name].loss(compute_of(run.config)))
+
+
 def test_every_rung_has_equal_flops_and_every_variant_each_seed(ladder):
     assert [len(comparison.runs()) for comparison in ladder.rungs] == [6] * 5
     for number, comparison in enumerate(ladder.rungs, start=1):
@@ -114,14 +119,24 @@ def test_a_failed_and_a_diverged_run_are_named_and_left_out(ladder):
 def test_too_few_runs_say_what_to_add(tmp_path):
     flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
     ladder = Ladder.of(Definition(rungs=RUNGS[:2], repeats=1), flags, {})
-    for comparison in ladder.rungs:
-        for run in comparison.runs():
-            write_run(run, LAWS[run.variant.name].loss(compute_of(run.config)))
+    write_one_seed(ladder.rungs)
     (missing,) = results_of(ladder).missing
     assert missing == "dmoe has 2 finished rungs, a law needs 3: add 1 more rung, or set --asymptote"
     assert predict(ladder).startswith("The last rung was not predicted: it has run")
     pinned = Ladder.of(Definition(rungs=RUNGS[:2], repeats=1, asymptote=1.5), flags, {})
-    found = results_of(pinned)
+    (pinned.rungs[1].runs()[0].folder.path / "metrics.jsonl").unlink()
+    (pinned.rungs[1].runs()[1].folder.path / "metrics.jsonl").unlink()
+    three = Ladder.of(Definition(rungs=RUNGS[:3], repeats=1, asymptote=1.5), flags, {})
+    assert (
+        predict(three)
+        == "The last rung is not predicted: dmoe has 1 finished rungs, a law needs 2: add 1 more rung."
+    )
+    write_one_seed(three.rungs[:2])
+    assert predict(three) == ""
+    write_one_seed(three.rungs[2:])
+    found = results_of(three)
+    assert found.predicted and not found.predicted.losses["dmoe"].has_interval
+    assert abs(found.predicted.errors(found.points)["dmoe"]) < 1e-6
     assert found.missing == ["there are no intervals: one seed says nothing about noise; add --repeats 3"]
     assert found.speedups["dmoe"].rungs[0].value > 0
 
