@@ -50,7 +50,7 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
     )
     assert main(["ladder", "mine.yaml", "--disk-check=none", "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("runs/ladder_cpu: dmoe, dense, 2 rungs, 2 runs of each, baseline dense\n")
+    assert printed.startswith("runs/ladder_mine_cpu: dmoe, dense, 2 rungs, 2 runs of each, baseline dense\n")
     assert "0.004" in printed
     assert main(["ladder", "mine.yaml", "--train-iters=9", "--dry-run"]) == 1
     assert (
@@ -61,7 +61,26 @@ def test_definitions_in_files(no_settings, tmp_path, monkeypatch, capsys):
     assert "DEFINITION=none.yaml: is no file. Fix: give a YAML file" in capsys.readouterr().err
     (tmp_path / "odd.yaml").write_text("rung: []\n")
     assert main(["ladder", "odd.yaml"]) == 1
-    assert "holds rung, which a ladder does not have. Fix: use about, settings" in capsys.readouterr().err
+    assert (
+        "has rung, which is no field of a ladder. Fix: use name, about, settings" in capsys.readouterr().err
+    )
+    for text, line in (
+        ("", "DEFINITION=odd.yaml: has no fields. Fix: use name, about"),
+        (
+            "rungs: [16, 32]\n",
+            "RUNGS=[16, 32]: must be a list of settings by name in odd.yaml. Fix: correct it.",
+        ),
+        ("repeats: three\n", "REPEATS=three: must be a whole number in odd.yaml."),
+        ("runs: [dmoe]\n", "RUNS=['dmoe']: must be text in odd.yaml."),
+        ("a: [\n", "odd.yaml: is damaged ("),
+        (RUNGS + "settings: {NUM_EXPERT: 4}\n", "NUM_EXPERT=4: is no setting. Fix: correct it in the"),
+    ):
+        (tmp_path / "odd.yaml").write_text(text)
+        assert main(["ladder", "odd.yaml"]) == 1
+        assert line in capsys.readouterr().err
+    monkeypatch.setenv("LR", "")
+    assert main(["ladder", "mine.yaml", "--disk-check=none", "--dry-run"]) == 0
+    assert "0.004" in capsys.readouterr().out
     assert main(["ladder", "--sizes=few", "--asymptote=low"]) == 1
     assert [line.partition(":")[0] for line in capsys.readouterr().err.splitlines()][1] == "ASYMPTOTE=low"
     assert main(["ladder", "mine.yaml", "--executor=cloud"]) == 1
@@ -83,14 +102,14 @@ def test_a_ladder_that_is_ended_continues_and_does_not_predict_twice(tmp_path):
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "rung_1/dmoe:" not in done.stdout and "5/5 rung_3/dense: finished" in done.stdout
-    prediction = (folder / "prediction.json").read_text()
+    prediction = (folder / "prediction_3.json").read_text()
     summary = (folder / "rung_3" / "dmoe" / "summary.json").stat().st_mtime
-    assert (folder / "prediction.json").stat().st_mtime < summary
+    assert (folder / "prediction_3.json").stat().st_mtime < summary
     results = json.loads((folder / "ladder.json").read_text())
     assert set(results["prediction"]["errors"]) == {"dmoe", "dense"} and results["left_out"] == []
     again = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert again.returncode == 0 and "finished, loss" not in again.stdout
-    assert (folder / "prediction.json").read_text() == prediction
+    assert (folder / "prediction_3.json").read_text() == prediction
     changed = subprocess.run([*command, "--lr=0.01"], env=environ, capture_output=True, text=True)
     assert changed.returncode == 1
     assert "LR=0.01:" in changed.stderr and "set it as it was, or give another RUN_NAME" in changed.stderr

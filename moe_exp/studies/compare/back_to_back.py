@@ -160,10 +160,11 @@ def check_runs(
 ) -> None:
     """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
     found = {}
+    in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:
         # every run gets a free port when it starts
         config = run.config.model_copy(update={"master_port": free_port()})
-        found[run.name] = problems_of(config)
+        found[f"{run.folder.path.parent.name}/{run.name}" if in_folders else run.name] = problems_of(config)
     lines: dict[str, list[str]] = {}
     for name, problems in found.items():
         for line in problems:

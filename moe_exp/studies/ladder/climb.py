@@ -4,6 +4,7 @@ No torch.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -58,6 +59,12 @@ def check(ladder: Ladder) -> None:
     Raises:
         ConfigError: lists all problems.
     """
+    for package in ("scipy", "matplotlib"):  # would be missed after the first run
+        if importlib.util.find_spec(package) is None:
+            fix = "pip install scipy matplotlib"
+            raise ConfigError(
+                [problem("ladder", package, "is needed for the reports and not installed", fix)]
+            )
     for comparison in ladder.rungs:
         check_runs(comparison.runs(), check_config)
         compare_with_before(comparison)
@@ -79,7 +86,7 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
     """Runs what is left of a ladder, and writes its reports after each run.
 
     Returns:
-        Exit code: 1 if a run failed, timed out or diverged.
+        Exit code: 1 if a run failed, timed out or diverged, else that of a stopped run if one has stopped.
 
     Raises:
         ConfigError: settings that cannot run, here or in this folder.
@@ -89,6 +96,8 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
     check(ladder)
     left = [run for comparison in ladder.rungs for run in comparison.runs() if not is_finished(run)]
     if executor.name == "local":
+        for run in left:
+            wait_until_free(run.folder)
         check_runs(left)
     with held(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder"), stopped_by_signals():
         print(plan_text(ladder), end="\n\n", flush=True)
@@ -100,18 +109,23 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
             raise
         text = write_reports(ladder, reasons)
     print(f"\n{text}\n{ladder.folder}/report.md, report.html, ladder.json", flush=True)
-    return int(bool(results_of(ladder, reasons).left_out))
+    results = results_of(ladder, reasons)
+    return 1 if results.left_out else TO_BE_CONTINUED if results.num_left else FINISHED
 
 
 def _climb(ladder: Ladder, executor: Executor, left: Sequence[Run]) -> dict[str, str]:
     """Runs what is left; returns why runs failed, by name."""
     reasons: dict[str, str] = {}
-    clock = _Clock(left)
+    clock = _Clock(left, with_time=executor.name == "local")
     last = ladder.rungs[-1]
+    stopped: list[str] = []
     for rungs in (ladder.rungs[:-1], (last,)):
         waiting = [
             (comparison, run) for comparison in rungs for run in comparison.runs() if not is_finished(run)
         ]
+        if rungs == (last,) and stopped:
+            print(f"The last rung does not start: {', '.join(stopped)} have not ended.", flush=True)
+            break
         if rungs == (last,) and waiting and (why := predict(ladder)):
             print(why, flush=True)
         for comparison in {id(one): one for one, _ in waiting}.values():
@@ -120,6 +134,8 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Run]) -> dict[str,
         for ended in _ended(executor, ladder, waiting):
             if ended.reason:
                 reasons[run_name(ended)] = f"{ended.status}: {ended.reason}"
+            if ended.status not in ("finished", "failed", "oom"):
+                stopped.append(run_name(ended))
             clock.finished(ended.run)
             print(f"{clock.done}/{clock.total} {_line(ended)}{clock.left_text()}", flush=True)
             write_reports(ladder, reasons)
@@ -137,7 +153,7 @@ def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Compariso
 
 def _slurm_runs(executor: Executor, ladder: Ladder, runs: Sequence[Run]) -> Iterator[Ended]:
     """Submits all runs without a job of an earlier call, and yields them as their jobs end."""
-    seconds = int(executor.timeout) or _DAY_SECONDS
+    seconds = math.ceil(executor.timeout) or _DAY_SECONDS
     on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
     options = slurm_cases.JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
     by_name = {f"{run.folder.path.parent.name}_{run.name}": run for run in runs}
@@ -169,9 +185,10 @@ def _line(ended: Ended) -> str:
 
 
 class _Clock:
-    """Runs done and left, and the time left by the FLOPs of both."""
+    """Runs done and left, and the time left by the FLOPs of both if they run one after another."""
 
-    def __init__(self, left: Sequence[Run]):
+    def __init__(self, left: Sequence[Run], *, with_time: bool):
+        self._with_time = with_time
         self.total, self.done = len(left), 0
         self._flops_left = sum(compute_of(run.config) for run in left)
         self._flops_done, self._started = 0.0, time.monotonic()
@@ -181,7 +198,7 @@ class _Clock:
         self._flops_done += compute_of(run.config)
 
     def left_text(self) -> str:
-        if self.done == self.total:
+        if self.done == self.total or not self._with_time:
             return ""
         share = self._flops_left / self._flops_done - 1
         return f"; about {duration(share * (time.monotonic() - self._started))} left"

@@ -3,14 +3,14 @@
 $RUN_DIR/NAME/
   rung_1/ rung_2/ ...   comparisons, see studies/compare/comparison.py
   ladder.json           definition and results
-  prediction.json       losses of the last rung, predicted before it ran
+  prediction_4.json     losses of the last rung, the fourth, predicted before it ran
   report.md report.html
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,11 +37,30 @@ RULE = (
 )
 
 
+def _is_list_of(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(isinstance(one, kind) for one in value)
+
+
+# What the values of a definition's fields must be.
+_KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{
+        name: (lambda value: isinstance(value, str), "text") for name in ("name", "about", "runs", "baseline")
+    },
+    "settings": (lambda value: isinstance(value, dict), "settings by name"),
+    "variants": (_is_list_of(str), "a list of NAME:SETTING=VALUE,..."),
+    "rungs": (_is_list_of(dict), "a list of settings by name"),
+    "sizes": (_is_list_of(int), "a list of whole numbers"),
+    "repeats": (lambda value: isinstance(value, int), "a whole number"),
+    "asymptote": (lambda value: isinstance(value, (int, float)), "a number"),
+}
+
+
 @dataclass(frozen=True)
 class Definition:
     """Models and sizes of a ladder; a YAML file has these fields, and no others.
 
     Attributes:
+        name: part of the default RUN_NAME; by default the file's.
         about: which claim it checks, and its source.
         settings: training settings of all runs, by name.
         runs: comma-separated names, see `make_variants`.
@@ -53,6 +72,7 @@ class Definition:
         asymptote: E of the laws, nats per token; None: fitted.
     """
 
+    name: str = ""
     about: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     runs: str = ""
@@ -75,27 +95,38 @@ class Definition:
         if not path.is_file():
             fix = f"give a YAML file, or one of {', '.join(own)}" if own else "give a YAML file"
             raise ConfigError([problem("definition", name, "is no file", fix)])
-        values = read_yaml(path)
+        values = read_yaml(path, fix="correct it")
         known = [one.name for one in fields(cls)]
         if not isinstance(values, dict) or not set(values) <= set(known):
-            odd = ", ".join(map(str, set(values) - set(known))) if isinstance(values, dict) else "no fields"
-            rule = f"holds {odd}, which a ladder does not have"
+            odd = ", ".join(map(str, set(values) - set(known))) if isinstance(values, dict) else ""
+            rule = f"has {odd}, which is no field of a ladder" if odd else "has no fields"
             raise ConfigError([problem("definition", path, rule, f"use {', '.join(known)}")])
-        lists = {name: tuple(values[name]) for name in ("variants", "rungs", "sizes") if values.get(name)}
-        return cls(**{**values, **lists})
+        values = {name: value for name, value in values.items() if value is not None}
+        wrong = [name for name, value in values.items() if not _KINDS[name][0](value)]
+        if wrong:
+            rules = {name: f"must be {_KINDS[name][1]} in {path}" for name in wrong}
+            raise ConfigError([problem(name, values[name], rules[name], "correct it") for name in wrong])
+        lists = {name: tuple(values[name]) for name in ("variants", "rungs", "sizes") if name in values}
+        return cls(**{"name": path.stem, **values, **lists})
 
     def problems(self) -> list[str]:
         """Why these are no rungs."""
         found = []
         if bool(self.rungs) == bool(self.sizes):
-            said, rule = (
-                ("", "a ladder needs rungs") if not self.rungs else (self.sizes, "rungs are given, too")
-            )
-            found.append(problem("sizes", said, rule, "set --sizes, such as 16,24,32,48"))
+            if self.rungs:
+                found.append(problem("sizes", self.sizes, "rungs are given, too", "leave one of them out"))
+            else:
+                found.append(problem("sizes", "", "a ladder needs rungs", "set --sizes, such as 16,24,32,48"))
         elif len(self.rungs or self.sizes) < 2:
             number = len(self.rungs or self.sizes)
             fix = "add larger ones: four give laws and a prediction"
             found.append(problem("sizes", number, "one size is no ladder", fix))
+        if any(size < 1 for size in self.sizes):
+            found.append(problem("sizes", self.sizes, "must be widths above 0", "correct it"))
+        unknown = sorted({name for name in self.settings if name.lower() not in Config.model_fields})
+        for name in unknown:
+            rule = "is no setting"
+            found.append(problem(name, self.settings[name], rule, "correct it in the definition's settings"))
         if self.asymptote is not None and not 0 <= self.asymptote < math.inf:
             rule = "must be a loss in nats per token, 0 or more"
             found.append(problem("asymptote", self.asymptote, rule, "leave it out to have it fitted"))
@@ -130,8 +161,8 @@ class Ladder:
         """
         if problems := definition.problems():
             raise ConfigError(problems)
-        own = {name.lower(): str(value) for name, value in definition.settings.items()}
-        given = given_settings(flags, {name.upper(): value for name, value in own.items()} | dict(environ))
+        own = {name.upper(): str(value) for name, value in definition.settings.items()}
+        given = given_settings(flags, own | {name: value for name, value in environ.items() if value})
         base = load_config(given, {})
         rungs = [_rung_settings(rung) for rung in definition.rungs] or [
             scaled(base, width) for width in definition.sizes
@@ -140,13 +171,14 @@ class Ladder:
         if doubly := sorted(asked & {name for rung in definition.rungs for name in _rung_settings(rung)}):
             rule = "is what the rungs of the definition set"
             raise ConfigError([problem(name, flags[name], rule, "leave it out") for name in doubly])
-        name = base.run_name or f"ladder_{base.preset}"
+        name = base.run_name or "_".join(filter(None, ("ladder", definition.name, base.preset)))
         folder = Path(base.run_dir).expanduser() / name
         options = Options(definition.runs, definition.variants, repeats=definition.repeats, timeout=timeout)
         comparisons = []
         for number, rung in enumerate(rungs, start=1):
             place = {"run_dir": str(folder), "run_name": f"rung_{number}"}
-            comparisons.append(Comparison.of(options, {**given, **rung, **place}, {}))
+            own = _validating(load_config({**given, **rung}, {}))
+            comparisons.append(Comparison.of(options, {**given, **rung, **own, **place}, {}))
         ladder = cls(definition, folder, tuple(comparisons), _baseline(definition, comparisons[0].variants))
         if problems := ladder.problems():
             raise ConfigError(problems)
@@ -160,6 +192,9 @@ class Ladder:
             found.append(
                 problem("baseline", self.baseline, "is no variant", f"use one of {', '.join(names)}")
             )
+        if ramp := self.rungs[0].reference.config.rampup_batch_size:
+            rule = "makes the FLOPs of a run differ from those of its iterations"
+            found.append(problem("rampup_batch_size", ramp, rule, "leave it empty"))
         budgets = [compute_of(comparison.reference.config) for comparison in self.rungs]
         for number, (before, after) in enumerate(pairwise(budgets), start=2):
             if after <= before:
@@ -186,6 +221,13 @@ def _baseline(definition: Definition, variants: Sequence[Variant]) -> str:
 
 def _rung_settings(rung: Mapping[str, Any]) -> dict[str, Any]:
     return {name.lower(): value for name, value in rung.items()}
+
+
+def _validating(rung: Config) -> dict[str, Any]:
+    """Settings by which a run with validations has one after its last iteration."""
+    if not rung.eval_interval or not rung.train_iters % rung.eval_interval:
+        return {}
+    return {"eval_interval": rung.train_iters}
 
 
 def compute_of(config: Config) -> float:

@@ -24,7 +24,9 @@ _NUM_DRAWS = 400
 _START_SHARES = (0.2, 0.5, 0.8, 0.95)  # of the lowest loss, as first guesses of E
 _SMALLEST_SLOPE = 1e-3  # of a first guess
 _LARGEST_EXP = 700.0  # whose exponential is a float
-_LARGEST_LOG = 50.0  # of a parameter; keeps a step of the fit from overflowing
+_LARGEST_LOG = 50.0  # of E and A; keeps a step of the fit from overflowing
+_LOG_EXPONENTS = (math.log(1e-3), math.log(5.0))  # of alpha; a plateau has no largest
+_LARGEST_RATIO = 1e6  # of a speedup, for the trend
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,14 @@ class Fit:
         return found
 
     def loss(self, name: str, compute: float) -> Estimate:
-        """Predicted loss of a variant at `compute`; the interval is that of its mean over seeds."""
+        """The law's loss of a variant at `compute`, with the interval of the law."""
         return estimate(self.laws[name].loss(compute), [one[name].loss(compute) for one in self.draws])
+
+    def prediction(self, name: str, compute: float, noise: Noise, num_seeds: int, seed: int = 2) -> Estimate:
+        """The same, with the interval of what a mean over `num_seeds` runs will be."""
+        error = noise.of_mean(num_seeds, np.random.default_rng(seed), len(self.draws))
+        draws = [one[name].loss(compute) + own for one, own in zip(self.draws, error, strict=True)]
+        return estimate(self.laws[name].loss(compute), draws)
 
 
 def fit_problem(variants: Mapping[str, Points], asymptote: float | None) -> str:
@@ -176,8 +184,12 @@ class Noise:
     def drawn(self, points: Points, generator: np.random.Generator) -> Floats:
         """The mean of each rung with the noise of a mean, of Student's t as the deviation is estimated."""
         num_seeds = np.maximum(1, np.isfinite(points.losses).sum(axis=1))
-        noise = generator.standard_t(self.freedom, len(num_seeds)) if self.freedom else 0.0
-        return np.asarray(points.means + noise * self.deviation / np.sqrt(num_seeds))
+        return np.asarray(points.means + self.of_mean(num_seeds, generator, len(num_seeds)))
+
+    def of_mean(self, num_seeds: Any, generator: np.random.Generator, number: int) -> Floats:
+        """`number` draws of the noise of a mean over `num_seeds` runs (one for all, or one each)."""
+        noise = generator.standard_t(self.freedom, number) if self.freedom else np.zeros(number)
+        return np.asarray(noise * self.deviation / np.sqrt(num_seeds))
 
 
 def _fit_means(
@@ -202,7 +214,8 @@ def _fit_means(
     def unpacked(values: Floats) -> tuple[float, Floats, Floats]:
         free = np.exp(np.clip(values, -_LARGEST_LOG, _LARGEST_LOG))
         floor, rest = (asymptote, free) if asymptote is not None else (float(free[0]), free[1:])
-        return floor, rest[::2], rest[1::2]
+        logs = values[len(values) - len(rest) :]
+        return floor, rest[::2], np.exp(np.clip(logs[1::2], *_LOG_EXPONENTS))
 
     def residuals(values: Floats) -> Floats:
         floor, coefficients, exponents = unpacked(values)
@@ -258,7 +271,8 @@ class Speedup:
 
     Attributes:
         rungs: per rung, NaN for one without a loss.
-        trend: slope of log(speedup) over log(C): above 0, the gain grows with scale.
+        trend: slope of log(speedup) over log(C): above 0, the gain grows with scale. A speedup counts there
+            as a million at most, as that of a loss which the baseline never reaches.
     """
 
     rungs: list[Estimate]
@@ -291,7 +305,8 @@ def _ratios(law: Law, compute: Floats, losses: Floats) -> list[float]:
 
 
 def _slope(compute: Floats, ratios: Sequence[float]) -> float:
-    known = np.isfinite(ratios)
+    known = ~np.isnan(ratios)
     if known.sum() < 2:
         return math.nan
-    return float(np.polyfit(np.log(compute[known]), np.log(np.asarray(ratios)[known]), 1)[0])
+    bounded = np.clip(np.asarray(ratios)[known], 1 / _LARGEST_RATIO, _LARGEST_RATIO)
+    return float(np.polyfit(np.log(compute[known]), np.log(bounded), 1)[0])

@@ -14,7 +14,16 @@ import numpy as np
 from moe_exp.host.files import read_json, write_json
 from moe_exp.studies.compare.results import Ended, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
-from moe_exp.studies.ladder.laws import Estimate, Fit, Points, Speedup, fit_laws, fit_problem, speedups
+from moe_exp.studies.ladder.laws import (
+    Estimate,
+    Fit,
+    Noise,
+    Points,
+    Speedup,
+    fit_laws,
+    fit_problem,
+    speedups,
+)
 
 _DIVERGED = 1.1  # times the loss of guessing; a run that has hardly begun is close to that
 
@@ -25,6 +34,7 @@ class Predicted:
 
     when: str
     losses: dict[str, Estimate]
+    is_validated: bool
 
     def errors(self, points: dict[str, Points]) -> dict[str, float]:
         """Relative error of the mean loss, by variant that has one."""
@@ -66,7 +76,7 @@ def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results
     ended = [[read_ended(run) for run in comparison.runs()] for comparison in ladder.rungs]
     everything = [one for rung in ended for one in rung]
     is_validated = all(_validated(one) is not None for one in everything if one.status == "finished")
-    left_out = [text for one in everything if (text := _why_left_out(one, reasons or {}))]
+    left_out = [text for one in everything if (text := _why_left_out(one, reasons or {}, is_validated))]
     points = {
         name: Points(
             np.array([_compute(ladder, rung, name) for rung in range(len(ladder.rungs))]),
@@ -82,7 +92,11 @@ def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results
     others = [name for name in ladder.names if name != ladder.baseline]
     found = {name: speedups(fit, points, name, ladder.baseline) for name in others} if fit else {}
     num_left = sum(one.status not in ("finished", "failed", "oom", "timeout") for one in everything)
-    return Results(points, left_out, num_left, is_validated, fit, missing, found, read_prediction(ladder))
+    predicted = read_prediction(ladder)
+    if predicted and predicted.is_validated != is_validated:
+        missing.append("the prediction was of another kind of loss than those of the runs, and is left out")
+        predicted = None
+    return Results(points, left_out, num_left, is_validated, fit, missing, found, predicted)
 
 
 def _compute(ladder: Ladder, rung: int, name: str) -> float:
@@ -91,11 +105,13 @@ def _compute(ladder: Ladder, rung: int, name: str) -> float:
 
 def _losses(rung: Sequence[Ended], name: str, *, validated: bool) -> list[float]:
     own = [one for one in rung if one.run.variant.name == name]
-    return [math.nan if _is_bad(one) else float(_loss(one, validated=validated) or math.nan) for one in own]
+    return [math.nan if _is_bad(one, validated) else _loss(one, validated) for one in own]
 
 
-def _loss(ended: Ended, *, validated: bool) -> float | None:
-    return _validated(ended) if validated else ended.final_loss
+def _loss(ended: Ended, validated: bool) -> float:
+    """NaN if there is none."""
+    loss = _validated(ended) if validated else ended.final_loss
+    return math.nan if loss is None else loss
 
 
 def _validated(ended: Ended) -> float | None:
@@ -106,20 +122,20 @@ def _validated(ended: Ended) -> float | None:
     return float(table["lm_loss"][-1])
 
 
-def _is_bad(ended: Ended) -> bool:
-    return ended.status != "finished" or _has_diverged(ended)
+def _is_bad(ended: Ended, validated: bool) -> bool:
+    return ended.status != "finished" or _has_diverged(ended, validated)
 
 
-def _has_diverged(ended: Ended) -> bool:
+def _has_diverged(ended: Ended, validated: bool) -> bool:
     """Whether the loss is no number, or well above that of guessing."""
-    loss, guessing = ended.final_loss, math.log(ended.run.config.vocab_size)
-    return ended.status == "finished" and (loss is None or loss > _DIVERGED * guessing)
+    limit = _DIVERGED * math.log(ended.run.config.vocab_size)
+    return ended.status == "finished" and not _loss(ended, validated) <= limit
 
 
-def _why_left_out(ended: Ended, reasons: dict[str, str]) -> str:
+def _why_left_out(ended: Ended, reasons: dict[str, str], validated: bool) -> str:
     name = run_name(ended)
-    if _has_diverged(ended):
-        return f"{name} diverged: its loss is {ended.final_loss or math.nan:.4g}"
+    if _has_diverged(ended, validated):
+        return f"{name} diverged: its loss is {_loss(ended, validated):.4g}"
     if name in reasons:
         return f"{name}: {reasons[name]}"
     return f"{name} {ended.status}" if ended.status in ("failed", "oom", "timeout") else ""
@@ -133,41 +149,53 @@ def run_name(ended: Ended) -> str:
 
 
 def prediction_file(ladder: Ladder) -> Path:
-    return ladder.folder / "prediction.json"
+    return ladder.folder / f"prediction_{len(ladder.rungs)}.json"
 
 
 def predict(ladder: Ladder) -> str:
-    """Predicts the losses of the last rung from those below it, unless done; call before it runs.
+    """Predicts the losses of the last rung from those below it; keeps a prediction once that has begun.
 
     Returns:
         Why there is none, as a sentence; empty if there is one.
     """
-    if prediction_file(ladder).exists():
-        return ""
     if any(run.folder.metrics.exists() for run in ladder.rungs[-1].runs()):
+        if read_prediction(ladder):
+            return ""
         return "The last rung was not predicted: it has run, or begun to, before the others had ended."
     results = results_of(ladder)
     below = {name: points.until(len(ladder.rungs) - 1) for name, points in results.points.items()}
     if problem := fit_problem(below, ladder.definition.asymptote):
         return f"The last rung is not predicted: {problem}."
     fit = fit_laws(below, asymptote=ladder.definition.asymptote)
-    losses = {name: asdict(fit.loss(name, float(results.points[name].compute[-1]))) for name in ladder.names}
+    noise, flops = Noise.of(below), _last_flops(ladder)
+    losses = {
+        name: asdict(fit.prediction(name, flops[name], noise, ladder.definition.repeats))
+        for name in ladder.names
+    }
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
     fitted = {name: asdict(law) for name, law in fit.laws.items()}
-    write_json(prediction_file(ladder), _plain({"time": when, "losses": losses, "laws": fitted}))
+    kept = {"time": when, "flops": flops, "is_validated": results.is_validated, "losses": losses}
+    write_json(prediction_file(ladder), _plain({**kept, "laws": fitted}))
     return ""
 
 
+def _last_flops(ladder: Ladder) -> dict[str, float]:
+    return {name: _compute(ladder, -1, name) for name in ladder.names}
+
+
 def read_prediction(ladder: Ladder) -> Predicted | None:
+    """The prediction of the last rung; None if there is none, or it was of other models."""
     path = prediction_file(ladder)
     if not path.exists():
         return None
     kept = read_json(path, fix="remove it, and the last rung counts as not predicted")
+    if kept.get("flops") != _last_flops(ladder):
+        return None
     losses = {
         name: Estimate(**{key: math.nan if value is None else value for key, value in one.items()})
         for name, one in kept["losses"].items()
     }
-    return Predicted(kept["time"], losses)
+    return Predicted(kept["time"], losses, kept["is_validated"])
 
 
 def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:

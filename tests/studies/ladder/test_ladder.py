@@ -107,7 +107,7 @@ def test_a_failed_and_a_diverged_run_are_named_and_left_out(ladder):
     write_run(first, 3.0, status="failed")
     write_run(second, 9.5)
     found = results_of(ladder, {"rung_2/dmoe": "oom: out of memory"})
-    assert found.left_out == ["rung_2/dmoe: oom: out of memory", "rung_2/dense diverged: its loss is 9.6"]
+    assert found.left_out == ["rung_2/dmoe: oom: out of memory", "rung_2/dense diverged: its loss is 9.5"]
     assert [math.isnan(points.losses[1, 0]) for points in found.points.values()] == [True, True]
     true = LAWS["dmoe"]
     assert found.fit and found.fit.laws["dmoe"].exponent == pytest.approx(true.exponent, rel=0.02)
@@ -141,6 +141,48 @@ def test_too_few_runs_say_what_to_add(tmp_path):
     assert found.speedups["dmoe"].rungs[0].value > 0
 
 
+def test_a_prediction_of_other_rungs_does_not_count(ladder, tmp_path):
+    write_rungs(ladder, ladder.rungs[:-1])
+    assert predict(ladder) == ""
+    write_rungs(ladder, ladder.rungs[-1:])
+    flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
+    longer = Ladder.of(Definition(rungs=(*RUNGS, {"TRAIN_ITERS": 40 * 3**5})), flags, {})
+    assert results_of(longer).predicted is None
+    assert predict(longer) == ""
+    write_rungs(longer, longer.rungs[-1:])
+    for one in (ladder, longer):
+        found = results_of(one)
+        assert found.predicted
+        assert all(abs(error) < 1e-3 for error in found.predicted.errors(found.points).values())
+    changed = Ladder.of(Definition(rungs=(*RUNGS[:-1], {"TRAIN_ITERS": 40 * 3**4 + 100})), flags, {})
+    assert results_of(changed).predicted is None
+
+
+def test_a_prediction_is_renewed_until_its_rung_begins(ladder):
+    write_rungs(ladder, ladder.rungs[:3])
+    assert predict(ladder) == ""
+    before = prediction_file(ladder).read_text()
+    write_rungs(ladder, ladder.rungs[3:4])
+    assert predict(ladder) == ""
+    assert json.loads(before)["losses"] != json.loads(prediction_file(ladder).read_text())["losses"]
+
+
+def test_every_run_has_a_validation_at_its_end(tmp_path):
+    rungs = ({"TRAIN_ITERS": 100}, {"TRAIN_ITERS": 250}, {"TRAIN_ITERS": 300, "EVAL_INTERVAL": 0})
+    ladder = Ladder.of(Definition(rungs=rungs, settings={"EVAL_INTERVAL": 100}), {"preset": "cpu"}, {})
+    assert [one.reference.config.eval_interval for one in ladder.rungs] == [100, 250, 0]
+
+
+def test_a_run_whose_validation_is_no_number_is_left_out(ladder):
+    write_rungs(ladder, ladder.rungs)
+    run = ladder.rungs[0].runs()[0]
+    run.folder.metrics.write_text(
+        "\n".join(run.folder.metrics.read_text().splitlines()[:-1])
+        + f'\n{{"kind": "valid", "iteration": {run.config.train_iters}, "lm_loss": null}}\n'
+    )
+    assert results_of(ladder).left_out == ["rung_1/dmoe diverged: its loss is nan"]
+
+
 def test_nothing_is_predicted_after_the_last_rung_has_begun(ladder):
     write_rungs(ladder, ladder.rungs[-1:])
     write_rungs(ladder, ladder.rungs[:-1])
@@ -153,6 +195,7 @@ def test_nothing_is_predicted_after_the_last_rung_has_begun(ladder):
     [
         (Definition(), "SIZES=.*: a ladder needs rungs. Fix: set --sizes"),
         (Definition(sizes=(64,)), "SIZES=1: one size is no ladder. Fix: add larger ones"),
+        (Definition(sizes=(0, 64)), r"SIZES=\(0, 64\): must be widths above 0. Fix: correct it."),
         (Definition(sizes=(128, 64)), r"RUNGS=rung 2: needs .* FLOPs, the one before .*\. Fix: list them"),
         (Definition(sizes=(64, 128), baseline="big"), "BASELINE=big: is no variant. Fix: use one of dmoe"),
         (Definition(sizes=(64, 128), asymptote=-1.0), "ASYMPTOTE=-1.0: must be a loss"),

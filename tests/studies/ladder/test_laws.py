@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from moe_exp.studies.ladder.laws import Law, Points, fit_laws, fit_problem, speedups
+from moe_exp.studies.ladder.laws import Law, Noise, Points, fit_laws, fit_problem, speedups
 
 COMPUTE = np.geomspace(1e12, 1e14, 6)
 DENSE, MOE = Law(1.5, 60.0, 0.13), Law(1.5, 70.0, 0.14)
@@ -28,6 +28,39 @@ def test_exact_losses_give_the_law_back(asymptote):
         assert (found.asymptote, found.coefficient, found.exponent) == pytest.approx(
             (law.asymptote, law.coefficient, law.exponent), rel=1e-6
         )
+
+
+@pytest.mark.parametrize("asymptote", [None, 2.0])
+def test_a_plateau_and_a_baseline_that_gets_worse_have_finite_laws(asymptote):
+    compute = np.array([1e13, 2e13, 4e13])
+    losses = {"dense": [3.0, 3.0, 3.01], "moe": [3.0, 2.4, 2.4]}
+    variants = {name: Points(compute, np.array(own)[:, None] + [0, 1e-3]) for name, own in losses.items()}
+    fit = fit_laws(variants, asymptote=asymptote, num_draws=20)
+    assert all(math.isfinite(fit.loss(name, 8e13).value) for name in losses)
+    found = speedups(fit, variants, "moe", "dense")
+    assert found.trend.value > 1
+
+
+def test_a_loss_the_baseline_never_reaches_counts_in_the_trend():
+    exact = {"dense": points(DENSE), "moe": points(MOE)}
+    fit = fit_laws(exact, num_draws=0)
+    below = Points(COMPUTE, np.vstack([exact["moe"].losses[:-1], np.full((1, 3), 1.0)]))
+    before = speedups(fit, exact, "moe", "dense")
+    after = speedups(fit, {"dense": exact["dense"], "moe": below}, "moe", "dense")
+    assert after.rungs[-1].value == math.inf
+    assert after.trend.value > before.trend.value
+
+
+def test_a_prediction_has_the_noise_of_the_runs_in_its_interval():
+    variants = {"dense": points(DENSE, 0.01), "moe": points(MOE, 0.01)}
+    fit, noise = fit_laws(variants), Noise.of(variants)
+    law, one, many = (
+        fit.loss("moe", 2e14),
+        fit.prediction("moe", 2e14, noise, 1),
+        fit.prediction("moe", 2e14, noise, 10**6),
+    )
+    assert one.high - one.low > 2 * 1.645 * noise.deviation
+    assert many.high - many.low == pytest.approx(law.high - law.low, rel=0.05)
 
 
 def test_the_intervals_cover_the_law_in_90_of_100_draws():
