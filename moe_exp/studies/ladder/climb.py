@@ -124,7 +124,7 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Run]) -> dict[str,
             (comparison, run) for comparison in rungs for run in comparison.runs() if not is_finished(run)
         ]
         if rungs == (last,) and stopped:
-            print(f"The last rung does not start: {', '.join(stopped)} have not ended.", flush=True)
+            print(f"The last rung does not start before the end of {', '.join(stopped)}.", flush=True)
             break
         if rungs == (last,) and waiting and (why := predict(ladder)):
             print(why, flush=True)

@@ -9,6 +9,8 @@ import pytest
 
 from moe_exp.config import ConfigError, to_yaml
 from moe_exp.studies.compare.matching import flops_per_token
+from moe_exp.studies.compare.results import read_ended
+from moe_exp.studies.ladder import climb
 from moe_exp.studies.ladder.climb import write_reports
 from moe_exp.studies.ladder.ladder import Definition, Ladder, compute_of, scaled
 from moe_exp.studies.ladder.laws import Law
@@ -181,6 +183,23 @@ def test_a_run_whose_validation_is_no_number_is_left_out(ladder):
         + f'\n{{"kind": "valid", "iteration": {run.config.train_iters}, "lm_loss": null}}\n'
     )
     assert results_of(ladder).left_out == ["rung_1/dmoe diverged: its loss is nan"]
+
+
+def test_the_last_rung_waits_for_a_run_that_has_stopped(ladder, monkeypatch, capsys):
+    write_rungs(ladder, ladder.rungs[:-1])
+    write_run(ladder.rungs[0].runs()[0], 3.0, status="stopped")
+    started = []
+
+    def stop(_, run, name):
+        started.append(name)
+        return read_ended(run, status="timeout", reason="took over 5 s")
+
+    for name, replacement in (("check", lambda _: None), ("check_runs", lambda _: None), ("run_one", stop)):
+        monkeypatch.setattr(climb, name, replacement)
+    assert climb.run_ladder(ladder, climb.Executor()) != 0
+    assert started == ["rung_1/dmoe"]
+    assert "The last rung does not start before the end of rung_1/dmoe." in capsys.readouterr().out
+    assert not prediction_file(ladder).exists()
 
 
 def test_nothing_is_predicted_after_the_last_rung_has_begun(ladder):
