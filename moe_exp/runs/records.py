@@ -160,7 +160,7 @@ def event_record(name: str, iteration: int, /, **details: Any) -> Record:
 
 def append(path: Path, *records: Record) -> None:
     """Appends all records to a metrics.jsonl, or none and raises OSError, e.g. if the disk is full."""
-    left = "".join(json.dumps(_json_value(record), allow_nan=False) + "\n" for record in records).encode()
+    left = "".join(json.dumps(json_value(record), allow_nan=False) + "\n" for record in records).encode()
     # Reopened each time: on a network file system, closing makes a record visible to other nodes.
     with path.open("ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
@@ -235,11 +235,12 @@ def drop_records_after(path: Path, iteration: int) -> int:
     return num_removed
 
 
-def _json_value(value: Any) -> Any:
+def json_value(value: Any) -> Any:
+    """`value` in JSON's types: tensors and arrays as lists, numbers that are not finite as None."""
     if isinstance(value, Mapping):
-        return {str(key): _json_value(item) for key, item in value.items()}
+        return {str(key): json_value(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(item) for item in value]
+        return [json_value(item) for item in value]
     if hasattr(value, "tolist"):  # numpy and torch
-        return _json_value(value.tolist())
+        return json_value(value.tolist())
     return None if isinstance(value, float) and not math.isfinite(value) else value

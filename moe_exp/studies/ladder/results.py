@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.host.files import read_json, write_json
+from moe_exp.runs.records import json_value
 from moe_exp.studies.compare.results import Ended, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
 from moe_exp.studies.ladder.laws import (
@@ -175,7 +176,7 @@ def predict(ladder: Ladder) -> str:
     when = datetime.now(timezone.utc).isoformat(timespec="seconds")
     fitted = {name: asdict(law) for name, law in fit.laws.items()}
     kept = {"time": when, "flops": flops, "is_validated": results.is_validated, "losses": losses}
-    write_json(prediction_file(ladder), _plain({**kept, "laws": fitted}))
+    write_json(prediction_file(ladder), json_value({**kept, "laws": fitted}))
     return ""
 
 
@@ -201,13 +202,13 @@ def read_prediction(ladder: Ladder) -> Predicted | None:
 def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
     """Definition and results, in plain types, NaN as None."""
     fit, predicted = results.fit, results.predicted
-    return _plain(
+    return json_value(
         {
             "definition": asdict(ladder.definition),
             "baseline": ladder.baseline,
             "losses_are": "validation" if results.is_validated else "training",
             "rungs": {
-                name: {"flops": points.compute.tolist(), "losses": points.losses.tolist()}
+                name: {"flops": points.compute, "losses": points.losses}
                 for name, points in results.points.items()
             },
             "laws": {name: {k: asdict(v) for k, v in fit.parameters(name).items()} for name in ladder.names}
@@ -219,11 +220,3 @@ def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
             "missing": results.missing,
         }
     )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(one) for name, one in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
