@@ -1,5 +1,8 @@
 """The experts one by one on a CPU: each expert's data stays in cache. Shape suffixes in `moe_exp.layers`.
 
+Experts with few rows share all calls except the matrix products; separate calls would cost more than the
+computation.
+
 Writes and gathers no tensor of R rows that backward or the next step does not need: on a CPU the pages of a
 fresh tensor cost as much as computing on it.
 """
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
 from moe_exp.layers.dispatcher.row_order import RowOrder, sum_slots
-from moe_exp.layers.experts.threads import for_each_expert
+from moe_exp.layers.experts.threads import for_each_group
 from moe_exp.layers.kernels.launch import compilable
 
 
@@ -35,6 +38,8 @@ class ExpertWeights:
 
 # Up to this many rows (as in token-by-token generation), handing them to threads takes longer than computing.
 _FEW_ROWS = 8
+_GROUP_BYTES = 2**19  # of x W1^T per group of adjacent experts; several groups fit in the cache
+_GROUPS_PER_THREAD = 4  # at least
 
 
 def expert_loop(
@@ -141,27 +146,47 @@ def _forward(
     """Pre-activations [R, 2F or F] and weighted outputs [R, D]."""
     splits = rows_per_expert_L.tolist()
     hidden_RF, output_RD = _empty_outputs(x, weights_R, weight1_LFD)
-    rows_of, weights = _rows_of(x, splits, token_R), weights_R.to(x.dtype).unsqueeze(1).split(splits)
+    groups, group_rows = _groups(splits, hidden_RF)
+    rows_of, weights = _rows_of(x, group_rows, token_R), weights_R.to(x.dtype).unsqueeze(1)
     hiddens, outputs = hidden_RF.split(splits), output_RD.split(splits)
+    group_hiddens, group_weights = hidden_RF.split(group_rows), weights.split(group_rows)
     weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
 
-    def one_expert(e: int) -> None:
-        if not splits[e]:
-            return
-        hidden, output = hiddens[e], outputs[e]
-        torch.mm(rows_of(e), weight1[e].t(), out=hidden)
-        if bias1_LF is not None:
-            hidden += bias1_LF[e]
-        torch.mm(weighted_activation(hidden, weights[e], activation), weight2[e].t(), out=output)
-        if bias2_LD is not None:
-            output.narrow(1, bias2_start, bias2_LD.size(1)).addcmul_(weights[e], bias2_LD[e])
+    def one_group(g: int) -> None:
+        experts = [e for e in groups[g] if splits[e]]
+        sizes = [splits[e] for e in experts]
+        for e, rows in zip(experts, rows_of(g).split(sizes), strict=True):
+            torch.mm(rows, weight1[e].t(), out=hiddens[e])
+            if bias1_LF is not None:
+                hiddens[e].add_(bias1_LF[e])
+        active = weighted_activation(group_hiddens[g], group_weights[g], activation)
+        for e, rows, weight in zip(experts, active.split(sizes), group_weights[g].split(sizes), strict=True):
+            torch.mm(rows, weight2[e].t(), out=outputs[e])
+            if bias2_LD is not None:
+                outputs[e].narrow(1, bias2_start, bias2_LD.size(1)).addcmul_(weight, bias2_LD[e])
 
     if weights_R.size(0) <= _FEW_ROWS:
-        for expert in range(len(splits)):
-            one_expert(expert)
+        for group in range(len(groups)):
+            one_group(group)
     else:
-        for_each_expert(one_expert, splits)
+        for_each_group(one_group, group_rows)
     return hidden_RF, output_RD
+
+
+def _groups(splits: Sequence[int], hidden_RF: Tensor) -> tuple[list[range], list[int]]:
+    """Neighbouring experts that are computed together, and the rows of each group."""
+    num_threads = torch.get_num_threads()
+    most_rows = _GROUP_BYTES // max(1, hidden_RF.size(1) * hidden_RF.element_size())
+    if num_threads > 1:
+        most_rows = min(most_rows, hidden_RF.size(0) // (num_threads * _GROUPS_PER_THREAD))
+    groups, rows = [range(1)], [splits[0]]
+    for expert, size in enumerate(splits[1:], start=1):
+        if rows[-1] + size > most_rows:
+            groups.append(range(expert, expert))
+            rows.append(0)
+        groups[-1] = range(groups[-1].start, expert + 1)
+        rows[-1] += size
+    return groups, rows
 
 
 def _empty_gradients(*args: Any) -> list[Tensor]:
@@ -201,40 +226,50 @@ def _backward(
     )  # fmt: skip
     dx_RD, dweights_R, dweight1_LFD, dweight2_LDF, dbias1_LF, dbias2_LD = results
     needs_x, needs_weights, needs_weight1, needs_weight2, needs_bias1, needs_bias2 = needs
-    rows_of, grads_of = _rows_of(x, splits, token_R), _rows_of(grad, splits, token_R)
-    weights, hiddens = weights_R.to(x.dtype).unsqueeze(1).split(splits), hidden_RF.split(splits)
+    groups, group_rows = _groups(splits, hidden_RF)
+    rows_of, grads_of = _rows_of(x, group_rows, token_R), _rows_of(grad, group_rows, token_R)
+    weights, hiddens = weights_R.to(x.dtype).unsqueeze(1).split(group_rows), hidden_RF.split(group_rows)
     weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
     dx = dx_RD.split(splits) if needs_x else ()
-    dweights = dweights_R.split(splits) if needs_weights else ()
+    dweights = dweights_R.split(group_rows) if needs_weights else ()
 
-    def one_expert(e: int) -> None:
-        grad = grads_of(e)
-        dhidden, dweight, active = weighted_activation_backward(
-            torch.mm(grad, weight2[e]), hiddens[e], weights[e], activation
-        )
+    def one_group(g: int) -> None:
+        experts, sizes = groups[g], [splits[e] for e in groups[g]]
+        grads = grads_of(g).split(sizes)
+        dactive = hiddens[g].new_empty(group_rows[g], weight2_LDF.size(2))
+        for e, grad, rows in zip(experts, grads, dactive.split(sizes), strict=True):
+            torch.mm(grad, weight2[e], out=rows)
+        dhidden, dweight, active = weighted_activation_backward(dactive, hiddens[g], weights[g], activation)
+        dhiddens = dhidden.split(sizes)
         if needs_weight2:
-            torch.mm(grad.t(), active.mul_(weights[e]), out=dweight2_LDF[e])
+            for e, grad, rows in zip(experts, grads, active.mul_(weights[g]).split(sizes), strict=True):
+                torch.mm(grad.t(), rows, out=dweight2_LDF[e])
         if needs_weight1:
-            torch.mm(dhidden.t(), rows_of(e), out=dweight1_LFD[e])
-        if needs_x:
-            torch.mm(dhidden, weight1[e], out=dx[e])
-        if needs_bias1:
-            torch.sum(dhidden, dim=0, out=dbias1_LF[e])
+            for e, dhidden, rows in zip(experts, dhiddens, rows_of(g).split(sizes), strict=True):
+                torch.mm(dhidden.t(), rows, out=dweight1_LFD[e])
+        for e, dhidden in zip(experts, dhiddens, strict=True):
+            if needs_x:
+                torch.mm(dhidden, weight1[e], out=dx[e])
+            if needs_bias1:
+                torch.sum(dhidden, dim=0, out=dbias1_LF[e])
         if bias2_LD is not None:
-            grad = grad.narrow(1, bias2_start, bias2_LD.size(1))
-            dweight += torch.mv(grad, bias2_LD[e])
-            if needs_bias2:
-                torch.mv(grad.t(), weights[e].squeeze(1), out=dbias2_LD[e])
+            for e, grad, rows, weight in zip(
+                experts, grads, dweight.split(sizes), weights[g].split(sizes), strict=True
+            ):
+                grad = grad.narrow(1, bias2_start, bias2_LD.size(1))
+                rows.add_(torch.mv(grad, bias2_LD[e]))
+                if needs_bias2:
+                    torch.mv(grad.t(), weight.squeeze(1), out=dbias2_LD[e])
         if needs_weights:
-            dweights[e].copy_(dweight)
+            dweights[g].copy_(dweight)
 
-    for_each_expert(one_expert, splits)
+    for_each_group(one_group, group_rows)
     return results
 
 
 def _rows_of(x: Tensor, splits: list[int], token_R: Tensor | None) -> Callable[[int], Tensor]:
-    """The rows of an expert: a part of `x`, or tokens gathered on demand."""
+    """The rows of a group of experts: a part of `x`, or tokens gathered on demand."""
     if token_R is None:
         return x.split(splits).__getitem__
     tokens = token_R.split(splits)
-    return lambda e: x.index_select(0, tokens[e])
+    return lambda group: x.index_select(0, tokens[group])

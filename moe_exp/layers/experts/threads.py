@@ -1,4 +1,4 @@
-"""One task per expert, over torch's threads."""
+"""One task per group of experts, over torch's threads."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from contextlib import contextmanager
 
 import torch
 
-# Threads work on whole experts as long as the fullest thread has at most this multiple of its share.
+# Threads work on whole groups as long as the fullest thread has at most this multiple of its share.
 _MAX_IMBALANCE = 1.15
 
 
-def for_each_expert(task: Callable[[int], None], rows_L: Sequence[int]) -> None:
-    """Calls `task(expert)` for every expert, without autograd; the tasks must write to different memory.
+def for_each_group(task: Callable[[int], None], rows: Sequence[int]) -> None:
+    """Calls `task(group)` for every group, without autograd; the tasks must write to different memory.
 
-    With several torch threads, each takes whole experts, fullest first, so no thread waits for another inside
-    a matrix product. If a few experts have most of the rows, that would leave threads idle, and all threads
-    work on one expert after another instead. The choice depends only on `rows_L` and torch.get_num_threads(),
+    With several torch threads, each takes whole groups, fullest first, so no thread waits for another inside
+    a matrix product. If a few groups have most of the rows, that would leave threads idle, and all threads
+    work on one group after another instead. The choice depends only on `rows` and torch.get_num_threads(),
     so results are bitwise reproducible.
 
     Meanwhile torch.set_num_threads is 1, for the whole process if torch's BLAS is MKL.
 
     Args:
-        task: computes one expert.
-        rows_L: rows of each expert.
+        task: computes one group.
+        rows: of each group.
     """
-    num_threads = min(torch.get_num_threads(), len(rows_L))
-    if num_threads <= 1 or not _is_balanced(rows_L, num_threads):
-        _drain(task, deque(range(len(rows_L))))
+    num_threads = min(torch.get_num_threads(), len(rows))
+    if num_threads <= 1 or not _is_balanced(rows, num_threads):
+        _drain(task, deque(range(len(rows))))
         return
-    experts = deque(sorted(range(len(rows_L)), key=lambda expert: -rows_L[expert]))
+    groups = deque(sorted(range(len(rows)), key=lambda group: -rows[group]))
     with _one_thread_each():
-        others = [_pool(num_threads - 1).submit(_drain, task, experts) for _ in range(num_threads - 1)]
+        others = [_pool(num_threads - 1).submit(_drain, task, groups) for _ in range(num_threads - 1)]
         try:
-            _drain(task, experts)
+            _drain(task, groups)
         finally:
             wait(others)
     for other in others:
         other.result()
 
 
-def _drain(task: Callable[[int], None], experts: deque[int]) -> None:
-    """Takes experts until none is left."""
+def _drain(task: Callable[[int], None], groups: deque[int]) -> None:
+    """Takes groups until none is left."""
     with torch.no_grad():  # a setting of the thread
-        while experts:
+        while groups:
             try:
-                expert = experts.popleft()
+                group = groups.popleft()
             except IndexError:  # another thread took the last one
                 return
-            task(expert)
+            task(group)
 
 
-def _is_balanced(rows_L: Sequence[int], num_threads: int) -> bool:
-    """Whether threads that take the fullest experts first get nearly equal numbers of rows."""
+def _is_balanced(rows: Sequence[int], num_threads: int) -> bool:
+    """Whether threads that take the fullest groups first get nearly equal numbers of rows."""
     loads = [0] * num_threads
-    for rows in sorted(rows_L, reverse=True):
-        loads[loads.index(min(loads))] += rows
+    for size in sorted(rows, reverse=True):
+        loads[loads.index(min(loads))] += size
     return max(loads) * num_threads <= _MAX_IMBALANCE * sum(loads)
 
 

@@ -10,6 +10,7 @@ from moe_exp.layers.activations import ACTIVATIONS, differentiable_weighted_acti
 from moe_exp.layers.capacity import keep_most_probable
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.experts import loop
 from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 from moe_exp.layers.router import RoutingDecision
 
@@ -112,6 +113,39 @@ def test_a_frozen_input_gets_no_gradient_and_the_others_are_the_same(frozen):
     ).sum().backward()
     for index, tensor in enumerate(again):
         assert tensor.grad is None if index == frozen else torch.equal(tensor.grad, expected[index])
+
+
+@pytest.mark.parametrize("splits", SPLITS)
+def test_groups_of_experts_compute_what_single_experts_compute(monkeypatch, splits):
+    results, sizes = [], []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    for group_bytes in (0, 8 * 2 * FFN * 8, 2**30):
+        monkeypatch.setattr(loop, "_GROUP_BYTES", group_bytes)
+        tensors = leaves(splits, gated=True, bias=True)
+        hidden = torch.empty(sum(splits), 2 * FFN, dtype=torch.float64)
+        groups, rows = loop._groups(splits, hidden)
+        assert [expert for group in groups for expert in group] == list(range(len(splits)))
+        assert rows == [sum(splits[expert] for expert in group) for group in groups]
+        sizes.append(len(groups))
+        y = expert_loop(
+            *tensors[:2],
+            ExpertWeights(*tensors[2:]),
+            rows_per_expert_L=torch.tensor(splits),
+            activation="swiglu",
+        )
+        results.append(gradients(y, tensors, random(sum(splits), HIDDEN, seed=11)))
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[-1] == 1
+    for result in results[1:]:
+        for one, other in zip(result, results[0], strict=True):
+            assert (one - other).norm() <= 1e-14 * other.norm()
+
+
+@pytest.mark.parametrize(("num_threads", "size"), [(1, 32), (2, 4), (4, 2)])
+def test_every_thread_gets_several_groups(monkeypatch, num_threads, size):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    groups, rows = loop._groups([1] * 32, torch.empty(32, FFN))
+    assert [len(group) for group in groups] == rows == [size] * (32 // size)
 
 
 @pytest.mark.parametrize("topk", [1, 3])

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from moe_exp.layers.experts.threads import _is_balanced, for_each_expert
+from moe_exp.layers.experts.threads import _is_balanced, for_each_group
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -20,7 +20,7 @@ def num_threads(request):
 @pytest.mark.parametrize("rows_L", [[], [0, 0], [5], [4, 4, 4, 4, 4, 4], [90, 1, 0, 1]])
 def test_every_expert_once_and_the_threads_are_as_before(num_threads, rows_L):
     done = []
-    for_each_expert(done.append, rows_L)
+    for_each_group(done.append, rows_L)
     assert sorted(done) == list(range(len(rows_L)))
     assert torch.get_num_threads() == num_threads
 
@@ -34,12 +34,12 @@ def test_threads_share_balanced_experts(num_threads):
         assert torch.get_num_threads() == 1
         assert not torch.is_grad_enabled()
 
-    for_each_expert(task, [4] * num_threads)
+    for_each_group(task, [4] * num_threads)
     assert len(seen) == num_threads
 
 
 def test_experts_that_do_not_balance_run_with_all_threads(num_threads):
-    for_each_expert(
+    for_each_group(
         lambda expert: None if torch.get_num_threads() == num_threads else pytest.fail("one thread"),
         [90, 1, 1],
     )
@@ -51,13 +51,13 @@ def test_an_error_of_any_thread_is_raised(num_threads):
             raise RuntimeError("expert 5")
 
     with pytest.raises(RuntimeError, match="expert 5"):
-        for_each_expert(task, [1] * 6)
+        for_each_group(task, [1] * 6)
     assert torch.get_num_threads() == num_threads
 
 
 def test_an_index_error_of_a_task_is_not_taken_for_the_end(num_threads):
     with pytest.raises(IndexError, match="mine"):
-        for_each_expert(lambda expert: (_ for _ in ()).throw(IndexError("mine")), [1] * 6)
+        for_each_group(lambda expert: (_ for _ in ()).throw(IndexError("mine")), [1] * 6)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -65,10 +65,10 @@ def test_a_forked_child_has_threads_of_its_own():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        for_each_expert(lambda expert: None, [1, 1])
+        for_each_group(lambda expert: None, [1, 1])
         if (child := os.fork()) == 0:
             done: list[int] = []
-            for_each_expert(done.append, [1, 1, 1])
+            for_each_group(done.append, [1, 1, 1])
             os._exit(0 if sorted(done) == [0, 1, 2] else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     finally:
