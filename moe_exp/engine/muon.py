@@ -8,8 +8,9 @@ torch.optim.Muon with `adjust_lr_fn="match_rms_adamw"`, but in fp32, over whole 
 per expert. Megatron-Core's Muon needs the package emerging_optimizers and leaves tensors without exactly two
 axes, such as our experts, to Adam.
 
-Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's settings. The query, key and
-value projections are one matrix as stored, and so are gate and up projection.
+Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's settings, and so do routers:
+Muon trains them worse (docs/recipes.md). The query, key and value projections are one matrix as stored, and
+so are gate and up projection.
 """
 
 from __future__ import annotations
@@ -92,9 +93,11 @@ def orthogonalized(matrices: Tensor) -> Tensor:
     """
     a, b, c = _COEFFICIENTS
     is_tall = matrices.size(-2) > matrices.size(-1)
-    x = matrices.mT if is_tall else matrices
+    x = matrices.reshape(-1, *matrices.shape[-2:])
+    x = x.mT if is_tall else x
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_EPSILON)
     for _ in range(_NUM_STEPS):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if is_tall else x
+        gram = torch.bmm(x, x.mT)
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return (x.mT if is_tall else x).reshape(matrices.shape)

@@ -32,7 +32,7 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
         return "torch SGD", f"OPTIMIZER=sgd, momentum {momentum:g}"
     if name == "muon":
         return (
-            "Muon, AdamW for embeddings, norms and biases",
+            "Muon, AdamW for embeddings, routers, norms and biases",
             f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32",
         )
     if name == "adam8bit":
@@ -90,7 +90,7 @@ def _is_norm_or_bias(parameter: torch.Tensor) -> bool:
 
 
 def _matrices() -> dict[ParamKey, Any]:
-    """Muon's parameter groups by split axis: all matrices except embedding and output layer."""
+    """Muon's parameter groups by split axis: all matrices except embedding, output layer and routers."""
     return {
         ParamKey(
             with_name_predicate=ParamWithNamePredicate(
@@ -103,6 +103,8 @@ def _matrices() -> dict[ParamKey, Any]:
 
 def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
     if _is_norm_or_bias(parameter) or getattr(parameter, "is_embedding_or_output_parameter", False):
+        return False
+    if ".router." in name:
         return False
     if parameter.dim() == 3:  # experts: rows of the first projection, columns of the second
         return axis == (-2 if name.endswith("weight1") else -1)

@@ -136,9 +136,10 @@ def test_bytes_of_a_checkpoint(name, tmp_path):
     run_legs([leg])
     reader = CheckpointReader(tmp_path / "checkpoints" / "iter_0000000")
     trained = sum(tensor.num_bytes for key, tensor in reader.tensors.items() if "rng_state" not in key)
-    # What Muon leaves to Adam: of norms the planner does not count the second moment.
-    norms = (4 * 2 + 1) * 32 if name == "muon" else 0
-    assert trained == checkpoint_bytes(leg.config) + 4 * norms
+    # What Muon leaves to Adam: of norms and routers the planner does not count the second moment.
+    c = leg.config
+    num_small = c.hidden_size * (2 * c.num_layers + 1 + c.num_layers * c.num_experts) if name == "muon" else 0
+    assert trained == checkpoint_bytes(c) + 4 * num_small
 
 
 def test_muon_takes_the_matrices_and_adam_the_rest(tmp_path):
@@ -163,6 +164,7 @@ def test_muon_takes_the_matrices_and_adam_the_rest(tmp_path):
         "norm_weight",
         "embedding.word_embeddings.weight",
         "output_layer.weight",
+        "router.weight",
         "bias",
     )
     assert all(key.endswith(by_adam) for key in moments["exp_avg"])

@@ -11,7 +11,7 @@
 fp32 weights need no main copy: they are the weights that are trained. 8-bit moments have an fp32 scale for
 every block of 256 values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of bitsandbytes). Muon
 keeps one moment of matrices; embedding and output layer, which it leaves to Adam, have
-`embedding_moment_bytes` more a parameter, and norms are taken for matrices.
+`embedding_moment_bytes` more a parameter; norms and routers, which are small, are counted as matrices.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.optimizer_bytes import (
     embedding_moment_bytes,
@@ -22,7 +23,7 @@ from moe_exp.planner.costs.params import (
 
 
 def settings(**values: Any) -> Config:
-    return load_config({"preset": "cpu", "gpus_per_node": 2, "dtype": "bf16"} | values, {})
+    return load_config({**SMALL, "gpus_per_node": 2, "dtype": "bf16"} | values, {})
 
 
 CASES: list[tuple[dict[str, Any], float, int]] = [
