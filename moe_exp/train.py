@@ -171,7 +171,7 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
     """Logs what this start of the run uses, and writes events for what went wrong before the first step."""
     config = job.config
     logger.info("run folder: %s", job.folder.path)
-    embedded = "the embedded corpus, text of Python's standard library (PSF-2.0)"
+    embedded = "the embedded corpus, sources of Python (PSF-2.0) and torch (BSD-3-Clause)"
     logger.info("training data: %s", config.train_data or embedded)
     logger.info("%s", startup_report(config))
     backends = backends_of(config, job.runtime.device.type, job.kernel_failures)

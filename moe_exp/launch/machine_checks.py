@@ -397,7 +397,7 @@ def _data_dir(c: Config) -> Iterator[str]:
         what = "the indices of DATA_ORDER=megatron go"
     elif names_text(c.train_data) or names_text(c.valid_data):
         what = "the token files of the text go"
-    elif c.train_data or any(folder.glob("python_stdlib_*/manifest.json")):
+    elif c.train_data or any(folder.glob("python_*_torch_*_bpe*/manifest.json")):
         return
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from filelock import FileLock
 from tokenizers import Tokenizer
 
@@ -21,14 +23,14 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 DOCUMENTS = [
     (f"package/module_{i}.py", f"def function_{i}(value):\n    return value * {i}\n") for i in range(200)
 ]
-HELD_OUT = [
-    text for path, text in DOCUMENTS if int(hashlib.sha256(path.encode()).hexdigest()[:8], 16) % 20 == 0
-]
+FOLDER = f"python_{platform.python_version()}_torch_{torch.__version__.partition('+')[0]}_bpe300"
+_HASHES = sorted((hashlib.sha256(path.encode()).hexdigest(), text) for path, text in DOCUMENTS)
+HELD_OUT = [text for digest, text in _HASHES if int(digest[:8], 16) % 20 == 0]
 
 
 @pytest.fixture
 def small_corpus(monkeypatch):
-    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(DOCUMENTS))
+    monkeypatch.setattr(embedded, "_documents", lambda: DOCUMENTS)
 
 
 def read_texts(prefix, tokenizer):
@@ -58,10 +60,7 @@ def test_corpus_holds_every_document_once(small_corpus, tmp_path):
 
 def test_manifest_and_counts_agree_with_the_files(small_corpus, tmp_path):
     corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
-    folder = (
-        tmp_path
-        / f"python_stdlib_{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}_bpe300"
-    )
+    folder = tmp_path / FOLDER
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (
         corpus.num_train_tokens
@@ -73,17 +72,17 @@ def test_manifest_and_counts_agree_with_the_files(small_corpus, tmp_path):
         == np.fromfile(folder / "valid.bin", np.uint16).size
         == manifest["valid"]["num_tokens"]
     )
-    assert manifest["license"] == "PSF-2.0"
+    assert manifest["license"] == "PSF-2.0 and BSD-3-Clause"
     assert manifest["valid"]["num_bytes"] == sum(len(text.encode()) for text in HELD_OUT)
     assert manifest["train"]["num_documents"] + manifest["valid"]["num_documents"] == 200
 
 
 def test_tokenizer_sees_the_training_part_only(monkeypatch, tmp_path):
-    held_out = next(path for path, text in DOCUMENTS if text in HELD_OUT)
-    marked = [(path, text + "zqzqzq " * 500 if path == held_out else text) for path, text in DOCUMENTS]
-    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(marked))
+    monkeypatch.setattr(embedded, "_TEXTS_PER_BPE_TEXT", 1)
+    marked = [(path, text + "zqzqzq " * 500 if text in HELD_OUT else text) for path, text in DOCUMENTS]
+    monkeypatch.setattr(embedded, "_documents", lambda: marked)
     with_marks = ensure_embedded_corpus(tmp_path / "marked", vocab_size=300)
-    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(DOCUMENTS))
+    monkeypatch.setattr(embedded, "_documents", lambda: DOCUMENTS)
     without = ensure_embedded_corpus(tmp_path / "plain", vocab_size=300)
     assert with_marks.num_valid_tokens > without.num_valid_tokens + 500
     assert (
@@ -94,7 +93,7 @@ def test_tokenizer_sees_the_training_part_only(monkeypatch, tmp_path):
 
 def test_text_that_quotes_the_special_token_is_one_document(monkeypatch, tmp_path):
     quoting = [(path, "x = '<|endoftext|>'\n" + text) for path, text in DOCUMENTS]
-    monkeypatch.setattr(embedded, "python_stdlib_documents", lambda: iter(quoting))
+    monkeypatch.setattr(embedded, "_documents", lambda: quoting)
     corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
     tokens = np.fromfile(f"{corpus.train_prefix}.bin", np.uint16)
     assert np.count_nonzero(tokens == 0) == 200 - len(HELD_OUT)
@@ -161,12 +160,11 @@ def slow_build(*args):
     time.sleep(1)
     build(*args)
 embedded._build = slow_build
-embedded.python_stdlib_documents = lambda: iter(documents)
+embedded._documents = lambda: documents
 print(embedded.ensure_embedded_corpus(pathlib.Path({str(tmp_path)!r}), vocab_size=300).was_cached)
 """
     # Both wait for this lock, so both find the folder missing: the lock alone must keep them apart.
-    name = "python_stdlib_{}.{}.{}_bpe300".format(*sys.version_info[:3])
-    with FileLock(tmp_path / f"{name}.lock"):
+    with FileLock(tmp_path / f"{FOLDER}.lock"):
         processes = [
             subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
             for _ in range(2)

@@ -1,13 +1,16 @@
 """Sources of documents: datasets on the hub by name, local files, and the Python standard library.
 
-The default corpus needs no network: the standard library is on every host that runs this. Sizes and commits
-of datasets are those of their pages on the hub; a number that is not exact to the byte is shown as "about".
+The default corpus, sources of Python and torch, needs no network: both are on every host that runs this.
+Sizes and commits of datasets are those of their pages on the hub; a number that is not exact to the byte is
+shown as "about".
 """
 
 from __future__ import annotations
 
 import difflib
 import fnmatch
+import hashlib
+import importlib.util
 import logging
 import os
 import re
@@ -27,6 +30,7 @@ from moe_exp.host.progress import table_console
 logger = logging.getLogger(__name__)
 
 PYTHON_STDLIB_LICENSE = "PSF-2.0"
+TORCH_LICENSE = "BSD-3-Clause"
 
 # Tests are left out because CPython's own are many but a distribution's package often lacks them; installed
 # packages because they have other licences and differ from host to host.
@@ -100,7 +104,7 @@ _SLIMPAJAMA = Source(
     ),
 )  # fmt: skip
 _PYTHON_STDLIB = Source(
-    "python_stdlib", "The Python standard library's sources: the embedded default",
+    "python_stdlib", "The Python standard library's sources, part of the embedded corpus",
     licence=PYTHON_STDLIB_LICENSE, num_tokens=3 * 10**6, id_field=None,
     note="On every machine with Python: nothing to download.",
 )  # fmt: skip
@@ -282,6 +286,34 @@ def python_stdlib_documents(root: Path | None = None) -> Iterator[tuple[str, str
     if not paths:
         rule = f"the embedded corpus needs the .py files of {root}, which has none"
         raise ValueError(f"TRAIN_DATA=: {rule}. Fix: set TRAIN_DATA.")
+    yield from _read_files(root, paths)
+
+
+def torch_documents(max_bytes: int, root: Path | None = None) -> Iterator[tuple[str, str]]:
+    """Yields (relative path, text) of .py files of the installed torch, licensed under BSD-3-Clause.
+
+    The files are chosen, and sorted, by a hash of their paths, so that a share of them is a sample of all.
+
+    Args:
+        max_bytes: largest total size; stops before the first file that would exceed it.
+        root: folder to read; that of torch, which is not imported, by default.
+    """
+    if root is None:
+        found = importlib.util.find_spec("torch")
+        if found is None or not found.submodule_search_locations:
+            return
+        root = Path(found.submodule_search_locations[0])
+    num_bytes, paths = 0, []
+    for path in sorted(_python_files(root), key=lambda path: hashlib.sha256(path.encode()).digest()):
+        num_bytes += (root / path).stat().st_size
+        if num_bytes > max_bytes:
+            break
+        paths.append(path)
+    for path, text in _read_files(root, paths):
+        yield f"torch/{path}", text
+
+
+def _read_files(root: Path, paths: Sequence[str]) -> Iterator[tuple[str, str]]:
     skipped = []
     for path in paths:
         text = _read(root / path)

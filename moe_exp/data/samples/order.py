@@ -159,7 +159,7 @@ def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], c
     rule = f"its files are not those of {checkpoint} ({prints})"
     fix = "give back the old files, in their old order"
     if not config.train_data:
-        fix = "start with the Python version that made the embedded corpus"
+        fix = "start with the versions of Python, torch and moe_exp that made the embedded corpus"
     return Change("TRAIN_DATA", config.train_data, rule, fix)
 
 

@@ -18,6 +18,7 @@ from moe_exp.data.download.sources import (
     local_files,
     python_stdlib_documents,
     resolve_source,
+    torch_documents,
 )
 
 NAMES = [
@@ -89,6 +90,26 @@ def test_nothing_is_logged_when_nothing_is_skipped(tmp_path, caplog):
 def test_folder_without_sources_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=r"^TRAIN_DATA=: .*which has none\. Fix: set TRAIN_DATA\.$"):
         list(python_stdlib_documents(tmp_path))
+
+
+def test_sample_of_torch_is_of_all_its_folders_and_bounded(tmp_path):
+    paths = [f"part_{part}/module_{i}.py" for part in range(4) for i in range(50)]
+    for path in paths:
+        _write(tmp_path, path, b"x = 1\n")
+    _write(tmp_path, "test/t.py", b"x = 1\n")
+    some = [path for path, _ in torch_documents(6 * 80, tmp_path)]
+    assert len(some) == 80
+    assert {path.split("/")[1] for path in some} == {"part_0", "part_1", "part_2", "part_3"}
+    every = [path for path, _ in torch_documents(10**6, tmp_path)]
+    assert every[:80] == some
+    assert sorted(every) == sorted(f"torch/{path}" for path in paths)
+    assert list(torch_documents(0, tmp_path)) == []
+
+
+def test_sample_of_the_installed_torch():
+    documents = dict(torch_documents(10**6))
+    assert 900_000 < sum(len(text.encode()) for text in documents.values()) <= 10**6
+    assert all(path.startswith("torch/") and path.endswith(".py") for path in documents)
 
 
 # ---- the registry

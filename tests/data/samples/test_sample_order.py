@@ -115,7 +115,9 @@ def test_every_difference_is_named():
 def test_embedded_corpus_of_another_python():
     (line,) = problems(order(train_data=""), order("11ee", train_data=""))
     assert line.startswith(f"TRAIN_DATA=: its files are not those of {CHECKPOINT} (")
-    assert line.endswith(f"Fix: start with the Python version that made the embedded corpus, {FIX}")
+    assert line.endswith(
+        f"Fix: start with the versions of Python, torch and moe_exp that made the embedded corpus, {FIX}"
+    )
 
 
 def test_megatrons_order_and_the_number_of_samples():
