@@ -27,7 +27,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense; none with two --variant)"
     )
     add("--runs", default="", help=about)
-    about = "another model, with settings of its own: fine:NUM_EXPERTS=16,TOPK=2; may be given more than once"
+    about = "another model, with settings of its own: fine:NUM_EXPERTS=64,TOPK=4; may be given more than once"
     add("--variant", action="append", default=[], metavar="NAME:SETTING=VALUE,...", help=about)
     match = (
         "what is the same for all: flops, active-params (both per token, for the same tokens), or time"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -13,7 +14,7 @@ from types import FrameType
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
-from moe_exp.host.files import write_atomically
+from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.processes import free_port, signals_handled
 from moe_exp.host.progress import progress_of
 from moe_exp.launch.machine_checks import check_environment, check_files
@@ -21,7 +22,7 @@ from moe_exp.report.page import write_report
 from moe_exp.studies.child_runs import held, run_environment, run_to_end, wait_until_free
 from moe_exp.studies.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
 from moe_exp.studies.compare.pace import measured_pace, predicted_seconds
-from moe_exp.studies.compare.results import Ended, is_finished, read_ended
+from moe_exp.studies.compare.results import Ended, as_json, is_finished, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
 from moe_exp.studies.failures import why_it_failed
 
@@ -69,6 +70,8 @@ def run_comparison(comparison: Comparison) -> int:
         ValueError: the folder is in use, or with `time` a variant does not run.
         KeyboardInterrupt: Ctrl-C, SIGTERM or SIGHUP; the current run has saved a checkpoint.
     """
+    if comparison.options.repeats > 1:
+        need_packages("repeats", "scipy")
     check_runs(comparison.runs(), check_config)
     compare_with_before(comparison)
     _check_place(comparison)
@@ -140,9 +143,10 @@ def _iteration(run: Run) -> int:
 
 
 def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
-    """Writes report.md, and returns it."""
+    """Writes report.md and results.json, and returns the former."""
     text = result_text(comparison, ended)
     write_atomically(comparison.folder / "report.md", text)
+    write_json(comparison.folder / "results.json", as_json(comparison, ended))
     return text
 
 
@@ -153,6 +157,14 @@ def write_page(comparison: Comparison, runs: Sequence[Path]) -> list[str]:
 
 def _settings_and_environment(config: Config) -> list[str]:
     return check_config(config) + check_environment(config)
+
+
+def need_packages(field: str, *packages: str) -> None:
+    """Raises ConfigError if one is missing, which the tables would notice only after the first run."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            rule = f"the tables need {package}, which is not installed"
+            raise ConfigError([problem(field, package, rule, f"pip install {' '.join(packages)}")])
 
 
 def check_runs(

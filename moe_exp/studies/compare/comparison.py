@@ -4,7 +4,7 @@ $RUN_DIR/NAME/
   VARIANT/            its run folder; VARIANT_seed_1235 for another seed
   logs/VARIANT.log    output of its launcher
   compare.json        settings, and with --match time the measured seconds per iteration
-  report.md report.html
+  report.md report.html results.json
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ from moe_exp.report.comparison import (
 )
 from moe_exp.report.run_data import Run as Recorded
 from moe_exp.report.run_data import read_run
-from moe_exp.studies.compare.comparison import Run
+from moe_exp.runs.records import json_value
+from moe_exp.studies.compare.comparison import Comparison, Run
+from moe_exp.studies.compare.variants import differences
 
 Axis = Literal["tokens", "flops", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "seconds")
@@ -31,6 +33,8 @@ _KEYS: dict[Axis, str] = {
     "flops": "consumed_flops",
     "seconds": "training_seconds",
 }
+
+_REPORTED = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,26 @@ def losses_at_shared_end(ended: Sequence[Ended], axis: Axis) -> tuple[float, lis
     end = min(float(x[-1]) for x, _ in curves.values())
     values = {index: float(np.interp(end, x, loss, left=np.nan)) for index, (x, loss) in curves.items()}
     return end, [values.get(index) for index in range(len(ended))]
+
+
+def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
+    """Results of each run by variant, with the settings in which the variants differ."""
+    different = differences(comparison.variants)
+    return {
+        variant.name: {
+            "settings": {name: values[index] for name, values in different.items()},
+            "runs": [
+                {
+                    "seed": one.run.config.seed,
+                    "status": one.status,
+                    **{name: json_value(getattr(one.numbers, name)) for name in _REPORTED},
+                }
+                for one in ended
+                if one.run.variant.name == variant.name
+            ],
+        }
+        for index, variant in enumerate(comparison.variants)
+    }
 
 
 def compared(ended: Ended, other: Ended) -> Parity:

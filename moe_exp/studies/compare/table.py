@@ -17,6 +17,9 @@ from moe_exp.studies.compare.results import AXES, Axis, Ended, compared, losses_
 from moe_exp.studies.compare.variants import Variant, differences
 
 _MATCHED_BY = {"flops": "FLOPs per token", "active-params": "active parameters", "time": "FLOPs per token"}
+_OF_SEEDS = " ± is the standard deviation over seeds; brackets are 90% intervals of means (Student's t)."
+_MOST_PAIRED = 4  # variants of which all pairs are compared
+_MOST_COLUMNS = 6  # variants; more of them are rows
 
 
 def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, measured: bool) -> str:
@@ -89,6 +92,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
     for label, value, text in _RESULTS:
         rows[label] = [_spread([value(one) for one in runs], text) for runs in by_name.values()]
+    rows[f"validation loss against {comparison.reference.name}"] = _differences(comparison, by_name)
     for axis in AXES:
         if found := losses_at_shared_end(ended, axis):
             losses = {one.run.name: loss for one, loss in zip(ended, found[1], strict=True)}
@@ -103,7 +107,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     times = [one.numbers.seconds for one in ended if one.status == "finished" and one.numbers.seconds > 0]
     if comparison.options.match == "time" and len(times) > 1:
         lines.append(f"- training times came out {_percent(max(times) / min(times) - 1)} apart")
-    lines += [f"- {line}" for line in _parity_lines(by_name)]
+    lines += [f"- {line}" for line in _parity_lines(by_name, comparison.reference.name)]
     lines += [f"- {one.run.name} {one.status}: {one.reason}" for one in ended if one.reason]
     note = (
         "Losses are of training, nats per token: means over the last 5% of a run's tokens, where runs are"
@@ -113,15 +117,37 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
         [
             *lines,
             "",
-            note + (" ± is the standard deviation over seeds." if comparison.options.repeats > 1 else ""),
+            note + (_OF_SEEDS if comparison.options.repeats > 1 else ""),
             "",
         ]
     )
 
 
-def _parity_lines(by_name: Mapping[str, Sequence[Ended]]) -> Iterator[str]:
-    """Compares pairs of variants per seed: MoE against dense, else the later against the earlier."""
-    for (_, earlier), (_, later) in combinations(by_name.items(), 2):
+def _differences(comparison: Comparison, by_name: Mapping[str, Sequence[Ended]]) -> list[str]:
+    """Last validation losses minus those of the reference with the same seeds."""
+    base = [one.numbers.valid_loss for one in by_name[comparison.reference.name]]
+    if comparison.options.repeats < 2:
+        return []
+    return [
+        ""
+        if name == comparison.reference.name
+        else _with_interval(
+            [one.numbers.valid_loss - loss for one, loss in zip(runs, base, strict=True)],
+            lambda x: f"{x:+.4f}",
+        )
+        for name, runs in by_name.items()
+    ]
+
+
+def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Iterator[str]:
+    """Compares pairs of variants per seed: MoE against dense, else the later against the earlier.
+
+    Many variants are compared with the reference and with dense models only.
+    """
+    for (name, earlier), (other, later) in combinations(by_name.items(), 2):
+        both_moe = earlier[0].run.config.use_moe and later[0].run.config.use_moe
+        if len(by_name) > _MOST_PAIRED and both_moe and reference not in (name, other):
+            continue
         swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
         pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
         found = [
@@ -138,12 +164,16 @@ def _parity_of_seeds(found: Sequence[Parity]) -> str:
     """Summarizes comparisons of the same two variants over seeds."""
     shares = {what: [getattr(one, axis) for one in found] for axis, what in _SHARES.items()}
     cost = in_words(
-        [f"{text} of {what}" for what, values in shares.items() if (text := _spread(values, _whole_percent))]
+        [
+            f"{text} of {what}"
+            for what, values in shares.items()
+            if (text := _with_interval(values, _whole_percent))
+        ]
     )
     loss = _spread([one.loss for one in found], _loss)
     return (
-        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest loss"
-        f" that both reach, {loss}, it needed {cost}"
+        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds:"
+        f" to the lowest loss that both reach, {loss}, it needed {cost}"
     )
 
 
@@ -167,15 +197,48 @@ def _spread(values: Sequence[float | None], text: Callable[[float], str]) -> str
     )
 
 
+def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str:
+    """Mean, and its 90% interval by Student's t."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ""
+    mean = statistics.fmean(known)
+    if len(known) < 2:
+        return text(mean)
+    half = half_interval(statistics.stdev(known), len(known), len(known) - 1)
+    return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
+
+
+def half_interval(deviation: float, count: int, degrees: int) -> float:
+    """Half the width of the 90% interval of a mean of `count` values, by Student's t.
+
+    Args:
+        deviation: standard deviation of the values, estimated with `degrees` of freedom.
+    """
+    from scipy.stats import t
+
+    return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)
+
+
 def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
-    """Aligned columns, readable in a terminal, too."""
-    cells = [["", *names], *([label, *values] for label, values in rows.items() if any(values))]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
-    lines = [
-        "| " + " | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) + " |"
-        for row in cells
-    ]
-    ruler = "|" + "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])]) + "|"
+    table = [["", *names], *([label, *values] for label, values in rows.items() if any(values))]
+    return aligned(table if len(names) <= _MOST_COLUMNS else [list(row) for row in zip(*table, strict=True)])
+
+
+def aligned(rows: Sequence[Sequence[str]], num_left: int = 1) -> list[str]:
+    """Lines of a Markdown table, readable in a terminal, too: the first row is the head.
+
+    Args:
+        num_left: columns at the left that are aligned left; the others are aligned right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    aligns = [str.ljust] * num_left + [str.rjust] * (len(widths) - num_left)
+    lines = []
+    for row in rows:
+        cells = [align(cell, width) for align, cell, width in zip(aligns, row, widths, strict=True)]
+        lines.append("| " + " | ".join(cells) + " |")
+    ends = ["-"] * num_left + [":"] * (len(widths) - num_left)
+    ruler = "|" + "|".join("-" * (width + 1) + end for width, end in zip(widths, ends, strict=True)) + "|"
     return [lines[0], ruler, *lines[1:]]
 
 

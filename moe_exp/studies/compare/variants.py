@@ -23,7 +23,8 @@ _SAME_FOR_ALL = {
     "node_rank", "master_addr", "master_port", "preset",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
-_TAKEN = ("logs", "pace", "report.md", "report.html", "compare.json")  # in the folder of a comparison
+# In the folder of a comparison.
+_TAKEN = ("logs", "pace", "report.md", "report.html", "results.json", "compare.json")
 _NEXT_SETTING = re.compile(r",(?=[A-Za-z_-]+=)")  # values may contain commas: MOE_LAYER_FREQ=0,1,1,1
 
 

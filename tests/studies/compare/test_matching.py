@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.studies.compare.matching import (
@@ -20,7 +21,7 @@ from moe_exp.studies.compare.matching import (
 )
 from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
-CPU = {"preset": "cpu"}
+CPU = SMALL
 
 
 @st.composite

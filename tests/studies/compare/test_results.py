@@ -9,12 +9,13 @@ import re
 
 import pytest
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, to_yaml
 from moe_exp.report.comparison import parities, parity_text
 from moe_exp.report.page_parts import overview_rows
 from moe_exp.report.run_data import read_runs
 from moe_exp.studies.compare.comparison import Comparison, Options, compare_with_before, keep, known_pace
-from moe_exp.studies.compare.results import compared, is_finished, losses_at_shared_end, read_ended
+from moe_exp.studies.compare.results import as_json, compared, is_finished, losses_at_shared_end, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
 
 
@@ -33,7 +34,7 @@ def record(iteration: int, loss: float | None, **more) -> dict:
 @pytest.fixture
 def comparison(tmp_path):
     flags = {
-        "preset": "cpu",
+        **SMALL,
         "run_dir": str(tmp_path),
         "run_name": "mine",
         "train_iters": 4,
@@ -127,14 +128,45 @@ def test_the_report_of_seeds_of_which_one_failed(comparison):
         " FLOPs, 150% of the time and 75% of the tokens." in text
     )
     assert "- dense_seed_1235 failed: it is gone" in text
-    write_run(dense2, [6.0, 5.0, 4.0, 2.0])
+    assert as_json(comparison, ended)["dense"] == {
+        "settings": {"use_moe": False},
+        "runs": [
+            {
+                "seed": seed,
+                "status": status,
+                "final_loss": loss,
+                "valid_loss": valid,
+                "tokens": tokens,
+                "flops": tokens and 10 * tokens,
+                "seconds": seconds,
+                "tokens_per_second": tokens and 100.0,
+            }
+            for seed, status, loss, valid, tokens, seconds in [
+                (1234, "finished", 3.0, 3.5, 400.0, 4.0),
+                (1235, "failed", None, None, None, None),
+            ]
+        ],
+    }
+    write_run(dense2, [6.0, 5.0, 4.0, 2.0], valid=3.0)
     text = result_text(comparison, [*ended[:3], read_ended(dense2)])
     # The second pair meets at 2.0, with the fourth record of dense and after 3 2/3 of dmoe: 75% and 91.7%,
     # 150% and 183.3%.
+    # Student's t at one degree of freedom is 6.3138: intervals are the mean ± 4.4645 standard deviations.
+    assert re.search(r"\| validation loss against dmoe +\| +\| \+1\.2500 \[-0\.3284, \+2\.8284\] \|", text)
     assert (
-        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000 ± 0.7071, it"
-        " needed 83% ± 12% of the FLOPs, 167% ± 24% of the time and 83% ± 12% of the tokens\n" in text
+        "- dmoe against dense, means of 2 seeds: to the lowest loss that both reach, 2.5000"
+        " ± 0.7071, it needed 83% [31%, 136%] of the FLOPs, 167% [61%, 272%] of the time and 83% [31%, 136%]"
+        " of the tokens\n" in text
     )
+
+
+def test_many_variants_are_rows_of_the_table(tmp_path):
+    flags = {**SMALL, "run_dir": str(tmp_path), "train_iters": 4, "warmup_iters": 1}
+    variants = tuple(f"lr{n}:LR={n}e-3" for n in range(1, 6))
+    comparison = Comparison.of(Options(runs="dmoe,dense", variants=variants), flags, {})
+    text = result_text(comparison, [read_ended(run) for run in comparison.runs()])
+    table = [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("|")]
+    assert table == ["", table[1], "dmoe", "dense", "lr1", "lr2", "lr3", "lr4", "lr5"]
 
 
 def test_nothing_has_run(comparison):
@@ -159,7 +191,7 @@ def test_another_call_with_other_settings_is_refused(comparison):
     compare_with_before(comparison)
     assert known_pace(comparison) == {"dmoe": 0.5}
     flags = {
-        "preset": "cpu",
+        **SMALL,
         "run_dir": str(comparison.folder.parent),
         "run_name": "mine",
         "train_iters": 4,
@@ -189,7 +221,7 @@ def test_another_call_with_other_settings_is_refused(comparison):
 
 def test_equal_time(tmp_path):
     by_time = Comparison.of(
-        Options(match="time"), {"preset": "cpu", "train_iters": 300, "run_dir": str(tmp_path)}, {}
+        Options(match="time"), {**SMALL, "train_iters": 300, "run_dir": str(tmp_path)}, {}
     )
     paced = by_time.paced({"dmoe": 0.5, "dense": 0.4})
     assert [one.config.train_iters for one in paced.variants] == [300, 375]
@@ -201,9 +233,9 @@ def test_equal_time(tmp_path):
     assert "- training times came out 10.0% apart" in result_text(
         paced, [read_ended(run) for run in paced.runs()]
     )
-    limited = Comparison.of(
-        Options(match="time", seconds=20.0), {"preset": "cpu", "train_iters": 300}, {}
-    ).paced({"dmoe": 0.5, "dense": 0.3})
+    limited = Comparison.of(Options(match="time", seconds=20.0), {**SMALL, "train_iters": 300}, {}).paced(
+        {"dmoe": 0.5, "dense": 0.3}
+    )
     assert [one.config.train_iters for one in limited.variants] == [40, 67]
     assert plan_text(limited, {"dmoe": 0.5, "dense": 0.3}, measured=True).endswith("times are 0.5% apart")
 
@@ -233,5 +265,5 @@ def test_equal_time(tmp_path):
 )
 def test_bad_options(options, flags, line):
     with pytest.raises(ConfigError) as error:
-        Comparison.of(options, {"preset": "cpu", **flags}, {})
+        Comparison.of(options, {**SMALL, **flags}, {})
     assert len(error.value.problems) == 1 and error.value.problems[0].startswith(line)

@@ -6,11 +6,12 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError
 from moe_exp.config.checks.checks import check_config
 from moe_exp.studies.compare.variants import differences, make_variants
 
-CPU = {"preset": "cpu"}
+CPU = SMALL
 
 
 def lines_of(runs="", written=(), given=CPU) -> list[str]:
