@@ -31,7 +31,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     about = "HIDDEN_SIZE of each rung, such as 16,24,32,48; depth, tokens and LR follow by a rule"
     add("--sizes", help=about)
     add("--runs", help="moe (capacity), dmoe (dropless), dense, with commas (default: dmoe,dense)")
-    about = "another model, with settings of its own: fine:NUM_EXPERTS=16,TOPK=2; may be given more than once"
+    about = "another model, with settings of its own: fine:NUM_EXPERTS=64,TOPK=4; may be given more than once"
     add("--variant", action="append", metavar="NAME:SETTING=VALUE,...", help=about)
     add("--baseline", help="the variant that the others are compared with (default: dense)")
     add("--repeats", help="runs of each with seeds SEED, SEED+1, ... (default: 3)")

@@ -4,7 +4,6 @@ No torch.
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,13 @@ from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.quantities import duration
 from moe_exp.studies.child_runs import held, wait_until_free
-from moe_exp.studies.compare.back_to_back import check_planned_files, check_runs, run_one, stopped_by_signals
+from moe_exp.studies.compare.back_to_back import (
+    check_planned_files,
+    check_runs,
+    need_packages,
+    run_one,
+    stopped_by_signals,
+)
 from moe_exp.studies.compare.comparison import Comparison, Run, compare_with_before, keep
 from moe_exp.studies.compare.results import Ended, is_finished, read_ended
 from moe_exp.studies.failures import why_it_failed
@@ -59,12 +64,7 @@ def check(ladder: Ladder) -> None:
     Raises:
         ConfigError: lists all problems.
     """
-    for package in ("scipy", "matplotlib"):  # would be missed after the first run
-        if importlib.util.find_spec(package) is None:
-            fix = "pip install scipy matplotlib"
-            raise ConfigError(
-                [problem("ladder", package, "is needed for the reports and not installed", fix)]
-            )
+    need_packages("ladder", "scipy", "matplotlib")
     for comparison in ladder.rungs:
         check_runs(comparison.runs(), check_config)
         compare_with_before(comparison)

@@ -52,6 +52,7 @@ class Results:
     Attributes:
         points: losses by variant.
         left_out: runs that failed or diverged, with the reason.
+        training_seconds: of all runs together.
         num_left: runs that have not finished yet.
         is_validated: whether losses are of validation at the end; else means over the last 5% of training.
         fit: None if there are too few rungs, see `missing`.
@@ -60,6 +61,7 @@ class Results:
 
     points: dict[str, Points]
     left_out: list[str]
+    training_seconds: float
     num_left: int
     is_validated: bool
     fit: Fit | None
@@ -97,7 +99,8 @@ def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results
     if predicted and predicted.is_validated != is_validated:
         missing.append("the prediction was of another kind of loss than those of the runs, and is left out")
         predicted = None
-    return Results(points, left_out, num_left, is_validated, fit, missing, found, predicted)
+    seconds = float(np.nansum([one.numbers.seconds for one in everything]))
+    return Results(points, left_out, seconds, num_left, is_validated, fit, missing, found, predicted)
 
 
 def _compute(ladder: Ladder, rung: int, name: str) -> float:
@@ -217,6 +220,7 @@ def as_json(ladder: Ladder, results: Results) -> dict[str, Any]:
             "speedups": {name: asdict(one) for name, one in results.speedups.items()},
             "prediction": predicted and asdict(predicted) | {"errors": predicted.errors(results.points)},
             "left_out": results.left_out,
+            "training_seconds": results.training_seconds,
             "missing": results.missing,
         }
     )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from moe_exp.host.quantities import count_text, flops_text
+from moe_exp.studies.compare.table import aligned
 from moe_exp.studies.ladder.ladder import RULE, Ladder, compute_of
 from moe_exp.studies.ladder.laws import Estimate, Fit, Points, Speedup
 from moe_exp.studies.ladder.results import Results
@@ -43,7 +44,7 @@ def plan_text(ladder: Ladder) -> str:
         sizes = [one.hidden_size, one.num_layers, " / ".join(map(str, widths)), f"{one.lr:g}"]
         rows.append([str(cell) for cell in (number, *sizes, tokens, flops_text(compute_of(one)))])
     names = ["rung", "width", "layers", f"MLP width ({' / '.join(ladder.names)})", "LR", "tokens", "FLOPs"]
-    lines = [head, "", *_table(names, rows)]
+    lines = [head, "", *aligned([names, *rows], num_left=0)]
     if ladder.definition.sizes:
         lines += ["", f"scaled: {RULE}"]
     total = sum(compute_of(one.config) for comparison in ladder.rungs for one in comparison.variants)
@@ -53,20 +54,19 @@ def plan_text(ladder: Ladder) -> str:
 def result_text(ladder: Ladder, results: Results) -> str:
     """The Markdown report."""
     parts = [f"# {ladder.folder.name}", ladder.definition.about, *_lines(ladder, results)]
-    parts.insert(2, "\n".join(_table(*_result_rows(ladder, results))))
+    parts.insert(2, "\n".join(aligned(_result_rows(ladder, results), num_left=0)))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _result_rows(ladder: Ladder, results: Results) -> tuple[list[str], list[list[str]]]:
+def _result_rows(ladder: Ladder, results: Results) -> list[list[str]]:
     others = list(results.speedups)
-    names = ["rung", "FLOPs", *ladder.names, *(f"effective speedup of {name}" for name in others)]
-    rows = []
+    rows = [["rung", "FLOPs", *ladder.names, *(f"effective speedup of {name}" for name in others)]]
     for number in range(len(ladder.rungs)):
         flops = float(results.points[ladder.baseline].compute[number])
         losses = [_loss_text(results.points[name], number) for name in ladder.names]
         ratios = [interval_text(results.speedups[name].rungs[number], "×") for name in others]
         rows.append([str(number + 1), flops_text(flops), *losses, *ratios])
-    return names, rows
+    return rows
 
 
 def _loss_text(points: Points, rung: int) -> str:
@@ -142,17 +142,9 @@ def interval_text(one: Estimate, unit: str = "", digits: int = 2) -> str:
     return f"{shown(one.value)}{unit}{bounds}"
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligned Markdown columns, numbers right."""
-    widths = [max(len(row[column]) for row in [names, *rows]) for column in range(len(names))]
-    ruler = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-    lines = ["| " + " | ".join(map(str.rjust, row, widths)) + " |" for row in [names, *rows]]
-    return [lines[0], ruler, *lines[1:]]
-
-
 def page(ladder: Ladder, results: Results) -> str:
     """The report as one HTML file: plot, table, sentences."""
-    names, rows = _result_rows(ladder, results)
+    names, *rows = _result_rows(ladder, results)
 
     def cells(row: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(text)}</{tag}>" for text in row) + "</tr>"

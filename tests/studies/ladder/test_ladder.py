@@ -7,6 +7,7 @@ import math
 
 import pytest
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, to_yaml
 from moe_exp.studies.compare.matching import flops_per_token
 from moe_exp.studies.compare.results import read_ended
@@ -18,12 +19,14 @@ from moe_exp.studies.ladder.results import predict, prediction_file, results_of
 
 LAWS = {"dense": Law(1.5, 60.0, 0.13), "dmoe": Law(1.5, 80.0, 0.145)}
 RUNGS = tuple({"TRAIN_ITERS": 40 * 3**number} for number in range(5))
+# The rungs set the others.
+MODEL = {name: value for name, value in SMALL.items() if name not in ("train_iters", "eval_interval")}
 OFFSETS = (-0.002, 0.0, 0.002)  # of the three seeds
 
 
 @pytest.fixture
 def ladder(tmp_path):
-    flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
+    flags = MODEL | {"run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
     return Ladder.of(Definition(rungs=RUNGS), flags, {})
 
 
@@ -66,7 +69,7 @@ def test_every_rung_has_equal_flops_and_every_variant_each_seed(ladder):
 
 
 def test_sizes_scale_by_the_rule():
-    base = Ladder.of(Definition(sizes=(64, 128)), {"preset": "cpu"}, {}).rungs[1].variants[0].config
+    base = Ladder.of(Definition(sizes=(64, 128)), MODEL, {}).rungs[1].variants[0].config
     half = scaled(base, 64)
     # From 4 layers of width 128 with 4 heads in 2 groups, MLP 256: a half of each.
     shape = {"num_layers": 2, "num_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 128}
@@ -119,7 +122,7 @@ def test_a_failed_and_a_diverged_run_are_named_and_left_out(ladder):
 
 
 def test_too_few_runs_say_what_to_add(tmp_path):
-    flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
+    flags = MODEL | {"run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
     ladder = Ladder.of(Definition(rungs=RUNGS[:2], repeats=1), flags, {})
     write_one_seed(ladder.rungs)
     (missing,) = results_of(ladder).missing
@@ -147,7 +150,7 @@ def test_a_prediction_of_other_rungs_does_not_count(ladder, tmp_path):
     write_rungs(ladder, ladder.rungs[:-1])
     assert predict(ladder) == ""
     write_rungs(ladder, ladder.rungs[-1:])
-    flags = {"preset": "cpu", "run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
+    flags = MODEL | {"run_dir": str(tmp_path), "run_name": "mine", "warmup_iters": 2}
     longer = Ladder.of(Definition(rungs=(*RUNGS, {"TRAIN_ITERS": 40 * 3**5})), flags, {})
     assert results_of(longer).predicted is None
     assert predict(longer) == ""
@@ -171,7 +174,7 @@ def test_a_prediction_is_renewed_until_its_rung_begins(ladder):
 
 def test_every_run_has_a_validation_at_its_end(tmp_path):
     rungs = ({"TRAIN_ITERS": 100}, {"TRAIN_ITERS": 250}, {"TRAIN_ITERS": 300, "EVAL_INTERVAL": 0})
-    ladder = Ladder.of(Definition(rungs=rungs, settings={"EVAL_INTERVAL": 100}), {"preset": "cpu"}, {})
+    ladder = Ladder.of(Definition(rungs=rungs, settings={"EVAL_INTERVAL": 100}), MODEL, {})
     assert [one.reference.config.eval_interval for one in ladder.rungs] == [100, 250, 0]
 
 
@@ -234,4 +237,4 @@ def test_nothing_is_predicted_after_the_last_rung_has_begun(ladder):
 )  # fmt: skip
 def test_refused(definition, message):
     with pytest.raises(ConfigError, match=message):
-        Ladder.of(definition, {"preset": "cpu"}, {})
+        Ladder.of(definition, MODEL, {})
