@@ -2,7 +2,7 @@
 of this machine.
 
     python bench/bench_gloo.py            # ms per call by size and number of ranks; half a minute on 2 cores
-    # then ms per training step at TP=2, MoE at PRESET=cpu, turn by turn; 2 min more
+    # then ms per training step at TP=2, the small MoE, turn by turn; 2 min more
     python bench/bench_gloo.py --step
 
 A size is that of the whole tensor: the result of the all-gather, the input of the reduce-scatter. Every rank
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from bench_step import Ours, free_port
+from small_model import SETTINGS
 from torch.multiprocessing.spawn import spawn
 
 from moe_exp.config import load_config
@@ -89,7 +90,7 @@ def step_rank(rank: int, port: int, data_dir: str, num_pairs: int) -> None:
     row.
     """
     join(rank, 2, port)
-    settings = {"preset": "cpu", "gpus_per_node": "2", "tp": "2", "data_dir": data_dir}
+    settings = SETTINGS | {"gpus_per_node": "2", "tp": "2", "data_dir": data_dir}
     config = load_config(settings, environ={})
     model = Ours(config, runtime.start(config))
     pairs: dict[str, list[float]] = {"native": [], "ours": []}

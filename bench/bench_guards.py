@@ -1,6 +1,6 @@
 """What all guards of a run cost together per iteration, as a share of the iteration itself.
 
-    # median ratio of 10 pairs, CPU preset's MoE and dense; 2 min on 2 cores
+    # median ratio of 10 pairs, the small MoE and dense; 2 min on 2 cores
     PYTHONPATH=. python bench/bench_guards.py
 
 Two ranks train. After each `train_step` all wait for each other, and then the guards of `moe_exp.train.train`
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from bench_step import Ours
+from small_model import SETTINGS
 
 from moe_exp import train
 from moe_exp.checkpoint.save import CheckpointWriter
@@ -120,7 +121,7 @@ def rank_main(options: argparse.Namespace) -> None:
     folder = Path(os.environ[BEATS])
     heartbeat._heart = heartbeat.HeartbeatWriter(folder, int(os.environ["RANK"]))
     settings = {
-        "preset": "cpu",
+        **SETTINGS,
         "gpus_per_node": NUM_RANKS,
         "threads_per_rank": 1,
         "ep": NUM_RANKS,

@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python bench/bench_hang.py [--pairs 10]
 
-Iterations of the CPU preset's MoE, by turns with and without: the ratio of the process's own time within each
+Iterations of the small MoE, by turns with and without: the ratio of the process's own time within each
 pair, median and quartiles, on an idle machine in about two minutes.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bench_step import Ours
+from small_model import SETTINGS
 
 from moe_exp import train
 from moe_exp.config import Config, load_config
@@ -79,7 +80,7 @@ def main() -> None:
         folder = Path(name)
         config = load_config(
             {
-                "preset": "cpu",
+                **SETTINGS,
                 "gpus_per_node": 1,
                 "threads_per_rank": 1,
                 "run_dir": name,

@@ -2,7 +2,7 @@
 
     python bench/bench_metrics.py               # median ratio of 10 pairs, MoE and dense; 6 min on 2 cores
 
-A pair is two log intervals of `moe_exp.train.train_step` on one rank at PRESET=cpu that run at once, one
+A pair is two log intervals of `moe_exp.train.train_step` of the small model on one rank that run at once, one
 iteration of the one, one of the other, so that what else the machine does meets both. On: statistics of the
 layers, LOG_TIMERS, zeros in the gradient, the record of the interval, metrics.jsonl, the log lines,
 TensorBoard and wandb offline where it is installed. Off: none of it, nor the reduction; the layers' losses
@@ -24,6 +24,7 @@ from unittest.mock import patch
 
 import torch
 from bench_step import Ours
+from small_model import SETTINGS
 
 from moe_exp import train
 from moe_exp.config import Config, load_config
@@ -113,7 +114,7 @@ def main() -> None:
     print("\n| model | off, ms | on, ms | on / off | middle half |\n|---|---|---|---|---|", flush=True)
     with tempfile.TemporaryDirectory() as run_dir:
         settings: dict[str, Any] = {
-            "preset": "cpu",
+            **SETTINGS,
             "gpus_per_node": 1,
             "threads_per_rank": 1,
             "log_timers": True,

@@ -10,7 +10,7 @@ turn.
 
 A step is `moe_exp.train.train_step` on one rank: batches from the SampleStream, Megatron's schedule, DDP,
 clipping and distributed optimizer. Plain torch gets its batches ready-made. Both start from the same weights
-at PRESET=cpu.
+of the small model.
 """
 
 import argparse
@@ -31,6 +31,7 @@ from unittest.mock import patch
 import plain_torch
 import torch
 import torch.nn.functional as F
+from small_model import SETTINGS
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
@@ -376,12 +377,8 @@ def free_port() -> int:
 
 
 def config_of(name: str, arguments: argparse.Namespace) -> Config:
-    """PRESET=cpu on one rank; for --check without warm-up, whose first step would have a learning rate of
-    0.
-    """
-    settings = {"preset": "cpu", "gpus_per_node": "1", "threads_per_rank": str(arguments.threads)} | MODELS[
-        name
-    ]
+    """The small model on one rank; with --check without warm-up, which begins with a learning rate of 0."""
+    settings = SETTINGS | {"gpus_per_node": "1", "threads_per_rank": arguments.threads} | MODELS[name]
     settings |= {"train_data": arguments.data, "data_dir": arguments.data_dir} | (
         {"warmup_iters": "0"} if arguments.check else {}
     )

@@ -1,7 +1,7 @@
 """The tiny dense or MoE GPT in plain torch, as one would write it in an hour: what `bench_step.py` compares
 moe_exp with.
 
-One file, no parallelism, nothing but torch. Same sizes and same mathematics as moe_exp at PRESET=cpu, so with
+One file, no parallelism, nothing but torch. Same sizes (`small_model.py`) and mathematics as moe_exp, so with
 the same weights it has the same losses: `python bench/bench_step.py --check`.
 
 B batch, S sequence, T tokens, D hidden, H query heads, G key/value heads, d head size, V vocabulary, E

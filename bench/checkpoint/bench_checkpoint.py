@@ -15,6 +15,7 @@ import argparse
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -37,13 +38,16 @@ from moe_exp.engine import runtime
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters
 from moe_exp.training.interval import Interval
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from small_model import SETTINGS
+
 SEQ_LEN, VOCAB = 64, 1024
 
 
 def settings(folder: Path, num_ranks: int, num_experts: int) -> Config:
     """A model of 2 layers, whose parameters are nearly all in the experts."""
     values = {
-        "preset": "cpu", "gpus_per_node": num_ranks, "ep": num_ranks, "num_layers": 2, "hidden_size": 256,
+        **SETTINGS, "gpus_per_node": num_ranks, "ep": num_ranks, "num_layers": 2, "hidden_size": 256,
         "ffn_hidden_size": 1024, "num_heads": 4, "num_query_groups": 4, "seq_len": SEQ_LEN,
         "vocab_size": VOCAB, "num_experts": num_experts, "topk": 2, "mbsz": 1, "gbsz": num_ranks,
         "dtype": "fp32", "train_data": str(folder / "tokens"), "eval_interval": 0, "run_dir": str(folder),

@@ -14,6 +14,7 @@ import os
 import platform
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -31,8 +32,11 @@ from moe_exp.engine.optimizer_setup import build_optimizer, build_scheduler
 from moe_exp.host.processes import free_port
 from moe_exp.training.replica_checks import check_replicas
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from small_model import SETTINGS
+
 _SETTINGS = {
-    "preset": "cpu", "gpus_per_node": "1", "num_layers": "2", "hidden_size": "512", "ffn_hidden_size": "512",
+    **SETTINGS, "gpus_per_node": "1", "num_layers": "2", "hidden_size": "512", "ffn_hidden_size": "512",
     "num_heads": "8", "vocab_size": "8192", "dtype": "bf16", "num_workers": "0", "threads_per_rank": "1",
 }  # fmt: skip
 

@@ -19,9 +19,13 @@ from moe_exp.config import Config
 from moe_exp.host.processes import free_port
 from moe_exp.runs.records import read_metrics
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from small_model import SETTINGS as MODEL
+
 GBSZ, ITERATIONS, SAVE_INTERVAL = 8, 400, 10
 SETTINGS = {
-    "PRESET": "cpu", "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "NUM_HEADS": 4,
+    **{name.upper(): value for name, value in MODEL.items()},
+    "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96, "NUM_HEADS": 4,
     "NUM_QUERY_GROUPS": 2, "SEQ_LEN": 64, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 1, "GBSZ": GBSZ,
     "TRAIN_ITERS": ITERATIONS, "WARMUP_ITERS": 20, "DECAY_ITERS": ITERATIONS, "LR": 0.001, "LOG_INTERVAL": 1,
     "EVAL_INTERVAL": 0, "SAVE_INTERVAL": SAVE_INTERVAL, "KEEP_LAST": 4, "MAX_RESTARTS": 100, "EP": 2,

@@ -58,6 +58,7 @@ from megatron.core.transformer.moe import moe_utils
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from bench_layer import start_megatron
 from bench_step import Ours
+from small_model import SETTINGS
 
 MODELS: dict[str, dict[str, str]] = {
     "dense": {"use_moe": "false"},
@@ -65,7 +66,7 @@ MODELS: dict[str, dict[str, str]] = {
     "dmoe": {"use_moe": "true", "moe_type": "dmoe", "topk": "1"},
 }
 TINY = {
-    "preset": "cpu", "num_layers": "2", "hidden_size": "64", "ffn_hidden_size": "96", "seq_len": "64",
+    **SETTINGS, "num_layers": "2", "hidden_size": "64", "ffn_hidden_size": "96", "seq_len": "64",
     "vocab_size": "512", "mbsz": "2", "gbsz": "2",
 }  # fmt: skip
 WARMUP = 3

@@ -10,13 +10,14 @@ from typing import Any
 # 24 layers of width 512 on fineweb-edu with the Llama 3.1 tokenizer: the model of Config's defaults.
 _REFERENCE: dict[str, Any] = {"num_experts": 64, "train_iters": 40_000, "decay_iters": 38_000}
 
-# About two minutes on two cores.
+# About four minutes on two cores; how these values were chosen: docs/recipes.md.
 _CPU: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "num_heads": 4, "num_query_groups": 2,
-    "seq_len": 256, "vocab_size": 4096, "num_experts": 8, "z_loss_coeff": 1e-3, "rotary_base": 10000.0,
-    "mbsz": 4, "gbsz": 16, "train_iters": 300, "warmup_iters": 20, "lr": 3e-3,
-    "min_lr": 3e-4, "log_interval": 10, "eval_interval": 100, "eval_iters": 4, "save_interval": 100,
-    "dtype": "fp32",
+    "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 128, "num_heads": 2, "num_query_groups": 2,
+    "seq_len": 256, "vocab_size": 2048, "num_experts": 32, "topk": 2, "moe_ffn_hidden_size": 64,
+    "router_pre_softmax": False, "aux_loss_coeff": 3e-2, "z_loss_coeff": 1e-3, "rotary_base": 10000.0,
+    "init_std": 0.05, "mbsz": 16, "gbsz": 32, "train_iters": 1000, "warmup_iters": 100, "lr": 1.5e-2,
+    "min_lr": 1.5e-3, "optimizer": "muon", "distributed_optimizer": False, "log_interval": 25,
+    "eval_interval": 250, "eval_iters": 16, "save_interval": 500, "dtype": "fp32",
 }  # fmt: skip
 
 # Muennighoff et al. 2024, arXiv:2409.02060: no normalization of the top-k weights, dropless, z-loss.

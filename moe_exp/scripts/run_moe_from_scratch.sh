@@ -6,7 +6,7 @@
 #   bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run   # settings, launch command, parameters
 #   bash moe_exp/scripts/run_moe_from_scratch.sh --help      # this text
 #
-# Expected time: PRESET=cpu about two minutes on two cores; the first call also makes .venv, when no
+# Expected time: PRESET=cpu about four minutes on two cores; the first call also makes .venv, when no
 # environment that has the dependencies is active. The same command again resumes the run. Works from any
 # folder.
 #

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from helpers.ranks import RankError, free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 
 LIMIT = 1e-5
 MODEL = {
-    "preset": "cpu", "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
+    **SMALL, "num_layers": 3, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
     "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4, "topk": 2,
     "mbsz": 2, "gbsz": 8, "dtype": "fp32",
 }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from helpers.ranks import RankError, free_port, run_on_ranks
-from helpers.whole_runs import EndedRun, Runs
+from helpers.whole_runs import SMALL, EndedRun, Runs
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.launch.machine_checks import check_files
@@ -139,7 +139,7 @@ def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity
 
 
 MOE = {
-    "preset": "cpu", "gpus_per_node": 1, "ffn_hidden_size": 96, "num_experts": 8, "topk": 4,
+    **SMALL, "gpus_per_node": 1, "ffn_hidden_size": 96, "num_experts": 8, "topk": 4,
     "router_pre_softmax": "false", "moe_type": "dmoe", "upcycle_from": "dense",
 }  # fmt: skip
 
@@ -245,7 +245,7 @@ def losses(settings: dict[str, Any]) -> Losses:
 
 
 SETTINGS = {
-    "preset": "cpu",
+    **SMALL,
     "num_layers": 4,
     "hidden_size": 64,
     "ffn_hidden_size": 96,

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
+from helpers import whole_runs
 from helpers.whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 from moe_exp.cli import main
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.runs.records import read_metrics
 
 # A run is little more than its imports.
-TINY = {
-    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
-    "SEQ_LEN": 64, "NUM_EXPERTS": 4, "TOPK": 2, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 6, "DECAY_ITERS": 6,
-    "WARMUP_ITERS": 2, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 6, "EVAL_ITERS": 1, "SAVE_INTERVAL": 1,
-    "KEEP_LAST": 1, "RUN_NAME": "mine",
+TINY = whole_runs.TINY | {
+    "NUM_LAYERS": 2, "NUM_EXPERTS": 4, "MBSZ": 2, "GBSZ": 4, "TRAIN_ITERS": 6, "DECAY_ITERS": 6,
+    "WARMUP_ITERS": 2, "EVAL_INTERVAL": 6, "EVAL_ITERS": 1, "SAVE_INTERVAL": 1, "KEEP_LAST": 1,
+    "RUN_NAME": "mine",
 }  # fmt: skip
 # Of data and anonymous memory of a process: ranks with their threads need half of it.
 MEMORY_LIMIT = 2000 * 2**20
@@ -235,10 +235,10 @@ def test_dry_run_refuses_missing_data(no_settings, tmp_path, monkeypatch, capsys
 def test_problems_of_one_model_name_it(no_settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRESET", "cpu")
-    assert main(["compare", "--runs", "dmoe,dense", "--topk", "9", "--min-lr", "1"]) == 1
+    assert main(["compare", "--runs", "dmoe,dense", "--topk", "33", "--min-lr", "1"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "moe-exp compare: dmoe: TOPK=9: is over NUM_EXPERTS=8. Fix: set TOPK to at most 8.",
-        "MIN_LR=1.0: is over LR=0.003. Fix: set MIN_LR to at most 0.003, for instance 0.0003.",
+        "moe-exp compare: dmoe: TOPK=33: is over NUM_EXPERTS=32. Fix: set TOPK to at most 32.",
+        "MIN_LR=1.0: is over LR=0.015. Fix: set MIN_LR to at most 0.015, for instance 0.0015.",
     ]
     assert main(["compare", "--repeats", "few", "--seconds", "1h"]) == 1
     assert capsys.readouterr().err.splitlines() == [

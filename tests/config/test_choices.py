@@ -15,6 +15,7 @@ import torch
 
 from helpers import ROOT
 from helpers.ranks import free_port
+from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.hf.config_json import architecture_of
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.cli import main
@@ -69,7 +70,7 @@ def added(request, monkeypatch):
 
 def config_with(name: str, **settings: object) -> Config:
     given = {
-        "preset": "cpu",
+        **SMALL,
         "gpus_per_node": 1,
         "run_name": "x",
         "master_port": free_port(),

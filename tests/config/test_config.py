@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import TRAITS, Config, ConfigError, add_arguments, load_config, problem, to_yaml
 from moe_exp.config.misspelt import unknown_variables
 from moe_exp.config.presets import PRESETS
@@ -226,7 +227,7 @@ def test_yaml_gives_the_same_config_back(preset):
     ],
 )
 def test_run_name_is_built_from_the_settings(settings, name):
-    assert load_config(settings, {"PRESET": "cpu"}).name == name
+    assert load_config(SMALL | settings, {}).name == name
 
 
 @given(vocab_size=st.integers(1, 300_000))
@@ -242,7 +243,7 @@ def test_derived_sizes():
         {"PRESET": "cpu"},
     )
     assert (config.world_size, config.data_parallel_size, config.num_microbatches) == (8, 4, 4)
-    assert (config.kv_channels, config.expert_ffn_size, config.rampup) == (32, 256, (16, 16, 300))
+    assert (config.kv_channels, config.expert_ffn_size, config.rampup) == (16, 64, (16, 16, 300))
 
 
 @pytest.mark.parametrize(

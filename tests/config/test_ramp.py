@@ -7,13 +7,14 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.config.ramp import RampStep, batch_size_at, ramp_sizes, ramp_steps
 
 
 def ramped(rampup: str, *, gbsz: int = 64, train_iters: int = 100) -> Config:
     settings = {
-        "preset": "cpu",
+        **SMALL,
         "gbsz": gbsz,
         "mbsz": 1,
         "gpus_per_node": 1,

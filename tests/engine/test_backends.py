@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import moe_options
@@ -11,7 +12,7 @@ from moe_exp.layers.kernels import choice
 from moe_exp.layers.kernels.choice import KernelFailure
 
 TINY = {
-    "preset": "cpu", "gpus_per_node": 1, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48,
+    **SMALL, "gpus_per_node": 1, "num_layers": 1, "hidden_size": 32, "ffn_hidden_size": 48,
     "num_heads": 2, "num_query_groups": 2, "seq_len": 12, "vocab_size": 500, "num_experts": 4,
 }  # fmt: skip
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.config.ramp import ramp_steps
 from moe_exp.engine.optimizer_setup import BatchSchedule
@@ -15,7 +16,7 @@ from moe_exp.engine.optimizer_setup import BatchSchedule
 
 def schedule(rampup: str, *, gbsz: int = 64, mbsz: int = 2, ranks: int = 2) -> BatchSchedule:
     settings = {
-        "preset": "cpu",
+        **SMALL,
         "gbsz": gbsz,
         "mbsz": mbsz,
         "gpus_per_node": ranks,
@@ -61,7 +62,7 @@ def test_sample_for_sample_through_a_whole_ramp(megatrons, rampup, gbsz):
     for consumed in range(samples + 2 * gbsz):
         theirs.update(consumed, consistency_check=True)
         assert ours.at(consumed) == (theirs.get(), theirs.get_current_global_batch_size())
-    settings = {"preset": "cpu", "gbsz": gbsz, "mbsz": 2, "gpus_per_node": 2, "rampup_batch_size": rampup}
+    settings = {**SMALL, "gbsz": gbsz, "mbsz": 2, "gpus_per_node": 2, "rampup_batch_size": rampup}
     consumed = 0
     for step in ramp_steps(load_config(settings, {}), samples + 2 * gbsz):
         for _ in range(step.num_iterations):

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from helpers.ranks import free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import count_parameters, rank_parameters
 
 MODEL = {
-    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4,
+    **SMALL, "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "num_heads": 4,
     "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 8, "mbsz": 1, "gbsz": 8,
 }  # fmt: skip
 VARIANTS: dict[str, dict[str, Any]] = {

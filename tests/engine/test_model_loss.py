@@ -9,12 +9,13 @@ import torch
 
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.model import build_model
 
 TINY = {
-    "preset": "cpu", "num_layers": "1", "hidden_size": "32", "ffn_hidden_size": "48", "num_heads": "2",
+    **SMALL, "num_layers": "1", "hidden_size": "32", "ffn_hidden_size": "48", "num_heads": "2",
     "num_query_groups": "2", "seq_len": "12", "vocab_size": "500", "num_experts": "2",
 }  # fmt: skip
 

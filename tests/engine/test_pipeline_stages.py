@@ -16,6 +16,7 @@ import pytest
 
 from helpers.model_on_ranks import Found, run_models
 from helpers.relative_error import assert_equal_to
+from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.checkpoint.format.torch_dist import read_common
@@ -112,7 +113,7 @@ def test_same_numbers_as_on_one_rank(name, on_ranks, one_rank):
 
 @pytest.mark.parametrize("name", SPLITS)
 def test_splits_pass_the_checks(name):
-    stated = {"preset": "cpu", "hidden_size": 32, "gbsz": 32} | settings_of(name)
+    stated = {**SMALL, "hidden_size": 32, "gbsz": 32} | settings_of(name)
     assert check_config(load_config(stated, {})) == []
 
 

@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from helpers.ranks import free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 
 TINY = {
-    "preset": "cpu", "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
+    **SMALL, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
     "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4, "topk": 2,
     "mbsz": 1, "gbsz": 4, "lr": 1e-3, "warmup_iters": 0, "distributed_optimizer": False,
 }  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, to_yaml
 
 TOKENS, SAMPLES = 512, 8  # of an iteration
@@ -58,7 +59,7 @@ def write_run(path: Path, records: Sequence[Mapping[str, Any]], **settings: Any)
     """Makes the run folder `path` and returns it."""
     path.mkdir(parents=True)
     config = Config(
-        **({"preset": "cpu", "num_layers": 2, "num_experts": 4, "seq_len": 64, "gbsz": SAMPLES} | settings)
+        **({**SMALL, "num_layers": 2, "num_experts": 4, "seq_len": 64, "gbsz": SAMPLES} | settings)
     )
     (path / "config.yaml").write_text(to_yaml(config))
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -28,9 +28,18 @@ from moe_exp.runs.run_folder import RunFolder
 SCRIPT = ROOT / "moe_exp" / "scripts" / "run_moe_from_scratch.sh"
 SETTINGS = {name.upper() for name in Config.model_fields}
 
+# Settings of all kinds of tests: models of this size, whatever PRESET=cpu is.
+SMALL: dict[str, Any] = {
+    "preset": "cpu", "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "moe_ffn_hidden_size": 0,
+    "num_heads": 4, "num_query_groups": 2, "seq_len": 256, "vocab_size": 4096, "num_experts": 8, "topk": 1,
+    "router_pre_softmax": True, "aux_loss_coeff": "0.01", "z_loss_coeff": 1e-3, "init_std": 0.02,
+    "optimizer": "adam", "distributed_optimizer": True, "mbsz": 4, "gbsz": 16, "train_iters": 300,
+    "warmup_iters": 20, "lr": 3e-3, "min_lr": 3e-4, "log_interval": 10, "eval_interval": 100, "eval_iters": 4,
+    "save_interval": 100,
+}  # fmt: skip
 # A model for which a run is little more than its imports. The learning rate moves at every step.
-TINY = {
-    "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 4, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
+TINY = {name.upper(): value for name, value in SMALL.items()} | {
+    "GPUS_PER_NODE": 1, "NUM_LAYERS": 4, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
     "SEQ_LEN": 64, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 1, "GBSZ": 8, "TRAIN_ITERS": 20, "WARMUP_ITERS": 10,
     "DECAY_ITERS": 20, "LR": 0.001, "Z_LOSS_COEFF": 0.001, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0,
     "SAVE_INTERVAL": 0,

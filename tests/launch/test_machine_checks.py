@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from tokenizers import Tokenizer, models
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
@@ -26,7 +27,7 @@ from moe_exp.runs.run_folder import LATEST, RunFolder
 
 
 def cpu(**values) -> Config:
-    return load_config({"preset": "cpu", "gpus_per_node": 1} | values, {})
+    return load_config(SMALL | {"gpus_per_node": 1} | values, {})
 
 
 def only_problem(problems: list[str], expected: str) -> None:
@@ -265,7 +266,7 @@ def test_read_only_folders(here, monkeypatch, tmp_path):
 
 
 def test_corpus_that_is_there_may_be_read_only(here, monkeypatch, tmp_path):
-    made = tmp_path / "data" / "python_stdlib_3_bpe4096"
+    made = tmp_path / "data" / "python_3_torch_2_bpe2048"
     made.mkdir(parents=True)
     (made / "manifest.json").touch()
     monkeypatch.setattr("os.access", lambda path, mode: mode == 0 and Path(path).exists())

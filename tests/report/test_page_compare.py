@@ -206,6 +206,7 @@ def test_settings_that_differ(tmp_path):
         "TOPK": ["–", "1"],
         "MOE_TYPE": ["–", "dmoe"],
         "CAPACITY_FACTOR": ["–", "1.5"],
+        "Z_LOSS_COEFF": ["–", "0.001"],
         "LR": ["0.003", "0.01"],
     }
 

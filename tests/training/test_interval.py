@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from helpers.ranks import free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.layers.experts import RoutedTokens
 from moe_exp.planner.costs.flops import flops_per_iteration
 
 ITERATIONS = 2
 SETTINGS = {
-    "preset": "cpu", "num_layers": 4, "first_k_dense": 1, "hidden_size": 32, "ffn_hidden_size": 48,
+    **SMALL, "num_layers": 4, "first_k_dense": 1, "hidden_size": 32, "ffn_hidden_size": 48,
     "moe_ffn_hidden_size": 20, "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200,
     "num_experts": 8, "topk": 2, "mbsz": 2, "lr": 1e-3, "warmup_iters": 0, "init_std": 0.3,
     "aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.02", "z_loss_coeff": 0.001,

@@ -22,7 +22,7 @@ from moe_exp.config.setting_types import names_text, shown
 from moe_exp.config.settings import Config, problem
 
 # Of the tokenizer trained on the embedded corpus.
-EMBEDDED_VOCAB_SIZE = 4096
+EMBEDDED_VOCAB_SIZE = 2048
 
 
 def check_config(config: Config) -> list[str]:
@@ -151,7 +151,10 @@ def _batch(c: Config) -> Iterator[str]:
     step = c.mbsz * replicas
     of = f"MBSZ*DP={c.mbsz}*{replicas}={step}"
     if c.gbsz % step:
-        yield problem("gbsz", c.gbsz, f"is not a multiple of {of}", f"set GBSZ to {_multiples(step, c.gbsz)}")
+        fix = f"set GBSZ to {_multiples(step, c.gbsz)}"
+        if c.gbsz % replicas == 0:
+            fix += f", or MBSZ to {math.gcd(c.mbsz, c.gbsz // replicas)}"
+        yield problem("gbsz", c.gbsz, f"is not a multiple of {of}", fix)
     yield from check_rampup(c, replicas)
 
 

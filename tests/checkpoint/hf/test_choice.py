@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.hf.choice import choose_architecture
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
@@ -23,7 +24,7 @@ DENSE = {"use_moe": False}
 CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({}, "Qwen2Moe"),
     ({"preset": "reference"}, "Qwen2Moe"),
-    ({"preset": "cpu"}, "Qwen2Moe"),
+    ({"preset": "cpu"}, "Mixtral"),
     ({"preset": "mixtral-8x7b"}, "Mixtral"),
     ({"preset": "qwen3-30b-a3b"}, "Qwen3Moe"),
     ({"preset": "olmoe-1b-7b"}, "Olmoe"),
@@ -111,7 +112,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def config_of(settings: dict[str, Any]):
-    return load_config({"preset": "cpu", "num_experts": 64} | settings, {})
+    base = {} if "preset" in settings else SMALL | {"num_experts": 64}
+    return load_config(base | settings, {})
 
 
 @pytest.mark.parametrize(("settings", "name"), CHOSEN, ids=lambda value: str(value)[:60])

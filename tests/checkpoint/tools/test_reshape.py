@@ -23,6 +23,7 @@ from helpers.checkpoint.ckpt_files import (
     write_checkpoint,
 )
 from helpers.ranks import free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.format.folders import latest_iteration
 from moe_exp.checkpoint.format.naming import logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
@@ -36,7 +37,7 @@ from moe_exp.cli import main
 # key, shape of the whole, offsets, sizes
 Asked = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 MODEL = {
-    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
+    **SMALL, "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 20,
     "num_heads": 4, "gbsz": 8, "num_query_groups": 2, "seq_len": 16, "vocab_size": 200, "num_experts": 4,
     "topk": 2, "mbsz": 1, "dtype": "fp32",
 }  # fmt: skip

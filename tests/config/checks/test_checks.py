@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.presets import PRESETS
@@ -19,7 +20,7 @@ LAYOUTS = [
 
 
 def cpu(**values) -> Config:
-    return load_config({"preset": "cpu", "gpus_per_node": 1, "mbsz": 8, "gbsz": 32} | values, {})
+    return load_config(SMALL | {"gpus_per_node": 1, "mbsz": 8, "gbsz": 32} | values, {})
 
 
 def only_problem(problems: list[str], expected: str) -> None:
@@ -524,12 +525,15 @@ OPTIMIZER = [
 ]
 
 BATCH = [
-    ({"gbsz": 30}, r"GBSZ=30: is not a multiple of MBSZ\*DP=8\*1=8\. Fix: set GBSZ to 24 or 32\."),
+    (
+        {"gbsz": 30},
+        r"GBSZ=30: is not a multiple of MBSZ\*DP=8\*1=8\. Fix: set GBSZ to 24 or 32, or MBSZ to 2\.",
+    ),
     (
         {"gbsz": 40, "gpus_per_node": 2},
-        r"GBSZ=40: is not a multiple of MBSZ\*DP=8\*2=16\. Fix: set GBSZ to 32 or 48\.",
+        r"GBSZ=40: is not a multiple of MBSZ\*DP=8\*2=16\. Fix: set GBSZ to 32 or 48, or MBSZ to 4\.",
     ),
-    ({"gbsz": 4}, r"GBSZ=4: is not a multiple of .* Fix: set GBSZ to 8\."),
+    ({"gbsz": 4}, r"GBSZ=4: is not a multiple of .* Fix: set GBSZ to 8, or MBSZ to 4\."),
     (
         {"rampup_batch_size": "8 8"},
         (
@@ -630,9 +634,9 @@ DATA = [
     ),
     ({"valid_data": "a"}, r"VALID_DATA=a: .* Fix: set TRAIN_DATA or drop VALID_DATA\."),
     (
-        {"vocab_size": 4095},
+        {"vocab_size": 2047},
         (
-            r"VOCAB_SIZE=4095: the embedded corpus .* has 4096 tokens\. Fix: set VOCAB_SIZE to at least 4096,"
+            r"VOCAB_SIZE=2047: the embedded corpus .* has 2048 tokens\. Fix: set VOCAB_SIZE to at least 2048,"
             r" or TRAIN_DATA\."
         ),
     ),

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from helpers import ROOT
-from helpers.whole_runs import wait_until_gone
+from helpers.whole_runs import SMALL, wait_until_gone
 from moe_exp.config import load_config
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
@@ -51,7 +51,7 @@ def schedule(*, dp_size, mbsz, rampup=""):
     """(micro-batches, global batch size) by samples consumed, GBSZ=16."""
     config = load_config(
         {
-            "preset": "cpu",
+            **SMALL,
             "gpus_per_node": dp_size,
             "mbsz": mbsz,
             "gbsz": 16,

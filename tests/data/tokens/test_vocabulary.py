@@ -41,18 +41,18 @@ def resolved(recorded: Path | None = None, **given: str) -> tuple[int, str]:
 
 def test_data_and_tokenizer():
     a, b, other = tokens("a", 1000), tokens("b", 1280), tokens("other", None)
-    assert resolved() == (4096, "")
+    assert resolved() == (2048, "")
     assert resolved(train_data=a) == (1000, "vocabulary of a, 1024 with padding")
     assert resolved(train_data=f"0.5 {a} 0.5 {b}") == (1280, "vocabulary of b")
     assert resolved(train_data=a, valid_data=b) == (1280, "vocabulary of b")
-    assert resolved(train_data=f"1 {a} 1 {other}") == (4096, "")
+    assert resolved(train_data=f"1 {a} 1 {other}") == (2048, "")
     assert resolved(train_data=a, vocab_size="900") == (900, "")
-    assert resolved(train_data="missing") == (4096, "")
+    assert resolved(train_data="missing") == (2048, "")
     tok = tokenizer(1100)
     assert resolved(train_data=other, tokenizer=tok) == (1100, "vocabulary of tok, 1152 with padding")
     assert resolved(train_data=b, tokenizer=tok) == (1280, "vocabulary of b")
-    assert resolved(tokenizer=tok) == (4096, "vocabulary of the embedded corpus")
-    assert resolved(train_data=a, tokenizer="missing") == (4096, "")
+    assert resolved(tokenizer=tok) == (2048, "vocabulary of the embedded corpus")
+    assert resolved(train_data=a, tokenizer="missing") == (2048, "")
 
 
 def test_a_run_that_resumes_keeps_its_own():

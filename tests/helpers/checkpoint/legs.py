@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from helpers.ranks import free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
@@ -24,7 +25,7 @@ VOCAB = 128
 # Every size differs from the others, so that no two axes can be mixed up unseen. The learning rate moves at
 # every step.
 MODEL: dict[str, Any] = {
-    "preset": "cpu", "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24,
+    **SMALL, "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24,
     "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 8, "topk": 2,
     "mbsz": 1, "gbsz": 8, "train_iters": 20, "warmup_iters": 10, "decay_iters": 20, "lr": 1e-3,
     "aux_loss_coeff": 0.01, "z_loss_coeff": 1e-3, "eval_interval": 0, "dtype": "fp32", "num_workers": 0,

@@ -15,6 +15,7 @@ import torch
 
 from helpers.file_limit import no_file_over
 from helpers.ranks import _PROCESSES, free_port
+from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.runs.records import read_metrics
@@ -33,7 +34,7 @@ def write_tokens(folder: Path) -> Path:
 def small_settings(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     """Settings of a job whose run folder is `folder`/`name`; its data have to be in `folder`."""
     return {
-        "preset": "cpu", "gpus_per_node": 1, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48,
+        **SMALL, "gpus_per_node": 1, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48,
         "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 4,
         "topk": 2, "mbsz": 1, "gbsz": 4, "dtype": "fp32", "train_iters": 8, "warmup_iters": 4,
         "decay_iters": 8, "lr": 0.001, "z_loss_coeff": 0.001, "log_interval": 1, "eval_interval": 0,

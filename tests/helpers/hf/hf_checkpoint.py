@@ -19,6 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.config import Config
 
@@ -29,7 +30,7 @@ _SIZES = {
     "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
 _SETTINGS: dict[str, Any] = {
-    "preset": "cpu", "gpus_per_node": 1, "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": 48,
+    **SMALL, "gpus_per_node": 1, "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": 48,
     "num_heads": HEADS, "num_query_groups": GROUPS, "seq_len": SEQ_LEN, "vocab_size": VOCAB,
     "num_experts": EXPERTS, "topk": 2, "router_pre_softmax": False, "rotary_base": 10000.0,
     "norm_epsilon": 1e-5, "dtype": "fp32", "mbsz": 1, "gbsz": 1, "warmup_iters": 0, "train_data": "none",

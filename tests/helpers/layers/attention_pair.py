@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from helpers.relative_error import relative_errors
+from helpers.whole_runs import SMALL
 
 HIDDEN, HEADS, GROUPS, LENGTH, SEQUENCES = 32, 4, 2, 24, 3
 OURS = {
-    "preset": "cpu", "gpus_per_node": 1, "use_moe": False, "num_layers": 1, "hidden_size": HIDDEN,
+    **SMALL, "gpus_per_node": 1, "use_moe": False, "num_layers": 1, "hidden_size": HIDDEN,
     "num_heads": HEADS, "num_query_groups": GROUPS, "vocab_size": 4096, "norm_epsilon": 1e-6,
 }  # fmt: skip
 THEIRS = {

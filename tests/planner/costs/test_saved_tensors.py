@@ -16,13 +16,14 @@ import torch
 
 from helpers.model_on_ranks import RandomTokens
 from helpers.ranks import free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import micro_batches_in_flight
 
 TINY: dict[str, Any] = {
-    "preset": "cpu", "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 320, "num_heads": 4,
+    **SMALL, "num_layers": 2, "hidden_size": 128, "ffn_hidden_size": 320, "num_heads": 4,
     "num_query_groups": 2, "seq_len": 128, "vocab_size": 1024, "num_experts": 8, "topk": 2, "mbsz": 2,
     "gbsz": 2, "distributed_optimizer": False, "num_workers": 0,
 }  # fmt: skip

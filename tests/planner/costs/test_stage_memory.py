@@ -16,6 +16,7 @@ import pytest
 
 from helpers.model_on_ranks import RandomTokens
 from helpers.ranks import free_port, run_on_ranks
+from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
@@ -203,8 +204,8 @@ def _storages(tensors: list[Any]) -> dict[int, int]:
     return {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
 
 
-SMALL: dict[str, Any] = {
-    "preset": "cpu",
+NARROW: dict[str, Any] = {
+    **SMALL,
     "hidden_size": 256,
     "ffn_hidden_size": 512,
     "num_layers": 2,
@@ -223,7 +224,7 @@ BUILT = {
 
 @pytest.fixture(scope="module")
 def allocated() -> dict[str, dict[str, int]]:
-    jobs = [SMALL | settings for settings in BUILT.values()]
+    jobs = [NARROW | settings for settings in BUILT.values()]
     return dict(
         zip(
             BUILT,
@@ -235,7 +236,7 @@ def allocated() -> dict[str, dict[str, int]]:
 
 @pytest.mark.parametrize("name", BUILT)
 def test_state_that_is_allocated(name, allocated):
-    (found,) = stages(load_config(SMALL | BUILT[name] | {"gpus_per_node": 2}, {}))
+    (found,) = stages(load_config(NARROW | BUILT[name] | {"gpus_per_node": 2}, {}))
     for part, measured in allocated[name].items():
         # Megatron pads what it shards.
         assert getattr(found, part) == pytest.approx(measured, rel=0.002), part
@@ -455,7 +456,7 @@ def train_alone(settings: dict[str, Any]) -> int:
 
 
 WIDE = {
-    "preset": "cpu",
+    **SMALL,
     "hidden_size": 512,
     "ffn_hidden_size": 1024,
     "num_layers": 6,

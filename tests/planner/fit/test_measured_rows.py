@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.config.presets import PRESETS
 from moe_exp.planner.costs.flops import flops_per_iteration
@@ -105,7 +106,7 @@ def test_a_job_written_and_read_is_the_same(chosen, measured_by):
 def test_settings_that_cost_nothing_are_no_columns():
     columns = set(
         row_of_job(
-            Job.of(load_config({"preset": "cpu", "gpus_per_node": 2, "ep": 2, "run_name": "x"}, {})),
+            Job.of(load_config(SMALL | {"gpus_per_node": 2, "ep": 2, "run_name": "x"}, {})),
             "A100-80GB",
         )
     )

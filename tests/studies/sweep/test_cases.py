@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.whole_runs import ROOT
+from helpers.whole_runs import ROOT, SMALL
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
@@ -18,7 +18,10 @@ from moe_exp.studies.sweep.driver import Sweep
 from moe_exp.studies.sweep.settings import SweepSettings
 from moe_exp.studies.sweep.slurm_cases import JobFiles, JobOptions, batch_script
 
-CPU = {"PRESET": "cpu", "GPUS_PER_NODE": "2", "SWEEP_DIR": "sweeps"}
+CPU = {name.upper(): str(value) for name, value in SMALL.items()} | {
+    "GPUS_PER_NODE": "2",
+    "SWEEP_DIR": "sweeps",
+}
 
 
 def cases(**environ: str):
@@ -106,11 +109,12 @@ def test_more_nodes_need_slurm():
 
 @pytest.mark.parametrize(("ranks", "number"), [("1", 2), ("2", 16), ("8", 2 * 2 * 4 * 2)])
 def test_without_any_list_there_are_a_few(ranks, number):
-    found = cases(GPUS_PER_NODE=ranks, EXECUTOR="slurm")
+    environ = {"PRESET": "cpu", "GPUS_PER_NODE": ranks, "EXECUTOR": "slurm"}
+    found = Sweep.of({}, environ).cases()
     assert len(found) == number
     assert any(not case.problems for case in found)
     assert len(cases(GPUS_PER_NODE=ranks, MBSZS="1")) == 1
-    assert {case.config.pp for case in cases(GPUS_PER_NODE=ranks, EXECUTOR="slurm", PP="1")} == {1}
+    assert {case.config.pp for case in Sweep.of({}, environ | {"PP": "1"}).cases()} == {1}
 
 
 def test_flags_stand_above_the_environment():
@@ -172,7 +176,7 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(tmp_path, monkeypatch
     head, *lines = capsys.readouterr().out.splitlines()
     assert (
         head
-        == "sweeps/cpu_layers_4_hidden_128_experts_8_GBS_16: 4 cases of 10 iterations, 3 of them warm-up: 3"
+        == "sweeps/cpu_layers_4_hidden_32_experts_32_GBS_32: 4 cases of 10 iterations, 3 of them warm-up: 3"
         " to run, 1 rejected"
     )
     assert [line.split()[:2] for line in lines] == [

@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Runs the comparisons of docs/recipes.md: what each change of the CPU recipe does, and how both of its models
+# were tuned. Resumes; one core each, so two parts can run at the same time.
+#   bash bench/recipes.sh changes        about three hours on one core
+#   bash bench/recipes.sh balance        half an hour: the coefficient of the balancing loss
+#   bash bench/recipes.sh tuning 32      batch size 32 (also 16 and 64); about 35 minutes on one core
+#   cp runs/recipe_changes/results.json docs/recipes/changes.json   # tuning_32, balance likewise
+#   PYTHONPATH=. python docs/generate_recipes.py
+set -euo pipefail
+
+if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
+  sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
+  exit 0
+fi
+export PRESET=cpu GPUS_PER_NODE=1 EVAL_ITERS=16
+
+changes() {
+  local dense=USE_MOE=false
+  RUN_NAME=recipe_changes TRAIN_ITERS=250 WARMUP_ITERS=25 moe-exp compare --repeats 3 --runs dmoe,dense \
+    --variant experts_8:NUM_EXPERTS=8 --variant experts_16:NUM_EXPERTS=16 --variant experts_64:NUM_EXPERTS=64 \
+    --variant top1:TOPK=1,ROUTER_PRE_SOFTMAX=true --variant top4:TOPK=4 \
+    --variant fine:NUM_EXPERTS=64,TOPK=4 --variant finer:NUM_EXPERTS=128,TOPK=8 \
+    --variant not_normalized:ROUTER_PRE_SOFTMAX=true --variant factor_2:ROUTER_SCALING_FACTOR=2 \
+    --variant sigmoid:ROUTER_SCORE=sigmoid --variant sqrtsoftplus:ROUTER_SCORE=sqrtsoftplus \
+    --variant bias:ROUTER_SCORE=sigmoid,AUX_LOSS_COEFF=0,ROUTER_BIAS_UPDATE_RATE=1e-3 \
+    --variant shared:SHARED_EXPERT_SIZE=64,NUM_EXPERTS=31,TOPK=1,ROUTER_PRE_SOFTMAX=true \
+    --variant first_dense:FIRST_K_DENSE=1 \
+    --variant seq_aux:AUX_LOSS_TYPE=seq_aux_loss --variant global_aux:AUX_LOSS_TYPE=global_aux_loss \
+    --variant no_aux:AUX_LOSS_COEFF=0 --variant no_z_loss:Z_LOSS_COEFF=0 \
+    --variant init_02:INIT_STD=0.02 --variant init_10:INIT_STD=0.1 \
+    --variant no_decay:WEIGHT_DECAY=0 --variant warmup_0:WARMUP_ITERS=0 --variant warmup_100:WARMUP_ITERS=100 \
+    --variant adam:OPTIMIZER=adam --variant dense_adam:$dense,OPTIMIZER=adam \
+    --variant dense_init_02:$dense,INIT_STD=0.02 --variant dense_init_10:$dense,INIT_STD=0.1 \
+    --variant dense_no_decay:$dense,WEIGHT_DECAY=0 --variant dense_warmup_0:$dense,WARMUP_ITERS=0
+}
+
+balance() {
+  RUN_NAME=recipe_balance moe-exp compare --runs dmoe \
+    --variant aux_4:AUX_LOSS_COEFF=1e-4 --variant aux_3:AUX_LOSS_COEFF=1e-3 --variant aux_2:AUX_LOSS_COEFF=1e-2 \
+    --variant aux_1:AUX_LOSS_COEFF=1e-1
+}
+
+# The tokens of 1,000 iterations of 32 samples, at each batch size.
+tuning() {
+  local batch=$1 lr own=()
+  for lr in ${LEARNING_RATES:-6 10 15 22}; do
+    own+=(--variant "dmoe_$lr:LR=${lr}e-3,MIN_LR=${lr}e-4" --variant "dense_$lr:USE_MOE=false,LR=${lr}e-3,MIN_LR=${lr}e-4")
+  done
+  local iterations=$((1000 * 32 / batch))
+  RUN_NAME=recipe_tuning_$batch GBSZ=$batch TRAIN_ITERS=$iterations WARMUP_ITERS=$((iterations / 10)) \
+    EVAL_INTERVAL=$((iterations / 4)) EVAL_ITERS=$((512 / batch)) moe-exp compare "${own[@]}"
+}
+
+"$@"
