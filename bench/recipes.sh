@@ -12,11 +12,11 @@ if (($# == 0)) || [[ $1 == -h || $1 == --help ]]; then
   sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p}' "$0"
   exit 0
 fi
-export PRESET=cpu GPUS_PER_NODE=1 EVAL_ITERS=16
+export PRESET=cpu GPUS_PER_NODE=1
 
 changes() {
   local dense=USE_MOE=false
-  RUN_NAME=recipe_changes TRAIN_ITERS=250 WARMUP_ITERS=25 moe-exp compare --repeats 3 --runs dmoe,dense \
+  RUN_NAME=recipe_changes TRAIN_ITERS=250 moe-exp compare --repeats 3 --runs dmoe,dense \
     --variant experts_8:NUM_EXPERTS=8 --variant experts_16:NUM_EXPERTS=16 --variant experts_64:NUM_EXPERTS=64 \
     --variant top1:TOPK=1,ROUTER_PRE_SOFTMAX=true --variant top4:TOPK=4 \
     --variant fine:NUM_EXPERTS=64,TOPK=4 --variant finer:NUM_EXPERTS=128,TOPK=8 \

@@ -6,7 +6,6 @@ name when it is complete, so a folder of that name is a finished corpus.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import platform
@@ -28,6 +27,7 @@ from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
 from moe_exp.data.download.sources import (
     PYTHON_STDLIB_LICENSE,
     TORCH_LICENSE,
+    path_hash,
     python_stdlib_documents,
     torch_documents,
 )
@@ -174,7 +174,7 @@ def _write_corpus(folder: Path, vocab_size: int) -> dict[str, Any]:
     parts = {
         "train": [text for path, text in documents if path not in held_out],
         # In random order: a short validation reads only the first, and neighbors by path are similar.
-        "valid": [held_out[path] for path in sorted(held_out, key=_hash)],
+        "valid": [held_out[path] for path in sorted(held_out, key=path_hash)],
     }
     manifest: dict[str, Any] = {
         "source": "Python standard library without tests, and a sample of torch's .py files",
@@ -205,11 +205,7 @@ def _documents() -> list[tuple[str, str]]:
 
 def _is_held_out(path: str) -> bool:
     """Holds out one file in 20, by a hash of its path: it stays so whatever other files come and go."""
-    return int.from_bytes(_hash(path)[:4], "big") % 20 == 0
-
-
-def _hash(path: str) -> bytes:
-    return hashlib.sha256(path.encode()).digest()
+    return int.from_bytes(path_hash(path)[:4], "big") % 20 == 0
 
 
 def _write_tokens(prefix: Path, tokenizer: Tokenizer, texts: Sequence[str]) -> int:

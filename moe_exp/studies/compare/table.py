@@ -172,8 +172,8 @@ def _parity_of_seeds(found: Sequence[Parity]) -> str:
     )
     loss = _spread([one.loss for one in found], _loss)
     return (
-        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds:"
-        f" to the lowest loss that both reach, {loss}, it needed {cost}"
+        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest loss"
+        f" that both reach, {loss}, it needed {cost}"
     )
 
 
