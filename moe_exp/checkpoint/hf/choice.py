@@ -87,10 +87,6 @@ def _rotary(c: Config) -> str:
     return "whole heads" if c.rotary_fraction == 1 else "a part"
 
 
-def _weights(c: Config) -> str:
-    return "scaled" if c.use_moe and c.router_scaling_factor != 1 else "as they are"
-
-
 _ROUTING = ("router_score", "router_pre_softmax", "router_normalize", "aux_loss_type", "force_routing")
 _BIAS_RATE = "router_bias_update_rate"
 
@@ -109,7 +105,6 @@ TRAITS: Mapping[str, Trait] = {
     "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
     "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),
     "routing": Trait(_routing, "softmax", _named(*_ROUTING)),
-    "weights": Trait(_weights, "as they are", _named("router_scaling_factor")),
     "expert_bias": Trait(lambda c: c.use_moe and c.router_bias_update_rate > 0, False, _named(_BIAS_RATE)),
     "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, _named("num_router_groups")),
     "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),

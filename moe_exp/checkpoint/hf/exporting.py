@@ -226,7 +226,9 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
     shapes, num_bytes = [part.shape for part in piece.theirs], 0
     parts: Iterable[Tensor] = map(torch.zeros, shapes)
     if piece.key:  # it has an effect
-        parts = taken_apart(piece.join, weights.values(piece), shapes, config)
+        values = weights.values(piece)
+        ours = values if piece.factor == 1 else values.float() * piece.factor
+        parts = taken_apart(piece.join, ours, shapes, config)
     for part, values in zip(piece.theirs, parts, strict=True):
         dtype = weights.dtype_of(piece, part)
         shards.add(part.name, values.to(dtype))

@@ -30,6 +30,11 @@ class Architecture:
     without_effect: Mapping[str, str] = field(default_factory=dict)
     predicts_more: bool = False  # published folders have multi-token prediction layers after the model's
 
+    @property
+    def scales(self) -> bool:
+        """Whether config.json has a field for ROUTER_SCALING_FACTOR."""
+        return any("routed_scaling_factor" in rule.names for rule in self.fields)
+
 
 _BIAS = "biases in the attention projections are not supported"
 _ACTIVATION = "other activations than SwiGLU are not supported"
@@ -113,7 +118,7 @@ def _experts(block: str, gate: str, up: str, down: str) -> tuple[TensorRule, ...
         TensorRule("pre_mlp_layernorm.weight", norm, layers="moe"),
         TensorRule("mlp.router.weight", router, layers="moe", alias="mlp.gate.weight"),
         TensorRule(f"{ours}1.weight", halves, "rows", "moe", alias=f"{all_theirs}gate_up_proj"),
-        TensorRule(f"{ours}2.weight", second, layers="moe", alias=f"{all_theirs}down_proj"),
+        TensorRule(f"{ours}2.weight", second, layers="moe", alias=f"{all_theirs}down_proj", weighted=True),
     )
 
 
@@ -262,7 +267,7 @@ _DEEPSEEK_FIELDS = (
 )  # fmt: skip
 _DEEPSEEK_TRAITS = {
     "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
-    "weights": ("as they are", "scaled"), "expert_bias": _EITHER, "groups": _EITHER,
+    "expert_bias": _EITHER, "groups": _EITHER,
     "shared": ("of whole experts",), "tied": _EITHER,
 }  # fmt: skip
 DEEPSEEK_V3 = Architecture(

@@ -32,6 +32,7 @@ class Piece:
     join: str  # see tensor_rules
     expert: int | None = None  # its index
     alias: str = ""  # another name for theirs, see TensorRule
+    factor: float = 1.0  # theirs is ours times it: ROUTER_SCALING_FACTOR where config.json cannot express it
 
     @property
     def inner_shape(self) -> tuple[int, ...]:
@@ -51,7 +52,8 @@ def pieces(architecture: Architecture, config: Config) -> Iterator[Piece]:
     for layer, is_moe in enumerate(config.moe_layers):
         for rule in architecture.tensors:
             if rule.layers in ("all", "moe" if is_moe else "dense") and CONDITIONS[rule.when](config):
-                yield from _of_layer(rule, layer, config)
+                factor = config.router_scaling_factor if rule.weighted and not architecture.scales else 1.0
+                yield from _of_layer(rule, layer, config, factor)
     yield from _of_model(once[1:], config)
 
 
@@ -62,7 +64,7 @@ def _of_model(rules: list[TensorRule], config: Config) -> Iterator[Piece]:
         yield Piece(rule.ours, shape, (0,) * len(shape), shape, theirs, rule.join)
 
 
-def _of_layer(rule: TensorRule, layer: int, config: Config) -> Iterator[Piece]:
+def _of_layer(rule: TensorRule, layer: int, config: Config, factor: float) -> Iterator[Piece]:
     stacked = layers_are_stacked(config)
     key = f"decoder.layers.{rule.ours}" if stacked else f"decoder.layers.{layer}.{rule.ours}"
     before = f"model.layers.{layer}."
@@ -74,7 +76,7 @@ def _of_layer(rule: TensorRule, layer: int, config: Config) -> Iterator[Piece]:
         whole = tuple(size for _, size in axes) + shape
         offsets = tuple(index for index, _ in axes) + (0,) * len(shape)
         box, alias = (1,) * len(axes) + shape, before + rule.alias if rule.alias else ""
-        yield Piece(key if rule.ours else "", whole, offsets, box, theirs, rule.join, expert, alias)
+        yield Piece(key if rule.ours else "", whole, offsets, box, theirs, rule.join, expert, alias, factor)
 
 
 def _theirs(

@@ -37,6 +37,7 @@ class TensorRule:
     # their name in folders that transformers 5 writes with `save_original_format=False`; for experts, of one
     # tensor with all experts along its first axis
     alias: str = ""
+    weighted: bool = False  # the router weights multiply what it computes
     per_expert: bool = field(init=False)
 
     def __post_init__(self) -> None:

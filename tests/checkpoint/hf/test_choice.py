@@ -30,6 +30,7 @@ CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({"preset": "olmoe-1b-7b"}, "Olmoe"),
     ({"preset": "deepseek-v3-like"}, "DeepseekV3"),
     ({"topk": 2, "router_pre_softmax": False}, "Mixtral"),
+    ({"topk": 2, "router_pre_softmax": False, "router_scaling_factor": 2.5}, "Mixtral"),
     ({"topk": 2, "router_normalize": "true"}, "Mixtral"),
     ({"topk": 2, "router_normalize": "true", "first_k_dense": 1}, "Qwen2Moe"),
     ({"topk": 2, "router_pre_softmax": False, "head_dim": 64, "hidden_size": 512, "num_heads": 4}, "Mixtral"),
@@ -83,10 +84,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
     ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),
     ({"rotary_fraction": 0.5}, r"Qwen2MoeForCausalLM has no ROTARY_FRACTION=0\.5"),
-    (
-        {"router_scaling_factor": 2.0},
-        r"computes this \(Qwen2MoeForCausalLM has no ROUTER_SCALING_FACTOR=2\.0\)",
-    ),
     ({"shared_expert_size": 300}, "SHARED_EXPERT_SIZE=300 SHARED_EXPERT_GATE=False: no architecture"),
     # vLLM's Qwen2Moe divides, whatever config.json says.
     (
