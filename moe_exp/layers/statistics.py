@@ -85,4 +85,5 @@ def _entropy_and_largest_weight(decision: RoutingDecision, scores: Tensor) -> tu
         return decision.sums.entropy, decision.sums.largest
     top1_T = decision.weights_TK.amax(dim=1)
     top1 = (top1_T if decision.valid_T is None else top1_T * decision.valid_T).sum()
-    return -torch.xlogy(scores, scores).sum(), top1
+    # A log that is finite at 0, instead of torch.xlogy, which a CPU computes at a fifth of the speed.
+    return -(scores * scores.clamp_min(1e-30).log()).sum(), top1
