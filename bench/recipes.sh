@@ -17,13 +17,13 @@ export PRESET=cpu GPUS_PER_NODE=1
 changes() {
   local dense=USE_MOE=false
   RUN_NAME=recipe_changes TRAIN_ITERS=250 moe-exp compare --repeats 3 --runs dmoe,dense \
-    --variant experts_8:NUM_EXPERTS=8 --variant experts_16:NUM_EXPERTS=16 --variant experts_64:NUM_EXPERTS=64 \
-    --variant top1:TOPK=1,ROUTER_PRE_SOFTMAX=true --variant top4:TOPK=4 \
-    --variant fine:NUM_EXPERTS=64,TOPK=4 --variant finer:NUM_EXPERTS=128,TOPK=8 \
-    --variant not_normalized:ROUTER_PRE_SOFTMAX=true --variant factor_2:ROUTER_SCALING_FACTOR=2 \
+    --variant experts_16:NUM_EXPERTS=16 --variant experts_32:NUM_EXPERTS=32 --variant experts_128:NUM_EXPERTS=128 \
+    --variant top1:NUM_EXPERTS=16,TOPK=1,ROUTER_PRE_SOFTMAX=true --variant top2:NUM_EXPERTS=32,TOPK=2 \
+    --variant top8:NUM_EXPERTS=128,TOPK=8 --variant not_normalized:ROUTER_PRE_SOFTMAX=true \
+    --variant factor_1:ROUTER_SCALING_FACTOR=1 --variant factor_4:ROUTER_SCALING_FACTOR=4 \
     --variant sigmoid:ROUTER_SCORE=sigmoid --variant sqrtsoftplus:ROUTER_SCORE=sqrtsoftplus \
     --variant bias:ROUTER_SCORE=sigmoid,AUX_LOSS_COEFF=0,ROUTER_BIAS_UPDATE_RATE=1e-3 \
-    --variant shared:SHARED_EXPERT_SIZE=64,NUM_EXPERTS=31,TOPK=1,ROUTER_PRE_SOFTMAX=true \
+    --variant shared:SHARED_EXPERT_SIZE=32,NUM_EXPERTS=63,TOPK=3 \
     --variant first_dense:FIRST_K_DENSE=1 \
     --variant seq_aux:AUX_LOSS_TYPE=seq_aux_loss --variant global_aux:AUX_LOSS_TYPE=global_aux_loss \
     --variant no_aux:AUX_LOSS_COEFF=0 --variant no_z_loss:Z_LOSS_COEFF=0 \

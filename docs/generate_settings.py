@@ -232,7 +232,7 @@ run the same command on each node with NNODES, MASTER_ADDR and that node's NODE_
 
 # What docs/settings.md says about each preset.
 PRESET_TEXTS = {
-    "cpu": "4 layers of width 32, 32 experts, top-2: the default without GPUs",
+    "cpu": "4 layers of width 32, 64 experts, top-4: the default without GPUs",
     "reference": "24 layers of width 512, 64 experts, top-1: the default with GPUs",
     "olmoe-1b-7b": "OLMoE, as published",
     "mixtral-8x7b": "Mixtral 8x7B, as published",

@@ -67,7 +67,7 @@ def test_run_folder_has_what_the_design_lists(first_run):
     assert (settings["preset"], settings["train_iters"], settings["num_experts"], settings["vpp"]) == (
         "cpu",
         40,
-        32,
+        64,
         None,
     )
     (start,) = json.loads(folder.provenance.read_text())["starts"]
@@ -132,17 +132,17 @@ def test_metrics_have_every_key(first_run):
         assert record["consumed_tokens"] == record["iteration"] * 32 * 256
         assert [layer["layer"] for layer in record["experts"]] == [1, 2, 3, 4]
         for layer in record["experts"]:
-            assert sum(layer["tokens_per_expert"]) == 4 * 32 * 256 * 2  # LOG_INTERVAL * GBSZ * SEQ_LEN * TOPK
+            assert sum(layer["tokens_per_expert"]) == 4 * 32 * 256 * 4  # LOG_INTERVAL * GBSZ * SEQ_LEN * TOPK
             assert layer["max_over_mean"] == max(layer["tokens_per_expert"]) / statistics.mean(
                 layer["tokens_per_expert"]
             )
-            assert 0 < layer["router_entropy"] <= math.log(32)
+            assert 0 < layer["router_entropy"] <= math.log(64)
 
 
 def test_start_says_the_true_counts(first_run):
     start = first_run.stdout.partition("] iteration ")[0]
     for text in (
-        "Parameters: 938K (938,272), ",
+        "Parameters: 942K (942,368), ",
         "weight and optimizer=",
         "Floating-point operations per iteration: ",
     ):

@@ -13,11 +13,11 @@ _REFERENCE: dict[str, Any] = {"num_experts": 64, "train_iters": 40_000, "decay_i
 # About four minutes on two cores; how these values were chosen: docs/recipes.md.
 _CPU: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 128, "num_heads": 2, "num_query_groups": 2,
-    "seq_len": 256, "vocab_size": 2048, "num_experts": 32, "topk": 2, "moe_ffn_hidden_size": 64,
-    "router_pre_softmax": False, "aux_loss_coeff": 3e-2, "z_loss_coeff": 1e-3, "rotary_base": 10000.0,
-    "init_std": 0.05, "mbsz": 16, "gbsz": 32, "train_iters": 1000, "warmup_iters": 100, "lr": 1.5e-2,
-    "min_lr": 1.5e-3, "optimizer": "muon", "distributed_optimizer": False, "log_interval": 25,
-    "eval_interval": 250, "eval_iters": 16, "save_interval": 500, "dtype": "fp32",
+    "seq_len": 256, "vocab_size": 2048, "num_experts": 64, "topk": 4, "moe_ffn_hidden_size": 32,
+    "router_pre_softmax": False, "router_scaling_factor": 2.5, "aux_loss_coeff": 3e-2, "z_loss_coeff": 1e-3,
+    "rotary_base": 10000.0, "init_std": 0.05, "mbsz": 16, "gbsz": 32, "train_iters": 1000,
+    "warmup_iters": 100, "lr": 1.5e-2, "min_lr": 1.5e-3, "optimizer": "muon", "distributed_optimizer": False,
+    "log_interval": 25, "eval_interval": 250, "eval_iters": 16, "save_interval": 500, "dtype": "fp32",
 }  # fmt: skip
 
 # Muennighoff et al. 2024, arXiv:2409.02060: no normalization of the top-k weights, dropless, z-loss.

@@ -149,7 +149,7 @@ def test_a_new_run_does_not_continue_the_run_of_its_file(capsys):
         " RUN_NAME for a new run, or continue with --resume runs/A.\n"
     )
     assert train({"config": "runs/A"}, dry_run=True) == 0
-    assert "run folder: runs/moe_true_num_experts_32_" in capsys.readouterr().out
+    assert "run folder: runs/moe_true_num_experts_64_" in capsys.readouterr().out
     assert train({"config": "runs/A", "preset": "reference"}, dry_run=True) == 2
     assert "PRESET=reference: runs/A/config.yaml has all settings of a run, so" in capsys.readouterr().err
 

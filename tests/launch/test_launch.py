@@ -177,12 +177,12 @@ def test_dry_run_of_the_reference(tmp_path):
 
 
 def test_bad_settings_end_with_2_before_anything_exists(tmp_path):
-    done = moe_exp("train", "--topk", "33", cwd=tmp_path, EP="3", GPUS_PER_NODE="3", GBSZ="48")
+    done = moe_exp("train", "--topk", "65", cwd=tmp_path, EP="3", GPUS_PER_NODE="3", GBSZ="48")
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.splitlines() == [
-        "moe-exp: EP=3: does not divide NUM_EXPERTS=32. Fix: set EP to one of 1, 2, 4, 8, 16, 32.",
-        "moe-exp: TOPK=33: is over NUM_EXPERTS=32. Fix: set TOPK to at most 32.",
+        "moe-exp: EP=3: does not divide NUM_EXPERTS=64. Fix: set EP to one of 1, 2, 4, 8, 16, 32, 64.",
+        "moe-exp: TOPK=65: is over NUM_EXPERTS=64. Fix: set TOPK to at most 64.",
     ]
     assert list(tmp_path.iterdir()) == []
 
