@@ -29,6 +29,8 @@ changes() {
     --variant no_aux:AUX_LOSS_COEFF=0 --variant no_z_loss:Z_LOSS_COEFF=0 \
     --variant init_02:INIT_STD=0.02 --variant init_10:INIT_STD=0.1 \
     --variant no_decay:WEIGHT_DECAY=0 --variant warmup_0:WARMUP_ITERS=0 --variant warmup_100:WARMUP_ITERS=100 \
+    --variant router_lr_low:ROUTER_LR_MULT=0.5 --variant router_lr_high:ROUTER_LR_MULT=2 \
+    --variant expert_lr_low:EXPERT_LR_MULT=0.7 --variant expert_lr_high:EXPERT_LR_MULT=1.4 \
     --variant adam:OPTIMIZER=adam --variant dense_adam:$dense,OPTIMIZER=adam \
     --variant dense_init_02:$dense,INIT_STD=0.02 --variant dense_init_10:$dense,INIT_STD=0.1 \
     --variant dense_no_decay:$dense,WEIGHT_DECAY=0 --variant dense_warmup_0:$dense,WARMUP_ITERS=0

@@ -41,7 +41,12 @@ from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
 from moe_exp.engine.kernel_checks import KernelFailure, check_run
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import (
+    BatchSchedule,
+    base_learning_rate,
+    build_optimizer,
+    build_scheduler,
+)
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.params import startup_report
@@ -468,7 +473,7 @@ def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | Non
     """Writes the record of the interval that ends with `step`. Called by every rank."""
     record = interval.record(
         progress,
-        learning_rate=job.trained.optimizer.param_groups[0]["lr"],
+        learning_rate=base_learning_rate(job.trained.optimizer),
         grad_norm=step.done.grad_norm,
         num_zeros=step.num_zeros,
         loss_scale=float(job.trained.optimizer.get_loss_scale()),

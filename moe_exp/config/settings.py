@@ -103,6 +103,8 @@ class Config(ModelSettings):
     # Optimization
     lr: float = learning(0.0006, "peak learning rate", gt=0, costs=False)
     min_lr: Rate = learning(6e-05, "final learning rate", costs=False)
+    router_lr_mult: float = learning(1.0, "LR and MIN_LR of routers, as a multiple", gt=0, costs=False)
+    expert_lr_mult: float = learning(1.0, "LR and MIN_LR of routed experts, as a multiple", gt=0, costs=False)
     lr_decay_style: Annotated[str, one_of(SCHEDULES)] = learning(
         "cosine", "learning-rate schedule", costs=False, measured="constant"
     )

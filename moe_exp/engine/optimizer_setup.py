@@ -112,6 +112,16 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
     return axis == (split - 2 if split >= 0 else 0)
 
 
+def _own_learning_rates(config: Config) -> dict[ParamKey, Any]:
+    """Parameter groups of routers and of experts whose learning rate differs from the others'."""
+    multiples = {".router.": config.router_lr_mult, ".mlp.experts.": config.expert_lr_mult}
+    return {
+        ParamKey(name=f"*{part}*"): {"max_lr": config.lr * multiple, "min_lr": config.min_lr * multiple}
+        for part, multiple in multiples.items()
+        if multiple != 1
+    }
+
+
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
     """Megatron's optimizer over all chunks of this rank; no weight decay on norms and biases."""
     settings = OptimizerConfig(
@@ -133,12 +143,14 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     )
     # By dimension, not name: a norm in the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
-    overrides: dict[ParamKey, Any] = {norms_and_biases: {"wd_mult": 0.0}}
+    overrides = {norms_and_biases: {"wd_mult": 0.0}} | _own_learning_rates(config)
+    if config.optimizer == "muon":
+        overrides |= _matrices()
     with _megatron_builds(config):
         optimizer = get_megatron_optimizer(
             settings,
             model,
-            config_overrides=overrides | (_matrices() if config.optimizer == "muon" else {}),
+            config_overrides=overrides,
             use_gloo_process_groups=False,
         )
     for part in optimizer.chained_optimizers:
@@ -175,6 +187,11 @@ def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerPa
         wsd_decay_steps=config.wsd_decay_iters * batch or None,
         lr_wsd_decay_style="linear",
     )
+
+
+def base_learning_rate(optimizer: MegatronOptimizer) -> float:
+    """The learning rate of the groups without their own, see ROUTER_LR_MULT and EXPERT_LR_MULT."""
+    return next(group["lr"] for group in optimizer.param_groups if group["default_config"])
 
 
 class BatchSchedule:

@@ -53,4 +53,5 @@ def test_router_scaling_factor(checkpoints, tmp_path):
     ours = dict(zip(names, our_logits([tmp_path / name for name in names], TOKENS), strict=True))
     assert_equal_to(LIMIT, ours, {name: their_logits(tmp_path / f"{name}_hf", TOKENS) for name in names})
     unscaled = our_logits([checkpoints[name] for name in names], TOKENS)
-    assert all((ours[name] - old).abs().max() > 0.01 * old.abs().max() for name, old in zip(names, unscaled))
+    for name, old in zip(names, unscaled, strict=True):
+        assert (ours[name] - old).abs().max() > 0.01 * old.abs().max()

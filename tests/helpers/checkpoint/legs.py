@@ -130,9 +130,11 @@ def build_job(config: Config, rank: Any) -> Any:
 
 
 def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:
+    from moe_exp.engine.optimizer_setup import base_learning_rate
+
     record = interval.record(
         progress,
-        learning_rate=job.trained.optimizer.param_groups[0]["lr"],
+        learning_rate=base_learning_rate(job.trained.optimizer),
         grad_norm=grad_norm,
         num_zeros=None,
         loss_scale=1.0,
