@@ -243,7 +243,7 @@ def test_derived_sizes():
         {"PRESET": "cpu"},
     )
     assert (config.world_size, config.data_parallel_size, config.num_microbatches) == (8, 4, 4)
-    assert (config.kv_channels, config.expert_ffn_size, config.rampup) == (16, 64, (16, 16, 300))
+    assert (config.kv_channels, config.expert_ffn_size, config.rampup) == (16, 32, (16, 16, 300))
 
 
 @pytest.mark.parametrize(

@@ -32,10 +32,10 @@ SETTINGS = {name.upper() for name in Config.model_fields}
 SMALL: dict[str, Any] = {
     "preset": "cpu", "num_layers": 4, "hidden_size": 128, "ffn_hidden_size": 256, "moe_ffn_hidden_size": 0,
     "num_heads": 4, "num_query_groups": 2, "seq_len": 256, "vocab_size": 4096, "num_experts": 8, "topk": 1,
-    "router_pre_softmax": True, "aux_loss_coeff": "0.01", "z_loss_coeff": 1e-3, "init_std": 0.02,
-    "optimizer": "adam", "distributed_optimizer": True, "mbsz": 4, "gbsz": 16, "train_iters": 300,
-    "warmup_iters": 20, "lr": 3e-3, "min_lr": 3e-4, "log_interval": 10, "eval_interval": 100, "eval_iters": 4,
-    "save_interval": 100,
+    "router_pre_softmax": True, "router_scaling_factor": 1.0, "aux_loss_coeff": "0.01", "z_loss_coeff": 1e-3,
+    "init_std": 0.02, "optimizer": "adam", "distributed_optimizer": True, "mbsz": 4, "gbsz": 16,
+    "train_iters": 300, "warmup_iters": 20, "lr": 3e-3, "min_lr": 3e-4, "log_interval": 10,
+    "eval_interval": 100, "eval_iters": 4, "save_interval": 100,
 }  # fmt: skip
 # A model for which a run is little more than its imports. The learning rate moves at every step.
 TINY = {name.upper(): value for name, value in SMALL.items()} | {
