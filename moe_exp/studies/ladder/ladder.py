@@ -213,6 +213,12 @@ class Ladder:
     def names(self) -> list[str]:
         return self.rungs[0].names
 
+    @property
+    def grows(self) -> bool:
+        """Whether the models grow from rung to rung, not only the number of tokens."""
+        first, *others = ([count_parameters(one.config) for one in rung.variants] for rung in self.rungs)
+        return any(other != first for other in others)
+
 
 def _baseline(definition: Definition, variants: Sequence[Variant]) -> str:
     dense = next((one.name for one in variants if not one.config.use_moe), variants[0].name)

@@ -1,8 +1,9 @@
 """Scaling laws L(C) = E + A C^-alpha of several variants, and effective speedups, with intervals. No torch.
 
-E is the loss that no amount of compute C removes, so variants trained on the same data share it. The form
-is that of Hoffmann et al. 2022 (arXiv:2203.15556, section 3.3) in the one variable C. The effective speedup
-of a variant is the compute that the baseline needs for the variant's loss, over the variant's compute.
+E is the loss that no amount of compute C removes. Variants that grow with C share it, as they are trained on
+the same data; a model whose size stays the same has its own, which is higher. The form is that of Hoffmann
+et al. 2022 (arXiv:2203.15556, section 3.3) in the one variable C. The effective speedup of a variant is the
+compute that the baseline needs for the variant's loss, over the variant's compute.
 
 scipy is imported inside functions.
 """
@@ -130,10 +131,11 @@ def fit_laws(
     variants: Mapping[str, Points],
     *,
     asymptote: float | None = None,
+    is_shared: bool = True,
     num_draws: int = _NUM_DRAWS,
     seed: int = 0,
 ) -> Fit:
-    """Fits the variants jointly by least squares in the losses, with one asymptote for all.
+    """Fits the variants by least squares in the losses, jointly if they share the asymptote.
 
     A draw of the bootstrap adds to the mean of each rung the noise of a mean over its seeds, see `Noise`;
     without two seeds anywhere there are no draws.
@@ -141,6 +143,7 @@ def fit_laws(
     Args:
         variants: see `fit_problem` for the fewest points.
         asymptote: E in nats per token; None: fitted.
+        is_shared: whether all variants have the same asymptote.
 
     Raises:
         ValueError: too few points, see `fit_problem`.
@@ -149,13 +152,27 @@ def fit_laws(
         raise ValueError(problem)
     means = {name: points.means for name, points in variants.items()}
     compute = {name: points.compute for name, points in variants.items()}
-    laws = _fit_means(compute, means, asymptote)
+
+    def fitted(means: Mapping[str, Floats], start: Mapping[str, Law] | None = None) -> dict[str, Law]:
+        groups = [list(means)] if is_shared else [[name] for name in means]
+        return {
+            name: law
+            for group in groups
+            for name, law in _fit_means(
+                {name: compute[name] for name in group},
+                {name: means[name] for name in group},
+                asymptote,
+                start,
+            ).items()
+        }
+
+    laws = fitted(means)
     noise = Noise.of(variants)
     generator = np.random.default_rng(seed)
     draws = []
     for _ in range(num_draws if noise.freedom else 0):
         drawn = {name: noise.drawn(points, generator) for name, points in variants.items()}
-        draws.append(_fit_means(compute, drawn, asymptote, start=laws))
+        draws.append(fitted(drawn, start=laws))
     return Fit(laws, draws)
 
 

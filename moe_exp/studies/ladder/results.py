@@ -88,7 +88,7 @@ def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results
         for name in ladder.names
     }
     problem = fit_problem(points, ladder.definition.asymptote)
-    fit = None if problem else fit_laws(points, asymptote=ladder.definition.asymptote)
+    fit = None if problem else _fit(ladder, points)
     missing = [problem] if problem else []
     if fit and not fit.draws:
         missing.append("there are no intervals: one seed says nothing about noise; add --repeats 3")
@@ -101,6 +101,10 @@ def results_of(ladder: Ladder, reasons: dict[str, str] | None = None) -> Results
         predicted = None
     seconds = float(np.nansum([one.numbers.seconds for one in everything]))
     return Results(points, left_out, seconds, num_left, is_validated, fit, missing, found, predicted)
+
+
+def _fit(ladder: Ladder, points: dict[str, Points]) -> Fit:
+    return fit_laws(points, asymptote=ladder.definition.asymptote, is_shared=ladder.grows)
 
 
 def _compute(ladder: Ladder, rung: int, name: str) -> float:
@@ -170,7 +174,7 @@ def predict(ladder: Ladder) -> str:
     below = {name: points.until(len(ladder.rungs) - 1) for name, points in results.points.items()}
     if problem := fit_problem(below, ladder.definition.asymptote):
         return f"The last rung is not predicted: {problem}."
-    fit = fit_laws(below, asymptote=ladder.definition.asymptote)
+    fit = _fit(ladder, below)
     noise, flops = Noise.of(below), _last_flops(ladder)
     losses = {
         name: asdict(fit.prediction(name, flops[name], noise, ladder.definition.repeats))

@@ -166,7 +166,7 @@ def draw(ladder: Ladder, results: Results) -> str:
     FigureCanvasSVG(figure)
     losses, ratios = figure.subplots(1, 2)
     colors = dict(zip(ladder.names, _COLORS * len(ladder.names), strict=False))
-    floor = results.fit.laws[ladder.baseline].asymptote if results.fit else 0.0
+    floor = min(law.asymptote for law in results.fit.laws.values()) if results.fit else 0.0
     for name, points in results.points.items():
         _draw_losses(losses, name, points, results.fit, floor, colors[name])
     for name, speedup in results.speedups.items():

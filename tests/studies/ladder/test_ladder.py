@@ -68,6 +68,11 @@ def test_every_rung_has_equal_flops_and_every_variant_each_seed(ladder):
     assert ladder.baseline == "dense"
 
 
+def test_models_grow_with_sizes_but_not_with_tokens(ladder):
+    assert not ladder.grows
+    assert Ladder.of(Definition(sizes=(64, 128)), MODEL, {}).grows
+
+
 def test_sizes_scale_by_the_rule():
     base = Ladder.of(Definition(sizes=(64, 128)), MODEL, {}).rungs[1].variants[0].config
     half = scaled(base, 64)

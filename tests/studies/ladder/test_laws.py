@@ -30,6 +30,17 @@ def test_exact_losses_give_the_law_back(asymptote):
         )
 
 
+def test_models_that_do_not_grow_have_asymptotes_of_their_own():
+    """With a shared one, the law of the model that saturates bends too little."""
+    dense = Law(2.5, 5e5, 0.45)
+    exact = {"dense": points(dense), "moe": points(MOE)}
+    fit = fit_laws(exact, is_shared=False, num_draws=0)
+    for name, law in (("dense", dense), ("moe", MOE)):
+        assert fit.loss(name, 1e15).value == pytest.approx(law.loss(1e15), rel=1e-6)
+    shared = fit_laws(exact, num_draws=0)
+    assert shared.loss("dense", 1e15).value < dense.loss(1e15) - 0.01
+
+
 @pytest.mark.parametrize("asymptote", [None, 2.0])
 def test_a_plateau_and_a_baseline_that_gets_worse_have_finite_laws(asymptote):
     compute = np.array([1e13, 2e13, 4e13])
