@@ -42,7 +42,7 @@ balance() {
 tuning() {
   local batch=$1 lr own=()
   for lr in ${LEARNING_RATES:-6 10 15 22}; do
-    own+=(--variant "dmoe_$lr:LR=${lr}e-3,MIN_LR=${lr}e-4" --variant "dense_$lr:USE_MOE=false,LR=${lr}e-3,MIN_LR=${lr}e-4")
+    own+=(--variant "dense_$lr:USE_MOE=false,LR=${lr}e-3,MIN_LR=${lr}e-4" --variant "dmoe_$lr:LR=${lr}e-3,MIN_LR=${lr}e-4")
   done
   local iterations=$((1000 * 32 / batch))
   RUN_NAME=recipe_tuning_$batch GBSZ=$batch TRAIN_ITERS=$iterations WARMUP_ITERS=$((iterations / 10)) \

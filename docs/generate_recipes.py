@@ -186,8 +186,9 @@ def tuning_table() -> list[str]:
     for (batch, lr), losses in sorted(found.items()):
         cells = []
         for name in ("dense", "dmoe"):
-            is_best = losses[name] == np.nanmin([other[name] for other in found.values()])
-            cells.append(f"**{losses[name]:.4f}**" if is_best else f"{losses[name]:.4f}")
+            loss = losses.get(name, math.nan)
+            is_best = loss == np.nanmin([other.get(name, math.nan) for other in found.values()])
+            cells.append("-" if math.isnan(loss) else f"**{loss:.4f}**" if is_best else f"{loss:.4f}")
         rows.append([str(batch), f"{lr:g}", *cells])
     return aligned(rows, num_left=0)
 
