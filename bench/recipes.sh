@@ -41,7 +41,7 @@ balance() {
 # The tokens of 1,000 iterations of 32 samples, at each batch size.
 tuning() {
   local batch=$1 lr own=()
-  for lr in ${LEARNING_RATES:-6 10 15 22}; do
+  for lr in ${LEARNING_RATES:-10 15 20 22 33}; do
     own+=(--variant "dense_$lr:USE_MOE=false,LR=${lr}e-3,MIN_LR=${lr}e-4" --variant "dmoe_$lr:LR=${lr}e-3,MIN_LR=${lr}e-4")
   done
   local iterations=$((1000 * 32 / batch))

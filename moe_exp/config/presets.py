@@ -16,7 +16,7 @@ _CPU: dict[str, Any] = {
     "seq_len": 256, "vocab_size": 2048, "num_experts": 64, "topk": 4, "moe_ffn_hidden_size": 32,
     "router_pre_softmax": False, "router_scaling_factor": 2.5, "aux_loss_coeff": 3e-2, "z_loss_coeff": 1e-3,
     "rotary_base": 10000.0, "init_std": 0.05, "mbsz": 16, "gbsz": 32, "train_iters": 1000,
-    "warmup_iters": 100, "lr": 1.5e-2, "min_lr": 1.5e-3, "optimizer": "muon", "distributed_optimizer": False,
+    "warmup_iters": 100, "lr": 2e-2, "min_lr": 2e-3, "optimizer": "muon", "distributed_optimizer": False,
     "log_interval": 25, "eval_interval": 250, "eval_iters": 16, "save_interval": 500, "dtype": "fp32",
 }  # fmt: skip
 
