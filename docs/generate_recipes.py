@@ -179,10 +179,13 @@ def tuning_table() -> list[str]:
     """Validation losses of both models by batch size and learning rate."""
     rows = [["batch", "LR", "dense", "dmoe"]]
     found: dict[tuple[int, float], dict[str, float]] = {}
-    for batch in sorted(int(path.stem.split("_")[1]) for path in COMPARISONS.glob("tuning_*.json")):
-        for name, variant in read_result(COMPARISONS, f"tuning_{batch}").items():
-            losses = found.setdefault((batch, variant["settings"]["lr"]), {})
-            losses[name.split("_")[0]] = numbers(variant, "valid_loss")[0]
+    for path in COMPARISONS.glob("tuning_*.json"):  # tuning_32.json; tuning_32_more.json adds to it
+        batch = int(path.stem.split("_")[1])
+        for name, variant in read_result(COMPARISONS, path.stem).items():
+            model, thousandths = name.split("_")
+            loss = numbers(variant, "valid_loss")[0]
+            if math.isfinite(loss):
+                found.setdefault((batch, int(thousandths) / 1000), {})[model] = loss
     for (batch, lr), losses in sorted(found.items()):
         cells = []
         for name in ("dense", "dmoe"):
