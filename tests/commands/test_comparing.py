@@ -235,9 +235,9 @@ def test_dry_run_refuses_missing_data(no_settings, tmp_path, monkeypatch, capsys
 def test_problems_of_one_model_name_it(no_settings, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PRESET", "cpu")
-    assert main(["compare", "--runs", "dmoe,dense", "--topk", "33", "--min-lr", "1"]) == 1
+    assert main(["compare", "--runs", "dmoe,dense", "--topk", "65", "--min-lr", "1"]) == 1
     assert capsys.readouterr().err.splitlines() == [
-        "moe-exp compare: dmoe: TOPK=33: is over NUM_EXPERTS=32. Fix: set TOPK to at most 32.",
+        "moe-exp compare: dmoe: TOPK=65: is over NUM_EXPERTS=64. Fix: set TOPK to at most 64.",
         "MIN_LR=1.0: is over LR=0.02. Fix: set MIN_LR to at most 0.02, for instance 0.002.",
     ]
     assert main(["compare", "--repeats", "few", "--seconds", "1h"]) == 1

@@ -176,7 +176,7 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(tmp_path, monkeypatch
     head, *lines = capsys.readouterr().out.splitlines()
     assert (
         head
-        == "sweeps/cpu_layers_4_hidden_32_experts_32_GBS_32: 4 cases of 10 iterations, 3 of them warm-up: 3"
+        == "sweeps/cpu_layers_4_hidden_32_experts_64_GBS_32: 4 cases of 10 iterations, 3 of them warm-up: 3"
         " to run, 1 rejected"
     )
     assert [line.split()[:2] for line in lines] == [
