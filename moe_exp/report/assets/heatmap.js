@@ -99,7 +99,7 @@ Report.Heatmap = class {
   writeLabels(context, texts, { left, w, h, ratio, font }) {
     Object.assign(context, { font, fillStyle: Report.color("--soft"), textBaseline: "middle", textAlign: "right" });
     const every = Math.ceil((13 * ratio) / h), bottom = texts.rows.length * h;
-    texts.rows.forEach((text, row) => row % every === 0 && context.fillText(text, left - 4 * ratio, (row + 0.5) * h));
+    texts.rows.forEach((text, row) => row % every === 0 && context.fillText(text, left - 4 * ratio, Math.max((row + 0.5) * h, 6 * ratio)));
     const widest = Math.max(...texts.columns.map(text => context.measureText(text).width)), step = Math.ceil((widest + 8 * ratio) / w);
     context.textAlign = "center";
     texts.columns.forEach((text, column) => {
