@@ -104,6 +104,30 @@ def test_the_coefficients_of_a_published_fit_come_back():
     assert [law.loss(one) for one in flops] == pytest.approx(list(losses), abs=1e-3)
 
 
+def test_published_runs_have_their_published_exponent_and_a_gain_that_shrinks():
+    """Clark et al. 2022 (arXiv:2202.01169): losses after 249,000 steps from their data (of the repository
+    google-deepmind/scaling_laws_for_routing), dense and with 64 experts in every second layer. They fit
+    L = (c / N)^0.078 to the dense models, and find that larger models gain less from routing.
+    """
+    sizes = np.array([1.652736e7, 2.727936e7, 5.73696e7, 1.32163584e8, 3.68123904e8, 1.308819456e9])
+    losses = {
+        "dense": [3.162017, 3.028384, 2.848552, 2.656076, 2.463254, 2.242015],
+        "s_base": [2.755725, 2.641051, 2.493833, 2.344865, 2.210754, 2.054387],
+        "hash": [2.825369, 2.702306, 2.556693, 2.410465, 2.269941, 2.112280],
+    }
+    variants = {name: Points(sizes, np.array(of)[:, None]) for name, of in losses.items()}
+    fit = fit_laws(variants, asymptote=0.0, num_draws=0)
+    assert fit.laws["dense"].exponent == pytest.approx(0.078, rel=0.02)
+    for name in ("s_base", "hash"):
+        speedup = speedups(fit, variants, name, "dense")
+        assert speedup.rungs[0].value > speedup.rungs[-1].value > 1.5
+        assert speedup.trend.value < -0.1
+    # the largest model, predicted from the five smaller ones with a fitted asymptote: within 2%
+    before = fit_laws({name: points.until(5) for name, points in variants.items()}, num_draws=0)
+    for name, points in variants.items():
+        assert before.laws[name].loss(sizes[-1]) == pytest.approx(points.means[-1], rel=0.02)
+
+
 def test_speedup_worked_out():
     # dense: L = 1 + 100 / sqrt(C). The variant has dense's losses at four times the compute, then at nine.
     dense = Law(1.0, 100.0, 0.5)
