@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,13 @@ def test_plot_draws_a_line_per_run_and_leaves_pyplot_alone(dense_and_moe_runs, t
     assert len(figure.axes) == 2  # no validation with that key, no experts
     assert figure._repr_png_().startswith(b"\x89PNG")
     figure.savefig(tmp_path / "curves.png")
+
+
+def test_plot_names_runs_of_one_name_by_their_paths(dense_and_moe_runs, tmp_path):
+    run = moe_exp.load_run(dense_and_moe_runs[0])
+    other = moe_exp.load_run(shutil.copytree(run.path, tmp_path / run.name))
+    first = run.plot(other).axes[0]
+    assert [line.get_label() for line in first.lines] == [str(run.path), str(other.path)]
 
 
 def test_a_folder_that_is_no_run(tmp_path):

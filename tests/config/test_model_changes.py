@@ -64,6 +64,8 @@ FUNCTIONS = [
     ({}, "router_pre_softmax", False, True),
     ({}, "router_normalize", "true", "auto"),
     ({}, "router_scaling_factor", 2.0, 1.0),
+    ({"num_router_groups": 4, "router_group_topk": 2}, "num_router_groups", 2, 4),
+    ({"num_router_groups": 4, "router_group_topk": 2}, "router_group_topk", 3, 2),
     ({}, "rotary_base", 5000.0, 10000.0),
     ({}, "norm_epsilon", 1e-6, 1e-5),
     ({}, "activation", "geglu", "swiglu"),
@@ -222,7 +224,7 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
             [4, 8, 48, 32],
             [4, 16, 48, 32],
         ),
-        "vocab_size": (257, "embedding.word_embeddings.weight", [128, 32], [384, 32]),
+        "vocab_size": (129, "embedding.word_embeddings.weight", [128, 32], [256, 32]),
     }
     for name, (value, key, shape, in_model) in cases.items():
         (found,) = run_on_ranks(

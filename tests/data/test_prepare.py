@@ -200,6 +200,7 @@ def test_a_damaged_compressed_file_is_named_before_anything_is_made(tmp_path, ca
         ("dd/x_raw", "dd"),
         ("dd/a/part.jsonl.d/a", "dd"),
         ("dd/a.partial/a", "dd"),
+        ("dd/a.old/a", "dd"),  # set aside, and removed at the end
         ("dd/a_shuffled/a", "dd"),
         ("dd", "dd"),  # they would be among its files the next time
         ("dd", "dd/deep"),

@@ -25,6 +25,8 @@ LOGITS = torch.tensor([0.1, 0.4, 0.2, 0.3]).log()
         (Sampling(1.0, top_k=3, top_p=0.75), [0.4, 0.3], [1, 3]),
         # At temperature 1/2 probabilities are squared: 16, 9, 4, 1 of 30.
         (Sampling(0.5), [16 / 30, 9 / 30, 4 / 30, 1 / 30], [1, 3, 2, 0]),
+        # and top-p counts those: 16/30 alone is a half
+        (Sampling(0.5, top_p=0.5), [16 / 30], [1]),
     ],
 )
 def test_candidates(sampling, probs, tokens):

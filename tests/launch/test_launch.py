@@ -357,6 +357,14 @@ def test_two_dashes_are_no_value(arguments, capsys):
     assert f"error: argument {flag}: expected one argument. Help: moe-exp" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("rank", "local_rank", "code"), [(0, 0, 75), (1, 1, None), (8, 0, 75)])
+def test_the_first_rank_of_every_node_reports_the_exit_code(rank, local_rank, code, tmp_path, monkeypatch):
+    for name, value in ((EXIT_CODE_FILE, tmp_path / "code"), ("RANK", rank), ("LOCAL_RANK", local_rank)):
+        monkeypatch.setenv(name, str(value))
+    assert report_exit_code(75)  # there is a launcher
+    assert reported_exit_code() == code
+
+
 def test_a_rank_that_outlives_its_launcher_has_nobody_to_tell(tmp_path, monkeypatch):
     monkeypatch.setenv(EXIT_CODE_FILE, str(tmp_path / "gone" / "exit_code"))
     assert not report_exit_code(1)

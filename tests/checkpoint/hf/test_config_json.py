@@ -61,6 +61,10 @@ OLD_AND_NEW: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_theta": 1e4, "rope_scaling": YARN | {"type": "yarn"}},
         {"rope_parameters": YARN | {"rope_type": "yarn", "rope_theta": 1e4}},
     ),
+    "yarn with other betas": (
+        {"rope_theta": 1e4, "rope_scaling": YARN | {"type": "yarn", "beta_fast": 24, "beta_slow": 2}},
+        {"rope_parameters": YARN | {"rope_type": "yarn", "beta_fast": 24, "beta_slow": 2, "rope_theta": 1e4}},
+    ),
 }
 
 

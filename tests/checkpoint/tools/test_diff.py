@@ -60,6 +60,15 @@ def test_numbers_by_hand(tmp_path, monkeypatch):
     assert not found.is_within(1.0)
 
 
+@pytest.mark.parametrize("more_in", ["a", "b"])
+def test_a_tensor_of_one_side_alone_is_a_difference(more_in, tmp_path):
+    one, more = {"x.weight": torch.ones(2)}, {"x.weight": torch.ones(2), "y.weight": torch.ones(2)}
+    folders = [
+        write_checkpoint(tmp_path / name, tensors=more if name == more_in else one) for name in ("a", "b")
+    ]
+    assert not compare(*folders).is_within(1.0)
+
+
 @pytest.mark.parametrize(
     ("a", "b", "relative", "num_equal"),
     [

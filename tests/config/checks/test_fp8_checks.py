@@ -79,6 +79,10 @@ def test_what_goes_together(settings):
             {"seq_len": "2047", "mbsz": "1"},
             "SEQ_LEN=2047: with MBSZ=1 a rank multiplies 2047 tokens, FP8_RECIPE=tensorwise wants a multiple",
         ),
+        (
+            {"seq_len": "2064", "mbsz": "1", "tp": "2", "gpus_per_node": "2", "num_query_groups": "2"},
+            "SEQ_LEN=2064: with MBSZ=1 a rank multiplies 1032 tokens, FP8_RECIPE=tensorwise wants a multiple",
+        ),
     ],
 )
 def test_what_does_not(settings, expected):

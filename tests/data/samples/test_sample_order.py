@@ -105,6 +105,10 @@ def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
         assert problems(without, now) == problems(now, without) == []
     os.utime(manifest, (1, 1))
     assert problems(orders[1], order(**settings)) == []
+    for index in range(2):  # a change of one file is enough
+        changed = [*hashes[:index], hashes[index] | {"hash": "33"}, *hashes[index + 1 :]]
+        manifest.write_text(json.dumps({"outputs": changed}))
+        assert order(**settings)[1].manifest != orders[1][1].manifest
 
 
 def test_every_difference_is_named():

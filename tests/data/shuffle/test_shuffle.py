@@ -20,12 +20,13 @@ import zstandard
 
 from helpers import ROOT
 from moe_exp.commands.data import main
+from moe_exp.commands.data_steps.shuffle import memory_bytes
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import buckets, shuffle
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, sum_digests
-from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES, Dealer, State, ValidTally
+from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES, Dealer, State, ValidTally, text_choices
 from moe_exp.data.shuffle.shuffle import Memory, Shuffling, available_memory_bytes
 from moe_exp.data.stage import run_stage
 
@@ -215,6 +216,13 @@ def test_the_shape_of_what_is_made(tmp_path):
 
 
 # The order.
+
+
+def test_the_seed_chooses_the_validation_documents():
+    digests = b"".join(xxhash.xxh3_128_digest(str(number).encode()) for number in range(100))
+    chosen = [frozenset(np.argsort(text_choices(seed, digests))[:10].tolist()) for seed in range(4)]
+    assert len(set(chosen)) == 4
+    assert chosen[0] == frozenset(np.argsort(text_choices(0, digests))[:10].tolist())
 
 
 def order_of_four(folder, path, seed):
@@ -691,6 +699,13 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         main("shuffle", ["books", "--memory", "lots"])
     assert "memory=lots: must be a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("300", 300), ("2kb", 2000), ("1.5 GB", 15 * 10**8), ("2GiB", 2**31), ("64MiB", 2**26)]
+)
+def test_memory_is_in_decimal_or_binary_units(text, size):
+    assert memory_bytes(text) == size
 
 
 def test_a_disk_that_is_too_small_is_known_before_anything_is_written(tmp_path, monkeypatch):

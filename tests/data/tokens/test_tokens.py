@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_exp.data.tokens import tokens
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -52,6 +53,15 @@ def test_files_are_megatrons_byte_for_byte(vocab_size, tmp_path):
     builder.finalize(str(tmp_path / "theirs.idx"))
     for suffix in ("bin", "idx"):
         assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
+
+
+def test_an_index_that_is_written_in_several_pieces(tmp_path, monkeypatch):
+    docs = [[number] * (number % 4 + 1) for number in range(11)]
+    write(tmp_path / "one", docs)
+    monkeypatch.setattr(tokens, "_LENGTHS_PER_WRITE", 3)
+    write(tmp_path / "pieces", docs)
+    assert (tmp_path / "pieces.idx").read_bytes() == (tmp_path / "one.idx").read_bytes()
+    assert [list(read) for read in IndexedDataset(str(tmp_path / "pieces"))] == [[*ids, 0] for ids in docs]
 
 
 def test_nothing_is_left_behind_by_an_exception(tmp_path):

@@ -121,6 +121,7 @@ def test_training_takes_what_is_exported(base):
             "VPP": "9",
             "RECOMPUTE": "moe_act",
             "NNODES": "3",
+            "GBSZ": "48",
         }
         again = load_config({}, old | variables)
         assert again == one.config

@@ -80,6 +80,7 @@ def test_sizes_scale_by_the_rule():
     shape = {"num_layers": 2, "num_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 128}
     assert {name: half[name] for name in shape} == shape
     assert half["lr"] == pytest.approx(base.lr * math.sqrt(2), rel=1e-3)
+    assert half["min_lr"] == pytest.approx(base.min_lr * math.sqrt(2), rel=1e-2)
     # An eighth of the parameters in the body and so of the tokens.
     assert half["train_iters"] == pytest.approx(base.train_iters / 8, rel=0.05)
     assert half["warmup_iters"] == pytest.approx(base.warmup_iters / 8, abs=1)

@@ -303,7 +303,9 @@ def test_lines_that_no_host_is_left_out_for(line):
 
 
 def test_xids():
-    assert xid(79).excludes and not xid(31).excludes and not xid(45).excludes
+    # memory errors of two bits, page retirement, lost from the bus, NVLink: the hardware must be checked
+    assert all(xid(number).excludes for number in (48, 62, 64, 74, 79, 94, 95, 119, 140, 145, 154))
+    assert not any(xid(number).excludes for number in (13, 31, 43, 45, 63))
     assert xid(999).name == "Xid 999" and not xid(999).excludes
     assert all(
         fault.name.startswith(f"Xid {number}: ") and fault.cause in CAUSES and fault.advice

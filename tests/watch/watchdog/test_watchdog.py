@@ -94,6 +94,14 @@ def test_a_chain_that_ends_before_the_run(dog, run, queue):
     assert found(dog, run, 4500.0)[0] == set()
 
 
+def test_a_chain_that_lasts_a_day_is_not_too_short_yet(dog, run, queue):
+    """A run that needs a week more: its jobs end in 25 hours, then in 23."""
+    run.train(2040, 12000, 3950.0, ms=22000.0)
+    for left, expected in (("1-01:00:00", set()), ("23:00:00", {"chain_short"})):
+        queue.set(running(run, left=left))
+        assert found(dog, run, 4000.0)[0] == expected
+
+
 def test_a_finished_run_needs_no_job(dog, run, queue):
     run.train(2040, 40000, 90000.0)
     run.event("end", 40000, 90000.0, status="finished")
