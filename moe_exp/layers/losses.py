@@ -144,7 +144,8 @@ def importance_loss_share(
     all_E = sum_over(mine_E, group)
     # Of sum_e I_e^2, this rank's part of the value is mine*all, of the gradient 2*all.
     squares = torch.dot(2 * mine_E - mine_E.detach(), all_E)
-    return squares * scores.size(-1) / _num_tokens(scores, num_tokens, group) ** 2 - 1 / group_size(group)
+    mean_of_squares = squares * scores.size(-1) / _num_tokens(scores, num_tokens, group) ** 2
+    return mean_of_squares - all_E.any() / group_size(group)  # without tokens 0, not -1
 
 
 def z_loss_share(

@@ -349,6 +349,8 @@ def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
         expected = f"{name.upper()}=triton: {launch.missing()}. Fix: set {name.upper()}={other}."
         assert check_machine(here(**{name: "triton"})) == [expected]
     monkeypatch.setattr("moe_exp.launch.machine_checks.compute_capability", lambda: OLDEST_GPU)
+    monkeypatch.setattr(launch.torch.cuda, "get_device_capability", lambda: OLDEST_GPU)
+    assert launch.missing() == ""
     assert check_machine(here(expert_backend="triton", cross_entropy="triton")) == []
 
 

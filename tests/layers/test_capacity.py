@@ -31,6 +31,8 @@ from moe_exp.layers.moe_layer import MoELayer
         (10, 4, 2, 0.5, 3),
         (1, 64, 1, 1.0, 1),
         (8, 8, 1, 8.0, 8),
+        # 200 / 6 * 0.9 is just over 30 in floating point, as in Megatron; 200 * 0.9 / 6 would be 30
+        (200, 6, 1, 0.9, 31),
     ],
 )
 def test_expert_capacity(num_tokens, num_experts, topk, factor, capacity):

@@ -253,6 +253,16 @@ def test_padding_is_as_if_it_were_not_there(kind):
     assert torch.equal(layer.statistics.tokens_per_expert_E, short.statistics.tokens_per_expert_E)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_alone_has_no_loss(kind):
+    x = TOKENS_BSD[:2].clone().requires_grad_()
+    layer = layer_with(kind)
+    y, loss = layer(x, torch.ones(2, LENGTH, dtype=torch.bool))
+    (y.square().sum() + loss).backward()
+    assert loss == 0 and not y.any() and not x.grad.any()
+    assert not any(parameter.grad.any() for parameter in layer.parameters() if parameter.grad is not None)
+
+
 def test_padding_takes_no_capacity_and_is_no_drop():
     # Capacity ceil(24 * 2 / 4 * 0.5) = 6; half of the tokens are padding, that would fill the experts first.
     padding_BS = torch.zeros(2, LENGTH, dtype=torch.bool)

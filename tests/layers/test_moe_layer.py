@@ -200,9 +200,12 @@ def test_the_layer_is_made_on_the_meta_device_and_drawn_where_it_goes():
         layer = tiny_layer_on(None)
     assert all(parameter.is_meta for parameter in layer.parameters()) and layer.statistics.sums.is_meta
     layer.to_empty(device="cpu")
+    for buffer in layer.buffers():
+        buffer.fill_(7)  # what is in memory
     for module in layer.modules():
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
+    assert not layer.router.expert_bias.any() and not layer.router.local_tokens_per_expert.any()
     y_TD, _ = layer(random(5, HIDDEN, seed=1).float())
     assert y_TD.isfinite().all() and y_TD.abs().max() > 0
     assert layer.statistics.tokens_per_expert_E.sum() == 10

@@ -55,6 +55,24 @@ def test_an_error_of_any_thread_is_raised(num_threads):
     assert torch.get_num_threads() == num_threads
 
 
+def test_an_error_of_another_thread_is_raised_once_all_are_done():
+    before, all_here, done = torch.get_num_threads(), threading.Barrier(3), []
+
+    def task(expert: int) -> None:
+        all_here.wait(60)
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("not the main thread")
+        done.append(expert)
+
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(RuntimeError, match="not the main thread"):
+            for_each_group(task, [4] * 3)
+    finally:
+        torch.set_num_threads(before)
+    assert len(done) == 1
+
+
 def test_an_index_error_of_a_task_is_not_taken_for_the_end(num_threads):
     with pytest.raises(IndexError, match="mine"):
         for_each_group(lambda expert: (_ for _ in ()).throw(IndexError("mine")), [1] * 6)

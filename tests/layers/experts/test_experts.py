@@ -13,6 +13,7 @@ from helpers.ranks import run_on_ranks
 from moe_exp.layers.dispatcher import Dispatched, DispatchRecord
 from moe_exp.layers.dispatcher.row_order import RowOrder
 from moe_exp.layers.experts import ACTIVATIONS, Experts, squared_relu
+from moe_exp.layers.experts.experts import _BiasOfRows
 
 
 def test_every_activation_is_tested():
@@ -174,6 +175,13 @@ def with_bias(
         ),
         last,
     )
+
+
+def test_the_gradient_of_a_bias_is_summed_in_fp32():
+    """In bf16 a sum of ones ends at 256: the next number is 258."""
+    bias_LF = torch.zeros(2, 3, dtype=torch.bfloat16, requires_grad=True)
+    _BiasOfRows.apply(bias_LF, torch.tensor([2000, 1000]), 3000).sum().backward()
+    assert bias_LF.grad.tolist() == [[2000.0] * 3, [1000.0] * 3]
 
 
 def forward_backward(experts: Experts, dispatched: Dispatched) -> list[torch.Tensor]:

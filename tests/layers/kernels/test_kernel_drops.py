@@ -10,7 +10,7 @@ from moe_exp.layers.kernels.drops import keep_within, keep_within_torch, padded_
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
-SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), at_real_size(32768, 8, 64)]
+SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), (9000, 1, 1), at_real_size(32768, 8, 64)]
 
 
 def weights(kind: str, *shape: int) -> torch.Tensor:

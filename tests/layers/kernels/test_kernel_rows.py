@@ -33,6 +33,10 @@ def test_rows_are_gathered_to_the_bit(num_sources, width, num_rows, divisor, dty
     for function in (gather_rows, gather_rows_torch):
         assert torch.equal(function(x, index_R, divisor), expected)
         assert torch.equal(function(x[:, -1], index_R.long(), divisor), expected[:, -1])
+        # A stride of 0, as the gradient of a sum has, and one of 2.
+        spread = x[:, :1].expand(-1, width)
+        assert torch.equal(function(spread, index_R, divisor), expected[:, :1].expand(-1, width))
+        assert torch.equal(function(x[:, ::2], index_R, divisor), expected[:, ::2])
 
 
 @pytest.mark.parametrize(

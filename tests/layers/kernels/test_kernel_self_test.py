@@ -9,7 +9,15 @@ import torch
 
 pytest.importorskip("triton")
 
-from moe_exp.layers.kernels import activation_grad, combine, grouped_matmul, launch, rows, slot_sort
+from moe_exp.layers.kernels import (
+    activation_grad,
+    combine,
+    grouped_matmul,
+    launch,
+    rows,
+    slot_sort,
+    weight_grad,
+)
 from moe_exp.layers.kernels.self_test import Sizes, check_kernels
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
@@ -65,6 +73,13 @@ def test_a_wrong_row_is_enough(monkeypatch):
         forward.problem,
     ):
         assert text in forward.line(CPU)
+
+
+def test_a_gradient_that_is_added_wrongly_is_wrong(monkeypatch):
+    broken(monkeypatch, weight_grad._kernel, lambda a, b, dw, *_: dw.mul_(1.01))
+    found = failed(sizes=Sizes(torch.float32, 40, 24, 3, adds=True))
+    assert {check.kernel for check in found} == {"weight_grad"}
+    assert all(check.error == pytest.approx(0.01, rel=0.02) for check in found)
 
 
 def test_a_nan_is_wrong(monkeypatch):

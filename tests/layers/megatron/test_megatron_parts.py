@@ -5,6 +5,7 @@ settings.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.moe_parts import (
     MegatronMoELayer,
+    _dispatcher,
     activation_name,
     balancing_losses,
     check_parallel_sizes,
@@ -33,6 +35,8 @@ from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
 
 from megatron.core import activations as megatron_activations
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.transformer.moe.moe_layer import MoELayer as MoELayerOfMegatron
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -143,6 +147,32 @@ def test_inference_without_sequence_parallelism(ep, etp):
         assert expected.abs().mean() > 0.1
         assert_equal_to(1e-6, {"output": found}, {"output": expected})
         assert refused.startswith("sequence_parallel=False: with TP=2 every rank would route the same tokens")
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
+def test_the_local_dispatcher_needs_all_experts_here(ep, etp):
+    groups = SimpleNamespace(ep=SimpleNamespace(size=lambda: ep), expt_tp=SimpleNamespace(size=lambda: etp))
+    with pytest.raises(ValueError, match=rf"^dispatcher=local: needs EP=1 and ETP=1, not {ep} and {etp}\."):
+        _dispatcher("local", settings(), groups)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "expected"),
+    [(1, [1, 1, 1, 1]), (2, [1, 0, 1, 0]), (3, [1, 0, 0, 1]), ([0, 1, 1, 0], [0, 1, 1, 0])],
+)
+def test_every_nth_layer_is_counted_from_the_first_as_in_megatron(frequency, expected):
+    found = run_on_ranks(1, moe_layers_of, frequency)[0]
+    assert found == (expected, expected)
+
+
+def moe_layers_of(frequency: int | list[int]) -> tuple[list[int], list[int]]:
+    """Which layers are MoE layers, in our spec and in Megatron's."""
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    config = TransformerConfig(**SETTINGS | {"num_layers": 4}, moe_router_topk=2, moe_layer_freq=frequency)
+    ours = decoder_spec(config).layer_specs
+    theirs = get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs
+    own = [int(layer.submodules.mlp.module is MegatronMoELayer) for layer in ours]
+    return own, [int(layer.submodules.mlp.module is MoELayerOfMegatron) for layer in theirs]
 
 
 def test_a_layer_without_a_spec():
