@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,6 +27,33 @@ needs_deepep = pytest.mark.skipif(
     not HAS_DEEPEP or torch.cuda.device_count() < 2,
     reason="needs two CUDA devices with NVLink and the package deep_ep",
 )
+
+
+def test_the_buffer_has_the_larger_size_of_both_directions_for_each_network(monkeypatch):
+    """DeepEP's Buffer(group, num_nvl_bytes, num_rdma_bytes)."""
+
+    def config(nvlink: int, rdma: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            get_nvl_buffer_size_hint=lambda num_bytes, ranks: nvlink * num_bytes * ranks,
+            get_rdma_buffer_size_hint=lambda num_bytes, ranks: rdma * num_bytes * ranks,
+        )
+
+    class Buffer:
+        get_dispatch_config = staticmethod(lambda ranks: config(2, 30))
+        get_combine_config = staticmethod(lambda ranks: config(3, 20))
+
+        def __init__(self, group, num_nvl_bytes, num_rdma_bytes):
+            self.sizes = (num_nvl_bytes, num_rdma_bytes)
+
+    class Group:
+        size = staticmethod(lambda: 16)
+
+    monkeypatch.setitem(sys.modules, "deep_ep", SimpleNamespace(Buffer=Buffer))
+    deepep.shared_buffer.cache_clear()
+    try:
+        assert deepep.shared_buffer(Group(), 100).sizes == (4800, 48000)
+    finally:
+        deepep.shared_buffer.cache_clear()
 
 
 @pytest.mark.skipif(HAS_DEEPEP, reason="deep_ep is installed")

@@ -405,6 +405,15 @@ def test_what_is_returned_beside_main_grad(twins):
     assert all(weight.grad is None for weight in experts.parameters())
 
 
+def test_main_grad_of_megatron_fsdp_is_not_added_to(twins):
+    """It has a new buffer for each gradient, with what is in memory."""
+    experts, dispatched = rows_of_experts((5, 0, 3), adds_to_main_grad=True)
+    before = with_main_grad(experts, grad_added_to_main_grad=False, __fsdp_param__=True)
+    experts(dispatched).sum().backward()
+    for name, weight in experts.named_parameters():
+        assert weight.grad[0].any() and torch.equal(weight.main_grad, before[name])
+
+
 @pytest.mark.parametrize("adds_to_main_grad", [False, True])
 def test_ordinary_gradients_otherwise(adds_to_main_grad, twins):
     """Not asked for; or asked for, but there is no main_grad, as under FSDP2."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -43,6 +44,30 @@ def explicit(query, key, value, scale):
 
 
 SHAPES = [(7, 2, 4, 4, 6), (5, 1, 4, 2, 8), (6, 3, 6, 1, 3), (1, 2, 2, 1, 4)]
+
+
+@pytest.mark.parametrize("softmax_scale", [None, 0.3])
+def test_flash_attention_gets_the_scale_and_the_dropout(softmax_scale, monkeypatch):
+    """[B, S, H, d] for it; what it returns has the layout of the rest."""
+    given = []
+
+    def flash_attn_func(q, k, v, **options):
+        given.append(options)
+        out = explicit(*(x.transpose(0, 1) for x in (q, k, v)), options["softmax_scale"])
+        return out.view(out.size(0), *q.shape[:1], *q.shape[2:]).transpose(0, 1)
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=flash_attn_func))
+    query, key, value, _ = inputs(5, 1, 4, 2, 8)
+    plain = attention(8, softmax_scale=softmax_scale, dropout=0.25)
+    flash = attention(8, softmax_scale=softmax_scale, dropout=0.25)
+    flash.use_flash = True
+    for module in (plain, flash):
+        module.eval()
+    expected, found = (module(query, key, value, None) for module in (plain, flash))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    flash.train()(query, key, value, None)
+    assert [options["dropout_p"] for options in given] == [0.0, 0.25]
+    assert all(options["causal"] for options in given)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
