@@ -216,6 +216,14 @@ def test_same_initial_weights(variant, num_ranks, layout, built):
     assert [name for name in one if not torch.equal(whole[name], one[name])] == []
 
 
+def test_another_seed_draws_other_weights():
+    settings = settings_of("moe_shared", 1, "one")
+    jobs = [(settings | {"seed": seed}, free_port()) for seed in (1, 2)]
+    (both,) = run_on_ranks(1, build_all, jobs, join=False)
+    for (name, _, one), (_, _, other) in zip(*(built["pieces"] for built in both), strict=True):
+        assert torch.equal(one, other) == (one.dim() == 1), name  # norms begin at 1
+
+
 @pytest.mark.parametrize(("variant", "num_ranks", "layout"), CASES)
 def test_planner_counts_the_built_model(variant, num_ranks, layout, built):
     config = load_config(settings_of(variant, num_ranks, layout), {})

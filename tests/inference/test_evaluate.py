@@ -9,6 +9,7 @@ import math
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -136,6 +137,21 @@ def test_without_data_it_takes_what_the_run_held_out(prefixes, tmp_path, caplog)
         (source,) = plan_evaluation(EvalRequest(str(folder), tokenizer="bytes")).sources
     assert "data: the part of TRAIN_DATA that SPLIT=50,50 holds out for validation" in caplog.text
     assert (source.begins[0], source.ends[-1]) == (bounds[2], bounds[4])
+
+
+def test_first_tokens_of_documents_count_as_such(tmp_path):
+    """Some tokenizers give the first token of a text fewer bytes, here 10 instead of 1."""
+    documents = [[1, 2, 3], [4], [5, 6, 7, 8, 9], [1, 2, 3, 4]]
+    with BinIdxWriter(tmp_path / "text", vocab_size=10, eod_id=0) as writer:
+        for document in documents:
+            writer.add_document(document)
+    stream = [token for document in documents for token in ([10, *[1] * len(document)])]  # and the end
+    token_bytes = SimpleNamespace(count=lambda ids, is_first: int(np.where(is_first, 10, 1).sum()))
+    for seq_len in (1, 2, 4, 5, 30):
+        held_out = HeldOut(str(tmp_path / "text"), Cut(seq_len))
+        sequences = held_out.read(0, len(held_out))
+        assert held_out.count_bytes(0, sequences, token_bytes) == sum(stream[1:])
+        assert held_out.count_bytes(0, sequences[:1], token_bytes) == sum(stream[1 : seq_len + 1])
 
 
 @pytest.mark.parametrize("by_document", [False, True])

@@ -112,6 +112,18 @@ def test_a_tensor_that_is_not_filled_is_no_checkpoint(tmp_path):
         writer.add_chunk("x", torch.zeros(2, 3), shape=(5, 3), offsets=(2, 0))
 
 
+def test_a_tensor_that_lacks_values_is_not_read(folder):
+    """A box that no file has: what is in memory would be taken for weights."""
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    stored = metadata.state_dict_metadata["boxes"]
+    stored.chunks = [chunk for chunk in stored.chunks if tuple(chunk.offsets) != (3, 2, 0)]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    reader = CheckpointReader(folder)
+    with pytest.raises(ValueError, match=r"lacks values of boxes \(100 of 120\)\. Fix: "):
+        reader.read("boxes")
+    assert torch.equal(reader.read("boxes", (0, 0, 0), (3, 6, 5)), values()[:3])
+
+
 class Payload:
     """Makes a file when it is unpickled."""
 

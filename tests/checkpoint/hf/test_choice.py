@@ -8,6 +8,7 @@ import pytest
 
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.hf.choice import choose_architecture
+from moe_exp.checkpoint.hf.config_json import fields_of
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.config import load_config
@@ -20,6 +21,19 @@ DEEPSEEK = LATENT | {
 }  # fmt: skip
 GLM = {name: value for name, value in DEEPSEEK.items() if name not in LATENT}
 DENSE = {"use_moe": False}
+
+
+def test_weights_that_are_normalized_are_exported_so():
+    """By a softmax over the top-k, or over all and then divided by their sum."""
+    for settings, expected in (
+        ({"router_pre_softmax": False}, True),
+        ({"router_pre_softmax": True, "router_normalize": "true"}, True),
+        ({"router_pre_softmax": True, "router_normalize": "false"}, False),
+    ):
+        config = load_config(SMALL | {"topk": 2, "first_k_dense": 1, "gpus_per_node": 1} | settings, {})
+        fields = fields_of(config, choose_architecture(config).architecture)
+        assert fields["norm_topk_prob"] is expected, settings
+
 
 CHOSEN: list[tuple[dict[str, Any], str]] = [
     ({}, "Qwen2Moe"),

@@ -13,6 +13,7 @@ from moe_exp.config import Config
 from moe_exp.data.samples.dataset import SampleStream, fingerprint_of
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import SampleOrder, is_same_order, order_changes
+from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
@@ -181,6 +182,17 @@ def test_megatrons_order_is_another_one_for_more_samples(tmp_path):
         for num_train_samples in (200, 900)
     )
     assert not np.array_equal(few.batch(0, 200).numpy(), many.batch(0, 200).numpy())
+
+
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "added_tokens", "post_processor"])
+def test_the_fingerprint_of_a_tokenizer_has_every_part_that_makes_ids(part, tmp_path):
+    content = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
+    found = []
+    for name, value in (("plain", content.get(part)), ("changed", [{"id": 1, "content": "b"}])):
+        path = tmp_path / f"{name}.json"
+        path.write_text(json.dumps(content | {part: value}))
+        found.append(tokenizer_fingerprint(path))
+    assert len(set(found)) == 2
 
 
 def test_tokenizer_is_compared_where_both_are_known(tmp_path):
