@@ -3,7 +3,8 @@
 # were tuned. Resumes; one core each, so two parts can run at the same time.
 #   bash bench/recipes.sh changes        about two hours on one core
 #   bash bench/recipes.sh balance        half an hour: the coefficient of the balancing loss
-#   bash bench/recipes.sh tuning 32      batch size 32 (also 16 and 64); about 35 minutes on one core
+#   bash bench/recipes.sh tuning 32      batch size 32 (also 16 and 64); about an hour on one core. A part:
+#                                        LEARNING_RATES="15 22" MODELS=dmoe RUN_NAME=more bash bench/recipes.sh tuning 16
 #   cp runs/recipe_changes/results.json docs/recipes/changes.json   # tuning_32, balance likewise
 #   PYTHONPATH=. python docs/generate_recipes.py
 set -euo pipefail
@@ -40,12 +41,15 @@ balance() {
 
 # The tokens of 1,000 iterations of 32 samples, at each batch size.
 tuning() {
-  local batch=$1 lr own=()
+  local batch=$1 lr model is_moe own=()
   for lr in ${LEARNING_RATES:-10 15 20 22 33}; do
-    own+=(--variant "dense_$lr:USE_MOE=false,LR=${lr}e-3,MIN_LR=${lr}e-4" --variant "dmoe_$lr:LR=${lr}e-3,MIN_LR=${lr}e-4")
+    for model in ${MODELS:-dense dmoe}; do
+      [[ $model == dense ]] && is_moe=false || is_moe=true
+      own+=(--variant "${model}_$lr:USE_MOE=$is_moe,LR=${lr}e-3,MIN_LR=${lr}e-4")
+    done
   done
   local iterations=$((1000 * 32 / batch))
-  RUN_NAME=recipe_tuning_$batch GBSZ=$batch TRAIN_ITERS=$iterations WARMUP_ITERS=$((iterations / 10)) \
+  RUN_NAME=${RUN_NAME:-recipe_tuning_$batch} GBSZ=$batch TRAIN_ITERS=$iterations WARMUP_ITERS=$((iterations / 10)) \
     EVAL_INTERVAL=$((iterations / 4)) EVAL_ITERS=$((512 / batch)) moe-exp compare "${own[@]}"
 }
 
