@@ -48,7 +48,7 @@ CLAIMS = [
     Claim("the gain grows as the share of active experts falls, 8 to 32 experts",
           "2507.17702", "active_share", ["of_32"], ["of_8"]),
     Claim("the same, 32 to 64", "2507.17702", "active_share", ["of_64"], ["of_32"]),
-    Claim("the number of active experts has an inner optimum",
+    Claim("the number of active experts has an optimum between 1 and 8",
           "2402.07871, 2507.17702", "granularity", ["top4"], ["top1", "top8"]),
     Claim("a shared expert does not help",
           "OLMoE, 2409.02060", "shared_expert", ["none"], ["quarter", "half", "three_quarters"]),
