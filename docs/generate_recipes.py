@@ -205,9 +205,10 @@ def balance_table() -> list[str]:
     return aligned(rows)
 
 
-def spread(estimate: dict[str, float], places: int) -> str:
-    """A value with its interval."""
-    value, low, high = (f"{estimate[key]:.{places}f}" for key in ("value", "low", "high"))
+def spread(estimate: dict[str, float | None], places: int) -> str:
+    """A value with its interval; JSON has no infinity."""
+    numbers = (estimate[key] for key in ("value", "low", "high"))
+    value, low, high = ("∞" if number is None else f"{number:.{places}f}" for number in numbers)
     return f"{value} [{low}, {high}]"
 
 
