@@ -26,6 +26,7 @@ from helpers.checkpoint.small_job import (
     write_tokens,
 )
 from helpers.ranks import RankError, free_port, run_on_ranks
+from moe_exp.checkpoint import integrity
 from moe_exp.checkpoint.format.folders import (
     Manifest,
     NewerFormatError,
@@ -37,7 +38,9 @@ from moe_exp.checkpoint.format.folders import (
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.integrity import Source, find_source
+from moe_exp.checkpoint.load import _progress
 from moe_exp.checkpoint.tools.soundness import Verification
+from moe_exp.config import load_config
 
 
 def write_checkpoint(checkpoints: Path, iteration: int, *, manifest: bool = True) -> Path:
@@ -406,3 +409,23 @@ def test_two_runs_cannot_write_one_folder_under_two_names(tmp_path):
     (refusals,) = run_on_ranks(1, hold_twice, settings, free_port(), str(tmp_path / "link"), join=False)
     assert all("another run is writing" in refusal for refusal in refusals)
     assert len(refusals) == 3
+
+
+def test_the_newest_that_is_allowed_is_allowed(tmp_path, monkeypatch):
+    folders = [tmp_path / f"iter_{iteration:07d}" for iteration in (9, 6, 3)]
+    monkeypatch.setattr(integrity, "from_first_rank", lambda make: make())
+    monkeypatch.setattr(integrity, "usable", lambda path: folders)
+    monkeypatch.setattr(integrity, "_damage", lambda folder, checksums: "")
+    for newest, expected in ((None, 0), (10, 0), (9, 0), (8, 1), (6, 1), (3, 2)):
+        source = find_source(tmp_path, checksums=False, newest=newest)
+        assert source == Source(folders[expected]), newest
+    assert find_source(tmp_path, checksums=False, newest=2) is None
+
+
+def test_tokens_of_a_checkpoint_that_did_not_count_them():
+    """They are those of its own SEQ_LEN, whatever that of the run that continues."""
+    config = load_config({"preset": "cpu", "gpus_per_node": 1, "seq_len": 64}, {})
+    common = {"progress": {"iteration": 3, "consumed_samples": 24}, "config": {"seq_len": 32}}
+    assert _progress(config, common).consumed_tokens == 24 * 32
+    counted = common | {"progress": common["progress"] | {"consumed_tokens": 500}}
+    assert _progress(config, counted).consumed_tokens == 500

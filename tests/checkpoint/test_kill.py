@@ -4,14 +4,17 @@ to be.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from helpers.checkpoint.ckpt_files import write_checkpoint
 from helpers.checkpoint.small_job import (
     end_run,
     files_of,
@@ -21,7 +24,15 @@ from helpers.checkpoint.small_job import (
     start_run,
     write_tokens,
 )
-from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, recover, usable
+from moe_exp.checkpoint.format.folders import (
+    Manifest,
+    damages,
+    iterations,
+    latest_iteration,
+    publish,
+    recover,
+    usable,
+)
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.integrity import contents
 
@@ -96,3 +107,33 @@ def test_killed_twenty_times_while_saving(changes, tmp_path, record_property):
     print(json.dumps({"kills_with_a_partial_checkpoint": num_partial}))
     assert num_partial >= 3
     assert last == 80
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "replaces one"])
+def test_latest_names_a_whole_checkpoint_between_any_two_renames(again, tmp_path, monkeypatch):
+    num_done = 0
+    for stop in itertools.count(1):
+        checkpoints = tmp_path / str(stop)
+        for iteration in (3, 6) if again else (3,):
+            write_checkpoint(checkpoints, iteration)
+        partial = write_checkpoint(tmp_path / "new" / str(stop), 6).rename(checkpoints / "partial")
+        calls = itertools.count(1)
+
+        def until(of, *args, stop=stop, calls=calls):
+            if next(calls) == stop:
+                raise KeyboardInterrupt
+            return of(*args)
+
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            for name in ("rename", "replace"):
+                of = getattr(Path, name)
+                patch.setattr(Path, name, lambda path, target, of=of: until(of, path, target))
+            publish(partial, 6)
+            num_done = stop
+        recover(checkpoints)
+        latest = latest_iteration(checkpoints)
+        assert (checkpoints / f"iter_{latest:07d}" / "manifest.json").exists(), stop
+        if num_done:
+            assert latest == 6
+            break
+    assert num_done > 3

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
+
 from helpers.checkpoint.legs import Leg, deviations, run_legs, write_data
+from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.ramp import ramp_steps
 
 
@@ -14,6 +17,9 @@ def test_goes_on_in_the_middle_of_a_ramp_under_another_layout(tmp_path):
     # 4 batches of 2 reach 8 samples, 2 of 4 reach 16, and there it is saved.
     assert ramp_steps(whole.config)[:3] == [(2, 4, 8), (4, 2, 8), (6, 2, 12)]
     expected, *resumed = run_legs([whole, Leg(settings, saved, 4), Leg(settings | {"tp": 2}, saved, 4)])
+    samples = [2, 4, 6, 8, 12, 16, 22, 28, 36, 44]  # after each iteration
+    rates = [learning_rate(whole.config, consumed) for consumed in samples]
+    assert [step.learning_rate for step in expected] == pytest.approx(rates, rel=1e-6)
     for steps in resumed:
         assert max(deviations(steps, expected[6:]).values()) < 1e-4
         assert deviations(steps, expected[6:])["lm_loss"] < 1e-6

@@ -73,6 +73,10 @@ def test_drawing_is_repeatable(checkpoint, capsys):
         assert generate(checkpoint, "--prompt", "abc", "--json", *flags) == 0
         texts.append(objects(capsys.readouterr().out)[0]["tokens"])
     assert texts[0] == texts[1] != texts[2]
+    same = ["--prompt", "abc", "--prompt", "abc", "--json", "--temperature", "1", "--max-new-tokens", "16"]
+    assert generate(checkpoint, *same) == 0
+    first, second = objects(capsys.readouterr().out)
+    assert first["tokens"] != second["tokens"]  # each prompt draws by itself
 
 
 def test_ends(checkpoint, capsys):

@@ -92,6 +92,22 @@ def test_a_changed_file_is_noticed(place, caplog):
     assert abs(TokenFiles(again.valid_data).num_documents - held_out) <= 3
 
 
+def test_a_file_that_was_edited_in_place_is_noticed(place, caplog):
+    """Of the same size: only its content says so."""
+    used, path = with_prepared_text(settings()), place / "text/0.txt"
+    path.write_text(path.read_text().replace("the", "a b"))
+    caplog.set_level(logging.INFO)
+    assert with_prepared_text(settings()).train_data != used.train_data
+    assert "1 changed (0.txt)" in caplog.text
+
+
+def test_every_document_ends_with_its_token(place):
+    for prefix in (with_prepared_text(settings()).train_data, with_prepared_text(settings()).valid_data):
+        files = TokenFiles(prefix)
+        ends = [files.read(end - 1, end)[0] for end in files.document_bounds[1:].tolist()]
+        assert set(ends) == {files.tokenizer_fact("eod_id")}
+
+
 def test_an_interrupted_preparation_resumes(place, monkeypatch):
     tokenize = preparation.tokenize_files
 

@@ -431,3 +431,20 @@ def test_damage_of_what_was_begun_is_started_over(tmp_path, source):
         make(tmp_path / "out", source)
     make(tmp_path / "out", source, "new", settings={"a": 2}, start_over=True)
     assert made_file(tmp_path / "out", True).read_text() == "new"
+
+
+def test_killed_while_new_files_get_their_places(tmp_path, source, monkeypatch):
+    """The old manifest has gone by then: it would call the new file finished, and vouch for another."""
+    output = tmp_path / "out"
+    make(output, source, is_folder=False)
+    replace, target = Path.replace, made_file(output, False)
+
+    def killed(path, to):
+        if Path(to) == target:
+            raise KeyboardInterrupt
+        return replace(path, to)
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        make(output, source, "other", settings={"a": 2}, is_folder=False, start_over=True)
+    assert not output.with_name("out.manifest.json").exists()

@@ -1,4 +1,4 @@
-"""ROUTER_LR_MULT and EXPERT_LR_MULT scale the updates of their parameters and no others."""
+"""What the optimizer does to each parameter: multiples of the learning rate, clipping, weight decay."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from helpers.checkpoint.legs import MODEL, build_job, write_data
@@ -60,3 +61,42 @@ def test_updates_are_multiplied(num_ranks: int, layout: dict[str, Any], tmp_path
             assert relative_error(multiplied[name], multiple * update) < 1e-4, name
             seen.add(kind)
         assert seen == {"router", "expert", ""}
+
+
+def test_updates_are_clipped_to_the_norm_of_all_gradients(tmp_path: Path):
+    settings = SGD | {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1}
+    jobs = [(settings | {"clip_grad": clip}, free_port()) for clip in (0.0, 0.1, 1e6)]
+    ((plain, _), (clipped, _), (not_clipped, _)) = run_on_ranks(1, updates_of, jobs, join=False)[0]
+    norm = torch.cat([update.flatten() for update in plain.values()]).norm() / SGD["lr"]
+    assert norm > 0.2
+    for name, update in plain.items():
+        if update.dim() == 1:
+            continue  # norms: near 1, small updates are rounded
+        assert relative_error(clipped[name], update * 0.1 / norm) < 1e-3, name
+        assert relative_error(not_clipped[name], update) < 1e-6, name
+
+
+def decayed_of(settings: dict[str, Any], port: int) -> dict[str, bool]:
+    """Whether each parameter has weight decay."""
+    from moe_exp.engine import runtime
+
+    config = load_config(MODEL | settings, {})
+    os.environ["MASTER_PORT"] = str(port)
+    job = build_job(config, runtime.start(config))
+    is_decayed = {
+        id(parameter): bool(group["wd_mult"] * group["weight_decay"])
+        for group in job.trained.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    named = job.trained.model[0].named_parameters()
+    return {name.removeprefix("module."): is_decayed[id(parameter)] for name, parameter in named}
+
+
+def test_norms_and_biases_have_no_weight_decay(tmp_path: Path):
+    settings = {
+        "train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "add_bias_linear": True,
+        "weight_decay": 0.1, "distributed_optimizer": False,
+    }  # fmt: skip
+    (found,) = run_on_ranks(1, decayed_of, settings, free_port(), join=False)
+    assert any(".mlp.experts.bias" in name for name in found)
+    assert found == {name: "bias" not in name and "norm" not in name for name in found}

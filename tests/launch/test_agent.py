@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -26,6 +27,23 @@ from moe_exp.launch.agent import Agent
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.hangs.heartbeat import failures_file
+
+
+def test_a_hangup_reaches_the_ranks_as_a_request_to_save_and_end(monkeypatch):
+    """Ranks answer SIGTERM; each rank gets each signal once, also those of a later start."""
+    sent = []
+    monkeypatch.setattr("moe_exp.launch.agent._send", lambda pid, number: sent.append((pid, number)))
+    agent = Agent.__new__(Agent)
+    agent._received, agent._signalled, agent._parent = [signal.SIGHUP, signal.SIGUSR1], set(), os.getppid()
+    agent._pcontext = SimpleNamespace(pids=lambda: {0: 11, 1: 12})
+    for _ in range(2):
+        agent._pass_signals_on()
+    expected = [(pid, number) for number in (signal.SIGTERM, signal.SIGUSR1) for pid in (11, 12)]
+    assert sent == expected
+    agent._pcontext = SimpleNamespace(pids=lambda: {0: 13})
+    agent._pass_signals_on()
+    assert sent == [*expected, (13, signal.SIGTERM), (13, signal.SIGUSR1)]
+
 
 # Stands for a rank. It does what its round and rank are told to do in plan.json, else it waits for SIGTERM.
 RANK = """

@@ -13,10 +13,13 @@ from helpers.checkpoint.small_job import end_run, records, small_settings, start
 from helpers.ranks import free_port, run_on_ranks
 from helpers.spiking_data import GBSZ, corrupt, spiking_settings, write_corpus
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.loss_guard import Iteration, LossGuard
+from moe_exp.training.exchange import IterationEnd
+from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
+from moe_exp.training.spikes import SpikeDetector
 from moe_exp.watch.hangs import heartbeat
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -213,6 +216,47 @@ def test_bad_steps_in_a_row_end_the_run(num_ranks, tmp_path):
     assert start(settings)[0] == FAILED
     assert {path.name: path.read_bytes() for path in where.iterdir()} == before
     assert len(list(folder.bad_steps.glob("1/iter_*"))) + len(list(folder.bad_steps.glob("2/iter_*"))) == 2
+
+
+def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
+    """A good one between them begins the count anew."""
+    told = []
+    guard = LossGuard.__new__(LossGuard)
+    guard._config, guard._metrics, guard._detector = Config(max_bad_steps=3), None, None
+    guard._trained = Namespace(optimizer=Namespace(get_loss_scale=lambda: 1.0))
+    guard._num_bad, guard._recent = 0, []
+    monkeypatch.setattr(guard, "_warn", lambda *args: told.append(args[1]))
+    monkeypatch.setattr(guard, "_event", lambda *args, **values: None)
+    monkeypatch.setattr(guard, "_batches", lambda steps: {})
+    monkeypatch.setattr(guard, "_stream", lambda steps: [])
+    monkeypatch.setattr(guard, "_save_apart", lambda progress: "saved")
+    monkeypatch.setattr("moe_exp.training.loss_guard._ranges_text", lambda ranges: "")
+
+    def make(iteration: int, updated: bool) -> None:
+        done = Iteration(iteration, 4 * iteration, 4, updated, 1.0 if updated else float("nan"))
+        guard.check(None, done, IterationEnd("", False, 2.0), lambda: None)
+
+    for iteration, updated in enumerate([False, False, True, False, False, True, False, False], start=1):
+        make(iteration, updated)
+    assert told == [1, 4, 7]
+    with pytest.raises(GuardEnd, match="no step could be made in iterations 7 to 9"):
+        make(9, False)
+
+
+def test_the_history_of_losses_is_saved(tmp_path):
+    """A restart would otherwise judge no loss for a window's length."""
+    write_tokens(tmp_path)
+    assert start(small_settings(tmp_path, "run", train_iters=5, decay_iters=5))[0] == FINISHED
+    folder = iteration_folder(RunFolder(tmp_path / "run").checkpoints, 5)
+    saved = CheckpointReader(folder).common()["progress"]["spike_windows"]
+    detector = SpikeDetector()
+    for iteration, loss, grad_norm in curve(tmp_path / "run"):
+        detector.add(iteration, loss, grad_norm)
+    expected = detector.state()
+    assert (saved["spike_since"], len(saved["loss"][0])) == (None, len(expected["loss"][0]))
+    for name in ("loss", "log_grad_norm"):
+        for found, wanted in zip(saved[name], expected[name], strict=True):
+            assert found == pytest.approx(wanted, rel=1e-5)
 
 
 def test_exit_file_is_gone_where_the_guard_ends_the_run(tmp_path):

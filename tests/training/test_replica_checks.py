@@ -115,6 +115,10 @@ def test_a_tied_embedding_on_the_last_stage_and_steps_with_overlap(tmp_path):
     assert on_ranks(tmp_path, [], steps=2, gpus_per_node=2, overlap="true", dtype="bf16") == []
 
 
+def test_parts_of_an_expert_on_different_ranks_are_no_replicas(tmp_path):
+    assert on_ranks(tmp_path, [], gpus_per_node=2, tp=2, etp=2) == []
+
+
 def test_names_of_norms_and_biases():
     yes = (
         NORM,

@@ -208,6 +208,15 @@ def test_what_common_says_afterwards(tmp_path):
     assert other["layout"] not in ({"tp": tp, "pp": pp, "device": "cpu"} for tp in (1, 2) for pp in (1, 2))
 
 
+def test_bf16_needs_the_fp32_weights_that_the_optimizer_continues_from(tmp_path):
+    tensors = {key: value for key, value in drawn_state().items() if ".state.param." not in key}
+    source = write_checkpoint(tmp_path / "a", tensors=tensors)
+    with pytest.raises(ValueError, match=r"^DTYPE=bf16: the fp32 weights .* would be lost\. Fix: "):
+        reshape(source, tmp_path / "b", Reshaping(Layout(), dtype="bf16"))
+    assert not (tmp_path / "b").exists()
+    reshape(source, tmp_path / "b", Reshaping(Layout(), dtype="bf16", weights_only=True))
+
+
 def test_weights_only(tmp_path):
     source = write_checkpoint(tmp_path / "a")
     reader = CheckpointReader(reshape(source, tmp_path / "b", Reshaping(Layout(), weights_only=True)).folder)

@@ -398,6 +398,16 @@ def test_decontamination(tmp_path):
     assert manifest["benchmarks"]["num_short"] == 1
 
 
+def test_other_benchmarks_under_the_same_path_are_noticed(tmp_path):
+    benchmarks = write_lines(tmp_path / "bench.jsonl", [line(QUESTION)])
+    path = write_lines(tmp_path / "in/a.jsonl", [line("nothing")])
+    settings = ConvertSettings(decontaminate=benchmarks)
+    convert([path], tmp_path / "x", settings, ONE)
+    write_lines(benchmarks, [line(" ".join(reversed(QUESTION.split())))])
+    with pytest.raises(ValueError, match=r"Fix: .*start"):
+        convert([path], tmp_path / "x", settings, ONE)
+
+
 def test_benchmarks_that_are_all_too_short(tmp_path):
     benchmarks = write_lines(tmp_path / "bench.jsonl", [line("too short")])
     with pytest.raises(

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -542,3 +543,18 @@ def test_a_listing_on_disk_is_checked_too(server, tmp_path):
     manifest.write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"^\.\./\.\./gone: .* leads out of the folder"):
         download(source(), tmp_path / "raw")
+
+
+def test_the_journal_knows_files_that_were_not_touched_since(tmp_path):
+    """A file of the same size that was written again is hashed again."""
+    names, journal = ("same", "longer", "written_again", "gone"), tmp_path / "journal"
+    for name in names:
+        (tmp_path / name).write_text("text")
+    stats = {name: (tmp_path / name).stat() for name in names}
+    entries = [{"name": name, "bytes": 4, "mtime_ns": stats[name].st_mtime_ns} for name in names]
+    journal.write_text("\n".join(map(json.dumps, entries)) + '\n{"name": "half')
+    (tmp_path / "longer").write_text("texts")
+    (tmp_path / "written_again").write_text("TEXT")
+    os.utime(tmp_path / "written_again", ns=(0, stats["written_again"].st_mtime_ns + 1))
+    (tmp_path / "gone").unlink()
+    assert hub._read_journal(journal, tmp_path) == {"same": entries[0]}

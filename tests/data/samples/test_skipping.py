@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.ranks import run_on_ranks
 from moe_exp.data.samples.dataset import Origin, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.prefetch import ReadAhead
@@ -154,11 +155,29 @@ def test_origin_has_the_tokens(kind, prefix, tmp_path):
         assert 2 <= len(origin.documents) <= 3
 
 
-def test_origin_in_a_blend(prefix, tmp_path):
+@pytest.mark.parametrize("kind", ["stream", "megatron"])
+def test_origin_in_a_blend(kind, prefix, tmp_path):
     other = tmp_path / "other"
     with BinIdxWriter(other, vocab_size=60000) as writer:
         for number in range(50):
             writer.add_document(range(30000 + number * 20, 30000 + number * 20 + 19))
-    stream = SampleStream([(0.7, prefix), (0.3, str(other))], seq_len=10, seed=1)
-    for number in range(40):
-        assert (stream.origin(number).prefix == str(other)) == bool((stream.sample(number) >= 30000).any())
+    for tokens, origin in run_on_ranks(1, tokens_and_origins, kind, prefix, str(other), tmp_path)[0]:
+        first = 30000 if tokens[0] >= 30000 else 0
+        assert origin.prefix == (str(other) if first else prefix)
+        assert {(token - first) // 20 for token in tokens} <= set(origin.documents)
+
+
+def tokens_and_origins(kind, prefix, other, folder):
+    order = MegatronOrder(
+        train=f"0.7 {prefix} 0.3 {other}", valid="", split="", seq_len=10, seed=1, num_train_samples=40,
+        num_valid_samples=0,
+    )  # fmt: skip
+    samples = (
+        SampleStream([(0.7, prefix), (0.3, other)], seq_len=10, seed=1)
+        if kind == "stream"
+        else megatron_samples(order, folder)[0]
+    )
+    return [
+        ([token for token in samples.sample(number).tolist() if token > 0], samples.origin(number))
+        for number in range(40)
+    ]

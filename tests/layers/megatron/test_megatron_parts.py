@@ -22,6 +22,7 @@ from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED,
 from moe_exp.layers.megatron.moe_parts import (
     MegatronMoELayer,
     _dispatcher,
+    _settings,
     activation_name,
     balancing_losses,
     check_parallel_sizes,
@@ -136,6 +137,10 @@ def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch
         layer.shared_experts.linear_fc2.weight.copy_(part(alone.shared.weight2, 1, rank, ranks))
         tokens = torch.randn(5, 3, hidden, generator=generator)
         found, expected = layer.eval()(tokens)[0], alone.eval()(tokens)[0]
+        assert not layer._token_layer[0].is_training
+        padding_BS = torch.arange(5).expand(3, 5) >= torch.tensor([[5], [3], [1]])
+        found = torch.cat([found, layer(tokens, padding_mask=padding_BS)[0]])
+        expected = torch.cat([expected, alone(tokens, padding_BS.T)[0]])
     with pytest.raises(ValueError) as error:
         layer.train()(tokens)
     return found, expected, str(error.value)
@@ -201,6 +206,12 @@ def test_losses_of_a_transformer_config(kinds, coeffs, expected):
         balancing_losses(settings(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs))
         == expected
     )
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_drop_policy_of_a_transformer_config(policy):
+    config = settings(moe_token_drop_policy=policy, moe_expert_capacity_factor=1.0)
+    assert _settings(config, min_capacity=0, token_rounding=0).drop_policy == policy
 
 
 def test_an_unknown_loss():

@@ -163,6 +163,10 @@ def test_experts_are_sharded_over_fewer_ranks():
     config = reference(ep=4)
     rank = rank_parameters(config)
     assert only_stage(config).optimizer == 12 / 8 * rank.dense + 12 / 2 * rank.expert
+    # 8 ranks hold the experts in 2 * 2 parts, and what is dense in 2
+    config = reference(ep=2, etp=2, tp=2, num_query_groups=2)
+    rank = rank_parameters(config)
+    assert only_stage(config).optimizer == 12 / 4 * rank.dense + 12 / 2 * rank.expert
 
 
 def allocated_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, int]]:
