@@ -3,6 +3,7 @@
 #
 #   bash tests/run.sh                       # without the tests marked slow
 #   bash tests/run.sh --all                 # everything
+#   bash tests/run.sh --python 3.12         # that Python, of PATH or pyenv, in an environment of its own: .venv-3.12
 #   bash tests/run.sh -k router tests/      # other arguments go to pytest
 #
 # Three files of tests run at a time (pytest's -n 3): most tests wait for processes that they started. -n 0
@@ -15,15 +16,21 @@ source moe_exp/scripts/environment.sh
 
 select=(-m "not slow")
 arguments=()
-for argument in "$@"; do
-    case "$argument" in
+while [ $# -gt 0 ]; do
+    case "$1" in
         --all) select=() ;;
+        --python)
+            use_python "${2:?--python needs a version, as in --python 3.12}"
+            shift
+            ;;
+        --python=*) use_python "${1#*=}" ;;
         -h | --help)
             print_help "${BASH_SOURCE[0]}"
             exit 0
             ;;
-        *) arguments+=("$argument") ;;
+        *) arguments+=("$1") ;;
     esac
+    shift
 done
 
 find_python dev

@@ -52,6 +52,19 @@ moe_exp() {
     exec "$PYTHON" -m moe_exp "$@"
 }
 
+# Has find_python take Python $1, as in 3.12, of PATH or pyenv, in an environment of its own beside .venv.
+use_python() {
+    local python
+    for python in "python$1" "${PYENV_ROOT:-$HOME/.pyenv}/versions/$1".*/bin/python; do
+        "$python" -c "import sys; sys.exit('%d.%d' % sys.version_info[:2] != '$1')" 2>/dev/null || continue
+        _venv="$_root/.venv-$1"
+        unset VIRTUAL_ENV CONDA_PREFIX
+        export PYTHON="$python"
+        return
+    done
+    _fail "no Python $1 on PATH or in pyenv. Fix: install it, e.g. pyenv install $1"
+}
+
 _modern() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
 
 # Prints what Python $1 lacks of the requirements and of extras $2 ...; fails if there is anything.
@@ -83,10 +96,11 @@ find_python() {
             export PYTHON="$python"
             return
         fi
-        _say "$python lacks ${lacking//$'\n'/, }: it stays as it is, .venv is used"
+        _say "$python lacks ${lacking//$'\n'/, }: it stays as it is, ${_venv##*/} is used"
     done
     if ! _ready "$@"; then
         for python in python3 python; do
+            [ "$_venv" = "$_root/.venv" ] || break # another Python was asked for
             if command -v "$python" >/dev/null && _unmet "$python" "$@" >/dev/null 2>&1; then
                 export PYTHON="$python"
                 return
