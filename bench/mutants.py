@@ -5,7 +5,8 @@
     python bench/mutants.py --table               # the results so far
 
 The faults are in bench/mutants/*.yaml: `file`, `fault` (what is wrong), `old` (text that occurs once in the
-file), `new`, `tests` (arguments of pytest) and, if no test can see the fault, `equivalent` with the reason. A
+file), `new`, `tests` (arguments of pytest) and, if none of these tests can see the fault, `survives` with the
+reason. A
 fault is caught if its tests fail or take ten times as long. If they fail without it, that is an error.
 """
 
@@ -44,7 +45,7 @@ class Mutant:
     old: str
     new: str
     tests: str
-    equivalent: str = ""
+    survives: str = ""
 
     def __post_init__(self) -> None:
         if self.old == self.new:
@@ -183,14 +184,14 @@ def results_table(mutants: list[Mutant], results: Results) -> str:
         survived = entry["outcome"] == "survived"
         row[0] += 1
         row[1] += not survived
-        row[2] += survived and bool(mutant.equivalent)
+        row[2] += survived and bool(mutant.survives)
         if survived:
-            survivors.append(f"- {mutant.name}: {mutant.equivalent or 'NOT EXPLAINED'}")
+            survivors.append(f"- {mutant.name}: {mutant.survives or 'NOT EXPLAINED'}")
     total = [sum(column) for column in zip(*rows.values(), strict=True)] or [0, 0, 0]
     lines = [
         (folder, [str(count) for count in row]) for folder, row in [*sorted(rows.items()), ("all", total)]
     ]
-    return "\n".join([*markdown_table(["folder", "faults", "caught", "equivalent"], lines), "", *survivors])
+    return "\n".join([*markdown_table(["folder", "faults", "caught", "explained"], lines), "", *survivors])
 
 
 def main() -> None:

@@ -50,4 +50,4 @@ def test_results_table_counts_survivors_with_a_reason(tmp_path):
     results.add(two.key, {"outcome": "survived"})
     table = mutants.results_table([one, two], mutants.Results(tmp_path / "results.json"))
     assert "| all | 2 | 1 |" in table
-    assert f"- {two.name}: {two.equivalent or 'NOT EXPLAINED'}" in table
+    assert f"- {two.name}: {two.survives or 'NOT EXPLAINED'}" in table
