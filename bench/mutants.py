@@ -5,8 +5,8 @@
     python bench/mutants.py --table               # the results so far
 
 The faults are in bench/mutants/*.yaml: `file`, `fault` (what is wrong), `old` (text that occurs once in the
-file), `new`, `tests` (arguments of pytest) and, if these tests cannot see the fault, `survives` with the reason.
-A fault is caught if its tests fail or take ten times as long. If they fail without it, that is an error.
+file), `new`, `tests` (arguments of pytest) and, if these tests cannot see it, `survives` with the reason. A
+fault is caught if its tests fail or take ten times as long. If they fail without it, that is an error.
 """
 
 from __future__ import annotations
