@@ -1,8 +1,8 @@
 """Do the tests notice? Applies small faults one at a time to a copy of the checkout and runs their tests.
 
-    python bench/mutants.py                       # all; about an hour on 2 cores, resumes
-    python bench/mutants.py --only layers/        # faults whose file or name contains the text
-    python bench/mutants.py --table               # the results so far
+    PYTHONPATH=. python bench/mutants.py                    # all, two at a time; resumes
+    PYTHONPATH=. python bench/mutants.py --only layers/     # faults whose file or name contains the text
+    PYTHONPATH=. python bench/mutants.py --table            # the results so far
 
 The faults are in bench/mutants/*.yaml: `file`, `fault` (what is wrong), `old` (text that occurs once in the
 file), `new`, `tests` (arguments of pytest) and, if these tests cannot see it, `survives` with the reason. A
