@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -131,34 +132,38 @@ class Copy:
 
 
 class Results:
-    """Results of earlier calls, by the key of the mutant or by the tests without a fault."""
+    """Results by the key of the mutant, those of earlier calls as well; threads share it.
+
+    Attributes:
+        clean_seconds: of tests that passed without a fault in this call: the rest of the code may have changed
+            since an earlier one.
+    """
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self._lock = path, threading.Lock()
+        self.clean_seconds: dict[str, float] = {}
         self.entries: dict[str, dict] = read_json(path) if path.exists() else {}
 
     def add(self, key: str, entry: dict) -> None:
-        self.entries[key] = entry
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(self.path, self.entries)
+        with self._lock:
+            self.entries[key] = entry
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self.path, self.entries)
 
 
 def check(mutant: Mutant, copy: Copy, results: Results) -> dict:
     """Runs the tests of one mutant, and once without it."""
-    clean = results.entries.get(f"clean {mutant.tests}")
-    if clean is None:
+    if mutant.tests not in results.clean_seconds:
         outcome, seconds, why = copy.run_tests(mutant.tests, 900)
         if outcome != "passed":
             raise ValueError(f"{mutant.name}: pytest {mutant.tests} fails without the fault: {why}")
-        clean = {"seconds": round(seconds, 1)}
-        results.add(f"clean {mutant.tests}", clean)
+        results.clean_seconds[mutant.tests] = seconds
     path = copy.root / mutant.file
     text = path.read_text()
     try:
         mutant.apply(copy.root)
-        outcome, seconds, why = copy.run_tests(
-            mutant.tests, max(SLOWER * clean["seconds"], MIN_TIMEOUT_SECONDS)
-        )
+        timeout_seconds = max(SLOWER * results.clean_seconds[mutant.tests], MIN_TIMEOUT_SECONDS)
+        outcome, seconds, why = copy.run_tests(mutant.tests, timeout_seconds)
     finally:
         path.write_text(text)
     entry = {
