@@ -135,7 +135,7 @@ class Results:
     """Results by the key of the mutant, those of earlier calls as well; threads share it.
 
     Attributes:
-        clean_seconds: of tests that passed without a fault in this call: the rest of the code may have changed
+        clean_seconds: of tests that passed without a fault in this call; other code may have changed
             since an earlier one.
     """
 
