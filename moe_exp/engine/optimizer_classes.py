@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from moe_exp.host.megatron_versions import refuse_cuda_graphs
+
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 BLOCK = 256  # values that share a scale in 8 bits, as in the kernels of bitsandbytes
 # Smaller tensors keep fp32 moments, as in bitsandbytes: norms are sensitive and cost nothing.
@@ -33,7 +35,7 @@ class Adam(torch.optim.Optimizer):
         betas: decay of the two moments.
         eps: added to the denominator.
         adam_w_mode: must be True.
-        capturable: for CUDA graphs; must be False. Passed by Megatron from 0.19 on.
+        capturable: for CUDA graphs; must be False.
     """
 
     def __init__(
@@ -51,11 +53,7 @@ class Adam(torch.optim.Optimizer):
                 "adam_w_mode=False: only decoupled weight decay is supported. Fix: use"
                 " decoupled_weight_decay=True."
             )
-        if capturable:
-            raise ValueError(
-                "capturable=True: the step counts on the host, which a CUDA graph leaves out. Fix: use"
-                " capturable=False."
-            )
+        refuse_cuda_graphs(capturable)
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -20,6 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from moe_exp.config import Config, setting_error
 from moe_exp.config.determinism import deterministic_environment, environment_problems
 from moe_exp.host.exit_codes import RENDEZVOUS_KEY
+from moe_exp.host.megatron_versions import quiet_loggers
 
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -223,12 +224,7 @@ def quiet_third_parties() -> None:
     # Megatron calls collectives by names that torch 2.13 has replaced.
     for module in (r"torch\.distributed.*", r"megatron\..*"):
         warnings.filterwarnings("ignore", category=FutureWarning, module=module)
-    # "Unknown MLP type", once per layer: ours. From 0.19 on "GPTModel IS DEPRECATED", which users cannot
-    # change, and that DDP computes the layout of the optimizer's buffers, as it always did.
-    for name in ("transformer.transformer_layer", "models.gpt.gpt_model"):
-        logging.getLogger(f"megatron.core.{name}").setLevel(logging.ERROR)
-    ddp = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
-    ddp.addFilter(lambda record: "full_param_layout not provided" not in record.getMessage())
+    quiet_loggers()
 
 
 def freeze_garbage() -> None:

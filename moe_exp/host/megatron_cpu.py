@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from moe_exp.host import gloo
+from moe_exp.host import gloo, megatron_versions
 
 # Name that replaces the attribute `cuda` in Megatron's rewritten code.
 _KEYWORD = "_megatron_accelerator"
@@ -192,9 +192,7 @@ def _patch_writer(module: Any) -> None:
         failure = next((outcome for outcome in written.values() if isinstance(outcome, Exception)), None)
         results.put(written if failure is None else failure)
 
-    # From 0.17 on the rank itself writes, in threads, and only the queue is in another process.
-    module._get_write_results_queue = module.get_write_results_queue = lambda *args: results
-    writer.write_preloaded_data_multiproc = staticmethod(write)
+    megatron_versions.write_in_the_rank(module, write, results)
 
 
 def _patch_norm(module: Any) -> None:
@@ -215,19 +213,10 @@ def _patch_collectives(module: Any) -> None:
     module.dist_reduce_scatter_func = gloo.reduce_scatter
 
 
-def patch_router(module: Any) -> None:
-    """Fixes a NameError in megatron-core 0.16's router (moe_utils) without Transformer Engine, on any device.
-
-    Training uses our router, so on a GPU only comparisons with Megatron's layer need this.
-    """
-    if not module.HAVE_TE:
-        module.te_general_gemm = None
-
-
 def _patch_moe(module: Any) -> None:
     # For comparisons with Megatron's router and dispatcher. All-to-all sizes must be numbers; Megatron
     # converts tensors to them on a GPU only.
-    patch_router(module)
+    megatron_versions.patch_router(module)
     move = module.maybe_move_tensor_to_cpu
 
     def as_numbers(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

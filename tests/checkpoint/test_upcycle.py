@@ -391,6 +391,39 @@ def test_run_starts_from_the_dense_one_and_resumes_from_itself(dense, dense_loss
     assert second.curve("lm_loss")[1] < first.curve("lm_loss")[0] + 0.5
 
 
+def changed_by_a_step_of_size_0(settings: dict[str, Any], port: int) -> float:
+    """Trains one step with a learning rate of 0 after the upcycling; the largest change of a weight."""
+    from moe_exp.engine import runtime
+    from moe_exp.train import build, forward_backward
+
+    config = load_config(settings, {})
+    os.environ["MASTER_PORT"] = str(port)
+    job, _ = build(config, runtime.start(config))
+    weights = [p for chunk in job.trained.model for p in chunk.parameters()]
+    before = [p.detach().clone() for p in weights]
+    forward_backward(job, job.train_stream, 0, config.num_microbatches)
+    for group in job.trained.optimizer.param_groups:
+        group["lr"] = 0.0
+    updated, *_ = job.trained.optimizer.step()
+    assert updated
+    return max(float((p - old).abs().max()) for p, old in zip(weights, before, strict=True))
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_main_weights_are_those_of_the_dense_run(distributed, dense, session_runs: Runs, tmp_path):
+    settings = {
+        "run_dir": str(tmp_path),
+        "data_dir": str(session_runs.data_dir),
+        "upcycle_from": str(dense(False).folder.checkpoints),
+        "gpus_per_node": 1,
+        "dtype": "bf16",
+        "distributed_optimizer": distributed,
+    }
+    (change,) = run_on_ranks(1, changed_by_a_step_of_size_0, SETTINGS | settings, free_port(), join=False)
+    # The model in bf16 is a copy of the optimizer's fp32 weights after every step.
+    assert change == 0
+
+
 def test_files_are_checked_before_anything_is_built(dense, session_runs: Runs, tmp_path):
     places = {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir), "gpus_per_node": 1}
     checkpoints = str(dense(False).folder.checkpoints)

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_exp.checkpoint.format.torch_dist import read_common, read_metadata
 from moe_exp.engine.runtime import on_every_rank
+from moe_exp.host.megatron_versions import LOAD_WARNINGS
 
 from megatron.core.dist_checkpointing.dict_utils import merge
 from megatron.core.dist_checkpointing.mapping import apply_factory_merges
@@ -56,10 +57,7 @@ def _common(folder: Path) -> dict[str, Any]:
 def _load(sharded: dict[str, Any], folder: Path) -> dict[str, Any]:
     try:
         with _tensors_and_plain_values(), warnings.catch_warnings():
-            # Of how Megatron from 0.19 on calls torch, on each rank by itself.
-            warnings.filterwarnings(
-                "ignore", "(The argument order of load|torch.distributed is disabled)", UserWarning
-            )
+            warnings.filterwarnings("ignore", LOAD_WARNINGS, UserWarning)
             return dict(TorchDistLoadShardedStrategy().load(sharded, folder))
     except (CheckpointException, pickle.UnpicklingError) as error:
         # The first is no Exception but a BaseException, with what went wrong by rank.

@@ -34,9 +34,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from moe_exp.checkpoint.format.boxes import Box, intersection, slices
 from moe_exp.checkpoint.format.foreign import read_inert
 from moe_exp.host.files import regular
+from moe_exp.host.megatron_versions import COMMON_OBJECT
 
 COMMON = "common.pt"
-COMMON_OBJECT = "common_state/shard_0_1"
 METADATA = ".metadata"
 _MOST_EMPTY_ROWS = 2**20
 # What a .metadata may be made of.

@@ -30,7 +30,7 @@ from moe_exp.checkpoint.format.naming import (
     optimizer_state,
     states,
 )
-from moe_exp.checkpoint.format.torch_dist import COMMON_OBJECT, CheckpointReader
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
 from moe_exp.checkpoint.tools.layouts import (
@@ -44,6 +44,7 @@ from moe_exp.checkpoint.tools.layouts import (
 )
 from moe_exp.config import problem
 from moe_exp.host.files import bytes_text, write_atomically
+from moe_exp.host.megatron_versions import COMMON_OBJECT
 from moe_exp.host.progress import progress
 from moe_exp.runs.run_folder import LATEST
 

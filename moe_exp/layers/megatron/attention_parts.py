@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from moe_exp.host.megatron_versions import PartsOfSpec, patch_latent_attention
 from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.megatron.norm import ProjectionNorm
 
@@ -19,11 +20,7 @@ from megatron.core.transformer.utils import (
     make_sharded_tensors_for_checkpoint,
 )
 
-if not isinstance(multi_latent_attention.TELinear, type):
-    # Without Transformer Engine its names are stand-ins, which Megatron takes for its classes.
-    multi_latent_attention.HAVE_TE = False
-    # From 0.19 on, Megatron needs its own linear layer but imports it only with Transformer Engine.
-    multi_latent_attention.Linear = Linear
+patch_latent_attention(multi_latent_attention, Linear)
 
 
 class MegatronProjectionNorm(ProjectionNorm):
@@ -62,12 +59,8 @@ class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
         self.k_layernorm = MegatronProjectionNorm(config, config.num_query_groups * head, group=group)
 
 
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
     """MLASelfAttention built from the parts that its spec names."""
-
-    def _resolve_qk_norm_config(self, submodules: MLASelfAttentionSubmodules) -> dict[str, Any]:
-        """Overrides rules of Megatron 0.19 that require Transformer Engine for uncompressed queries."""
-        return vars(submodules)
 
 
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:
