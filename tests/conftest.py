@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 from importlib.metadata import PackageNotFoundError, version
@@ -53,3 +54,9 @@ def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 def runs(tmp_path: Path, session_runs: Runs) -> Runs:
     """Runs of one test."""
     return Runs(tmp_path / "runs", session_runs.data_dir)
+
+
+@pytest.fixture
+def script_runs(runs: Runs) -> Runs:
+    """Runs of one test, for tests of the script, of torchrun's agent, or of what a run prints."""
+    return dataclasses.replace(runs, by_script=True)

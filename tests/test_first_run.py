@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -41,7 +42,7 @@ NUMBERS = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
 def first_run(session_runs: Runs) -> EndedRun:
     """PRESET=cpu as it is, only shorter."""
     short = {"TRAIN_ITERS": 40, "LOG_INTERVAL": 4, "EVAL_INTERVAL": 20, "EVAL_ITERS": 2, "SAVE_INTERVAL": 20}
-    return session_runs.succeed(
+    return dataclasses.replace(session_runs, by_script=True).succeed(
         "first", tiny=False, PRESET="cpu", WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **short
     )
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.checkpoint.file_limit import no_file_over
 from helpers.checkpoint.small_job import (
     build_small,
     end_run,
@@ -23,7 +24,6 @@ from helpers.checkpoint.small_job import (
     start_run,
     write_tokens,
 )
-from helpers.file_limit import no_file_over
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint import rank_files
 from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, latest_iteration

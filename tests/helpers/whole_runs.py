@@ -1,8 +1,8 @@
-"""Starts whole runs as a user does, by the script with settings from the environment, and reads what they
-leave.
+"""Starts whole runs with settings from the environment, and reads what they leave.
 
-conftest.py has two fixtures: `runs`, with a run folder of its own for every test, and `session_runs`, with
-one for all.
+conftest.py has three fixtures: `runs`, with a run folder of its own for every test, `session_runs`, with one
+for all, and `script_runs`, which starts runs as a user does, by the script. The others do so only where a
+test looks at the processes (`start`), see warm_runs.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 
 from helpers import ROOT
 from helpers.ranks import free_port
+from helpers.warm_runs import run_warm
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import TO_BE_CONTINUED
 from moe_exp.runs.records import read_metrics
@@ -77,6 +78,7 @@ class Runs:
 
     run_dir: Path
     data_dir: Path
+    by_script: bool = False
 
     def folder(self, name: str) -> RunFolder:
         """Run folder of the run `name`."""
@@ -114,12 +116,20 @@ class Runs:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             raise AssertionError(f"{name} did not end in {timeout} s:\n{self.printed(name)}") from None
-        out, err = (self._stream(name, kind).read_text() for kind in ("out", "err"))
-        return EndedRun(process.returncode, out, err, self.folder(name))
+        return self._ended(name, process.returncode)
 
-    def run(self, name: str, *flags: str, **settings: Any) -> EndedRun:
+    def _ended(self, name: str, code: int) -> EndedRun:
+        out, err = (self._stream(name, kind).read_text() for kind in ("out", "err"))
+        return EndedRun(code, out, err, self.folder(name))
+
+    def run(self, name: str, *flags: str, timeout: float = 240.0, **settings: Any) -> EndedRun:
         """Runs to the end, whatever that is."""
-        return self.end(name, self.start(name, *flags, **settings))
+        if self.by_script or flags:
+            return self.end(name, self.start(name, *flags, **settings), timeout=timeout)
+        streams = (self._stream(name, kind) for kind in ("out", "err"))
+        code = run_warm(self.environ(name, **settings), *streams, timeout=timeout)
+        assert code is not None, f"{name} did not end in {timeout} s:\n{self.printed(name)}"
+        return self._ended(name, code)
 
     def succeed(self, name: str, *flags: str, **settings: Any) -> EndedRun:
         """Runs to the end, which has to be exit code 0."""

@@ -247,9 +247,9 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
     ],
     ids=["EP2", "PP2", "TP2-PP2"],
 )
-def test_error_of_the_rank_that_failed_comes_first(failing, settings, runs, tmp_path):
+def test_error_of_the_rank_that_failed_comes_first(failing, settings, script_runs, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
-    run = runs.run("failed", PYTHONPATH=tmp_path, FAILING_RANK=failing, **settings)
+    run = script_runs.run("failed", PYTHONPATH=tmp_path, FAILING_RANK=failing, **settings)
     assert run.code == FAILED
     assert run.curve("iteration") == [1, 2]
     (named,) = [event for event in run.records("event") if event["event"] == "rank_failed"]
@@ -274,13 +274,13 @@ def test_error_of_the_rank_that_failed_comes_first(failing, settings, runs, tmp_
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_what_a_user_can_fix_is_one_line_of_all_ranks(num_ranks, runs, tmp_path):
+def test_what_a_user_can_fix_is_one_line_of_all_ranks(num_ranks, script_runs, tmp_path):
     """An error that each rank finds by itself, in a sample of its own: a token beyond the vocabulary."""
     with BinIdxWriter(tmp_path / "tokens", vocab_size=600) as writer:
         for _ in range(20):
             writer.add_document([599] * 100)
     settings = {"TRAIN_DATA": tmp_path / "tokens", "VOCAB_SIZE": 512, "MAX_RESTARTS": 2}
-    run = runs.run("tokens", GPUS_PER_NODE=num_ranks, **settings)
+    run = script_runs.run("tokens", GPUS_PER_NODE=num_ranks, **settings)
     assert len(run.stderr.splitlines()) == 1, run.stderr
     line = run.stderr
     assert line.startswith(f"moe-exp: {tmp_path / 'tokens'}: sample ")

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.file_limit import no_file_over
+from helpers.checkpoint.file_limit import no_file_over
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
 from moe_exp.runs import records

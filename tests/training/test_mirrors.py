@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from test_metrics import clean_logging, train_record  # noqa: F401 - a fixture
 
-from helpers.file_limit import no_file_over
+from helpers.checkpoint.file_limit import no_file_over
 from moe_exp.config import Config, ConfigError
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder

@@ -9,8 +9,8 @@ import pickle
 import pytest
 import torch
 
+from helpers.checkpoint.file_limit import no_file_over
 from helpers.checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
-from helpers.file_limit import no_file_over
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.setting_types import iteration_ranges

@@ -224,7 +224,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.slow
-def test_a_run_ends_at_the_next_comparison(tmp_path, runs):
+def test_a_run_ends_at_the_next_comparison(tmp_path, script_runs):
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
     settings = {
         "GPUS_PER_NODE": 2,
@@ -235,7 +235,7 @@ def test_a_run_ends_at_the_next_comparison(tmp_path, runs):
         "WARMUP_ITERS": 4,
         "DECAY_ITERS": 8,
     }
-    run = runs.run("flipped", PYTHONPATH=tmp_path, **settings)
+    run = script_runs.run("flipped", PYTHONPATH=tmp_path, **settings)
     assert run.code == 1, run.text
     line, end = (line for line in run.stderr.splitlines() if line.startswith("moe-exp: "))
     assert ".mlp.router.weight on rank 1 (" in line

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from helpers.file_limit import no_file_over
+from helpers.checkpoint.file_limit import no_file_over
 from helpers.ranks import _PROCESSES, free_port
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config

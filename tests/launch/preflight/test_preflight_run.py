@@ -65,8 +65,8 @@ def preflight(tmp_path, num_ranks: int, **environ) -> subprocess.CompletedProces
 
 
 @pytest.mark.slow
-def test_training_with_a_preflight(runs):
-    ended = runs.succeed("checked", PREFLIGHT=1, TRAIN_ITERS=3)
+def test_training_with_a_preflight(script_runs):
+    ended = script_runs.succeed("checked", PREFLIGHT=1, TRAIN_ITERS=3)
     assert "Preflight: 1 nodes, 1 ranks" in ended.stdout
     before, start, *_ = ended.records("event")
     assert (before["event"], before["grade"], before["iteration"], before["exclude"]) == (
@@ -79,8 +79,8 @@ def test_training_with_a_preflight(runs):
     assert len(ended.curve("lm_loss")) == 3
 
 
-def test_training_does_not_start_on_a_host_that_multiplies_wrongly(runs, sabotage):
-    ended = runs.run("wrong", PREFLIGHT=1, PYTHONPATH=sabotage(WRONG_PRODUCTS))
+def test_training_does_not_start_on_a_host_that_multiplies_wrongly(script_runs, sabotage):
+    ended = script_runs.run("wrong", PREFLIGHT=1, PYTHONPATH=sabotage(WRONG_PRODUCTS))
     host = socket.gethostname()
     assert ended.code == 1, ended.text
     assert (
@@ -91,7 +91,7 @@ def test_training_does_not_start_on_a_host_that_multiplies_wrongly(runs, sabotag
     (event,) = ended.records("event")
     assert (event["event"], event["grade"]) == ("preflight", "failed")
     assert not ended.folder.config.exists()
-    listed = runs.run_dir / "exclude_nodes.txt"
+    listed = script_runs.run_dir / "exclude_nodes.txt"
     assert read_excluded(listed) == event["exclude"] == [host.partition(".")[0]]
     assert (
         "preflight: rank 0 (cpu): 4 elements of matrix products are wrong"
