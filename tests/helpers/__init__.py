@@ -2,7 +2,8 @@
 
 Starting things:
     ranks.py              a function on several gloo ranks of this machine
-    whole_runs.py         whole runs as a user starts them, by the script with settings from the environment
+    whole_runs.py         whole runs with settings from the environment, by the script or by warm_runs.py
+    warm_runs.py          a launcher and its ranks without the script, torchrun's agent and the imports
     under_torchrun.py     tests that are torchrun scripts as well
     net_hosts.py          hosts in network namespaces of this machine; needs root and iproute2
     slurm/stand_in.py     a SLURM for chains of jobs: sbatch, squeue, srun, scancel and scontrol as programs
@@ -19,7 +20,8 @@ Models, data and run folders:
     spiking_data.py       token files on which the loss spikes
     run_folders.py        run folders as a trainer leaves them
     watch/watched_run.py  a run folder and a squeue as the watchdog sees them
-    checkpoint/           ckpt_files (without ranks), small_job (inside ranks), legs (training in legs)
+    checkpoint/           ckpt_files (without ranks), small_job (inside ranks), legs (training in legs),
+                          file_limit (a disk that is full for this process)
     hf/                   tiny_models of transformers, hf_checkpoint (their weights here), logits_on_ranks
     layers/               tiny_moe, references (formulas and loops to compare with), layout_job,
                           megatron_pair, attention_pair; for kernels: backward_cases, compiled, kernel_device
@@ -30,7 +32,6 @@ Documentation:
 Measures:
     answered.py           a command line in this process under a time limit; junk in the place of a file
     relative_error.py     norm of the difference over norm of the reference, in float64
-    file_limit.py         a disk that is full for this process
 """
 
 from pathlib import Path
