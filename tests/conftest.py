@@ -1,10 +1,12 @@
-"""The versions that were compared; fixtures for tests that start whole runs, see whole_runs.py."""
+"""The order of the tests; the versions that were compared; fixtures for whole runs, see whole_runs.py."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -21,6 +23,25 @@ if not torch.cuda.is_available():
 COMPARED = ("torch", "megatron-core", "transformers")
 
 
+# Seconds of each file of tests that takes more than two.
+DURATIONS = Path(__file__).with_name("durations.json")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "write durations.json, by which files are ordered"
+    parser.addoption("--write-durations", action="store_true", help=about)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that at the end no worker is left alone with one of them."""
+    seconds = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
 def pytest_configure() -> None:
     """Tests press Ctrl-C. A shell has what it starts with `&` ignore it, and so would all that the tests
     start. And examples that hypothesis draws may take their time: other tests run beside them.
@@ -33,8 +54,19 @@ def pytest_configure() -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """What the tests in tests/proof compare with. Not in the header, which pytest leaves out with -q."""
+    if terminalreporter.config.option.write_durations:
+        _write_durations(terminalreporter)
     if any(report.nodeid.startswith("tests/proof") for report in terminalreporter.getreports("passed")):
         terminalreporter.write_line("compared: " + ", ".join(f"{name} {_version(name)}" for name in COMPARED))
+
+
+def _write_durations(terminalreporter: pytest.TerminalReporter) -> None:
+    seconds: Counter[str] = Counter()
+    for outcome in ("", "passed", "failed", "skipped"):  # "": of setups and teardowns
+        for report in terminalreporter.getreports(outcome):
+            seconds[_file(report.nodeid)] += report.duration
+    longest = {name: round(value) for name, value in seconds.most_common() if value > 2}
+    DURATIONS.write_text(json.dumps(longest, indent=2) + "\n")
 
 
 def _version(name: str) -> str:
