@@ -30,8 +30,8 @@ from moe_exp.host.processes import free_port as free_port
 # Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not
 # work in forks any more.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-_PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(
     [
         "torch",
         "torch.distributed",
@@ -75,12 +75,10 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(num_ranks):
-            mine, theirs = _PROCESSES.Pipe()
-            variables = _variables(rank, num_ranks, port)
+            mine, theirs = PROCESSES.Pipe()
+            variables = rank_variables(rank, num_ranks, port)
             store = str(Path(folder) / "store") if join else None
-            process = _PROCESSES.Process(
-                target=_rank_main, args=(theirs, task, variables, store), daemon=True
-            )
+            process = PROCESSES.Process(target=_rank_main, args=(theirs, task, variables, store), daemon=True)
             process.start()
             theirs.close()
             ranks.append(process)
@@ -152,7 +150,7 @@ def _pickled(error: BaseException) -> bytes:
     return data
 
 
-def _variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+def rank_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
     names = {
         "RANK": rank,
         "LOCAL_RANK": rank,

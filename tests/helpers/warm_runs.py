@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from helpers.ranks import _PROCESSES, _variables, free_port
+from helpers.ranks import PROCESSES, free_port, rank_variables
 
 _LEFT_SECONDS = 5.0  # for ranks after one has failed, as in launch/agent.py
 
@@ -27,7 +27,7 @@ def run_warm(environ: Mapping[str, str], out: Path, err: Path, *, timeout: float
     Returns:
         The launcher's exit code; None if it was killed after `timeout` seconds, with its ranks.
     """
-    process = _PROCESSES.Process(target=_launch, args=(dict(environ), out, err))
+    process = PROCESSES.Process(target=_launch, args=(dict(environ), out, err))
     process.start()
     process.join(timeout)
     if process.exitcode is None:
@@ -70,7 +70,7 @@ def _run_ranks(
         for rank in range(num_ranks):
             pid = os.fork()
             if pid == 0:
-                _rank({**environ, **_variables(rank, num_ranks, port)}, arguments)
+                _rank({**environ, **rank_variables(rank, num_ranks, port)}, arguments)
             left[pid] = rank
         code = _wait(left, poll)
         return int(code_file.read_text()) if code_file.exists() else code

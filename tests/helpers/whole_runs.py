@@ -93,7 +93,7 @@ class Runs:
             "MASTER_PORT": free_port(),
             "PYTHON": sys.executable,
         }
-        return clean_environ(**places, **{**(TINY if tiny else {}), **settings})
+        return clean_environ(**{**places, **(TINY if tiny else {}), **settings})
 
     def start(
         self, name: str, *flags: str, under: Sequence[str] = (), **settings: Any

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from helpers.checkpoint.file_limit import no_file_over
-from helpers.ranks import _PROCESSES, free_port
+from helpers.ranks import PROCESSES, free_port, rank_variables
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -60,21 +60,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def start_run(settings: dict[str, Any], printed: Path, file_limit: int | None = None) -> list[Any]:
     """Starts a whole run, a process per rank, which prints into the file `printed`."""
-    port, num_ranks = str(free_port()), settings["gpus_per_node"]
+    port, num_ranks = free_port(), settings["gpus_per_node"]
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
     processes = []
     for rank in range(num_ranks):
-        variables = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(num_ranks),
-            "MASTER_ADDR": "localhost",
-        }
-        process = _PROCESSES.Process(
-            target=_run_rank,
-            args=(variables | {"MASTER_PORT": port}, flags, printed, file_limit),
-            daemon=True,
-        )
+        arguments = (rank_variables(rank, num_ranks, port), flags, printed, file_limit)
+        process = PROCESSES.Process(target=_run_rank, args=arguments, daemon=True)
         process.start()
         processes.append(process)
     return processes
