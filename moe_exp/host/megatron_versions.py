@@ -1,4 +1,4 @@
-"""What differs between the versions of Megatron-Core that setup.py accepts, 0.16 to 0.19.
+"""Differences between the versions of Megatron-Core that setup.py accepts, 0.16 to 0.19.
 
 Everything here is needed by some of these versions only; the rest of the package uses what all of them have.
 No module of Megatron is imported, callers pass it. tests/host/test_megatron_versions.py lists each
