@@ -134,6 +134,8 @@ class Olmoe(nn.Module):
 class Megatron(nn.Module):
     def __init__(self, shape: Shape, weights: Weights, dtype: torch.dtype):
         super().__init__()
+        from moe_exp.host.megatron_versions import build_moe_spec
+
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
         from megatron.core.transformer.spec_utils import build_module
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -146,10 +148,8 @@ class Megatron(nn.Module):
             moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", params_dtype=dtype,
             bf16=dtype == torch.bfloat16, use_cpu_initialization=True, perform_initialization=False,
         )  # fmt: skip
-        self.block = build_module(
-            get_moe_module_spec(use_te=False, num_experts=shape.experts, moe_grouped_gemm=False),
-            config=config,
-        )
+        spec = get_moe_module_spec(use_te=False, num_experts=shape.experts, moe_grouped_gemm=False)
+        self.block = build_moe_spec(spec, build_module, config=config)
         self.block.set_layer_number(1)
         self.block.router.weight.data = weights["router"]
         for expert, weight1, weight2 in zip(

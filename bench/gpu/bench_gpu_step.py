@@ -46,7 +46,7 @@ from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import initial_weights
 from moe_exp.engine import model as our_model
 from moe_exp.engine.runtime import Runtime, start_alone, stop
-from moe_exp.host import megatron_cpu
+from moe_exp.host import megatron_versions
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
@@ -139,7 +139,7 @@ def _training_step(contender: Ours) -> Step:
 def megatron(config: Config, rank: Runtime) -> tuple[Step, str]:
     """The model with megatron-core's decoder spec and our initial weights."""
     has_te = torch.cuda.is_available() and moe_utils.HAVE_TE
-    megatron_cpu.patch_router(moe_utils)
+    megatron_versions.patch_router(moe_utils)
     if rank.device.type == "cpu":
         # patches its dispatcher, which without CUDA gives the all-to-all tensors in the place of numbers
         start_megatron()

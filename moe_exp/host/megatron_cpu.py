@@ -16,6 +16,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import importlib.machinery
+import logging
 import queue
 import types
 import warnings
@@ -249,6 +250,8 @@ def refuse_if_too_late() -> None:
 
 
 if INSTALLED:
+    # torch's, that there is a CUDA toolkit but no GPU. Megatron imports it.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     # Megatron warns at import, in several places; neither is possible on a CPU.
     warnings.filterwarnings(
         "ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning

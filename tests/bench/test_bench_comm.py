@@ -5,6 +5,7 @@ planner reads.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -137,7 +138,7 @@ def test_two_ranks(tmp_path):
         (name, size) for name in bench_comm.COLLECTIVES for size in (4096, 65536)
     ]
     assert result["date"].startswith("20")
-    assert result["machine"]["versions"]["torch"] == torch.__version__
+    assert result["machine"]["versions"]["torch"] == importlib.metadata.version("torch")
     sent = {row["collective"]: row["sent_bytes"] for row in result["rows"] if row["bytes"] == 4096}
     assert sent == {"all-reduce": 4096, "all-gather": 2048, "reduce-scatter": 2048, "all-to-all": 2048}
     # The planner takes the entries in the place of its own.

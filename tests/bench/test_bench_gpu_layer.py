@@ -4,6 +4,7 @@ command end to end.
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -283,5 +284,5 @@ def test_the_command(tmp_path):
     assert set(result["left_out"]) == {"liger", "sonic-moe", "te", "grouped_gemm"}
     for name, reason in result["left_out"].items():
         assert f"Left out: {name}: {reason}" in done.stdout
-    assert result["machine"]["versions"]["torch"] == torch.__version__
+    assert result["machine"]["versions"]["torch"] == importlib.metadata.version("torch")
     assert "aten::mm" in done.stdout  # the profile

@@ -123,7 +123,7 @@ def test_megatrons_router_on_a_gpu_without_transformer_engine(monkeypatch):
 
 def test_the_router_with_transformer_engine_is_left_alone():
     module = types.SimpleNamespace(HAVE_TE=True, te_general_gemm=len)
-    bench_gpu_step.megatron_cpu.patch_router(module)
+    bench_gpu_step.megatron_versions.patch_router(module)
     assert module.te_general_gemm is len
 
 

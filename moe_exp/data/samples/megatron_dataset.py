@@ -88,7 +88,7 @@ class MegatronSamples:
             dataset[index]  # which opens its index files
             part, index = dataset.dataset_index[index], int(dataset.dataset_sample_index[index])
             dataset = dataset.datasets[part]
-        _, documents = dataset._query_document_sample_shuffle_indices(index)
+        _, documents, *_ = dataset._query_document_sample_shuffle_indices(index)  # 0.19 adds their lengths
         return Origin(str(dataset.dataset_path), tuple(int(document) for document in documents))
 
 

@@ -8,35 +8,50 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _FOLLOWED = """
     activation_func add_bias_linear expert_model_parallel_size expert_tensor_parallel_size fp8 fp8_recipe
     gated_linear_unit gradient_accumulation_fusion moe_aux_loss_coeff moe_expert_capacity_factor
-    moe_ffn_hidden_size moe_input_jitter_eps moe_layer_freq moe_pad_expert_input_to_capacity
-    moe_router_bias_update_rate moe_router_dtype moe_router_enable_expert_bias
-    moe_router_force_load_balancing moe_router_group_topk moe_router_load_balancing_type
-    moe_router_num_groups moe_router_pre_softmax moe_router_score_function moe_router_topk
-    moe_router_topk_scaling_factor moe_shared_expert_gate moe_shared_expert_intermediate_size
-    moe_token_drop_policy moe_z_loss_coeff num_moe_experts recompute_granularity recompute_modules
-    sequence_parallel
+    moe_ffn_hidden_size moe_grad_scale_func moe_input_jitter_eps moe_layer_freq
+    moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
+    moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
+    moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax moe_router_score_function
+    moe_router_topk moe_router_topk_scaling_factor moe_shared_expert_gate
+    moe_shared_expert_intermediate_size moe_token_drop_policy moe_z_loss_coeff num_moe_experts
+    recompute_granularity recompute_modules sequence_parallel
 """
 
 # Field to (rule, fix).
 REFUSED = {
     "activation_func_clamp_value": ("the experts do not clamp", "leave it at None"),
     "calculate_per_token_loss": ("the auxiliary losses are means over tokens", "leave it at False"),
+    "expert_gtp_weight_remat_size": (
+        "expert weights are split over expert tensor parallel ranks alone",
+        "leave expert_tensor_parallel_num_weight_shards at None",
+    ),
     "fp4": ("the experts compute in fp8 or bf16", "leave it at None, or use fp8"),
     "glu_linear_offset": ("the experts add nothing to the linear half", "leave it at 0"),
     "moe_apply_probs_on_input": ("router weights multiply the experts' hidden rows", "leave it at False"),
     "moe_enable_routing_replay": ("is Megatron's router's", "use Router.replay, a RoutingReplay"),
+    "moe_expert_rank_capacity_factor": ("capacity is per expert", "set moe_expert_capacity_factor"),
     "moe_latent_size": ("experts take the hidden states themselves", "leave it at None"),
+    "moe_mlp_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
+    "moe_paged_stash": ("activations are not kept in pages", "leave it at False"),
+    "moe_router_force_biased": ("the router adds no random bias", "leave it at None"),
+    "moe_router_quantile_balancing_ema": ("the router has no quantile balancing", "leave it at 0"),
+    "moe_shared_expert_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
     "moe_token_dropping": ("is not a way to drop", "set moe_expert_capacity_factor"),
     "overlap_moe_expert_parallel_comm": ("its schedule runs parts of Megatron's layer", "leave it at False"),
 }
 
 # How Megatron's own layer computes the same, or what its __post_init__ turns into other fields.
 _IRRELEVANT = """
-    activation_func_fp8_input_store bias_activation_fusion delay_wgrad_compute moe_deepep_num_sms
-    moe_enable_deepep moe_extended_tp moe_flex_dispatcher_backend moe_grouped_gemm moe_hybridep_num_sms
-    moe_layer_recompute moe_per_layer_logging moe_permute_fusion moe_router_fusion
-    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_topk_limited_devices
-    moe_shared_expert_overlap moe_token_dispatcher_type moe_use_legacy_grouped_gemm
+    activation_func_fp8_input_store bias_activation_fusion delay_wgrad_compute
+    expert_tensor_parallel_num_weight_shards moe_deepep_num_sms moe_enable_deepep moe_extended_tp
+    moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_grouped_gemm moe_hybridep_num_blocks_permute
+    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
+    moe_hybridep_pad_uneven_dispatch_inputs moe_layer_recompute moe_ncclep_static_shape moe_ncclep_zero_copy
+    moe_pad_experts_for_cuda_graph_inference moe_paged_stash_buffer_size_factor_cpu
+    moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_page_size moe_per_layer_logging
+    moe_permute_fusion moe_permute_fusion_into_hybridep moe_router_fusion moe_router_padding_for_fp8
+    moe_router_padding_for_quantization moe_router_topk_limited_devices moe_shared_expert_overlap
+    moe_single_grouped_bias moe_single_grouped_weight moe_token_dispatcher_type moe_use_legacy_grouped_gemm
     use_fused_weighted_squared_relu use_te_activation_func
 """
 FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from helpers.relative_error import relative_errors
+from moe_exp.host.megatron_versions import build_moe_spec
 from moe_exp.layers.dispatcher import AllToAllDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.experts import Experts
@@ -257,7 +258,8 @@ def compare_on_rank(ep: int, pairs: dict[str, Pair]) -> dict[str, Comparison]:
         errors = {}
         for dispatcher in pair.dispatchers:
             config = megatron_config(ep, dispatcher, pair.megatron)
-            theirs = build_module(get_moe_module_spec(use_te=False, num_experts=EXPERTS), config=config)
+            spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
+            theirs = build_moe_spec(spec, build_module, config=config)
             theirs.set_layer_number(1)
             draw_weights(theirs, first_expert)
             expected = run(theirs, pair.passes)
