@@ -2,7 +2,7 @@
 
 As in a run that the script starts, the launcher checks the settings, starts the ranks, writes the summary and
 returns their exit code. The script, torchrun's agent and all imports are left out: nothing restarts ranks or
-passes signals on. A run of a tiny model takes a quarter of the time.
+passes signals on.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from helpers.ranks import PROCESSES, free_port, rank_variables
+from moe_exp.host.exit_codes import EXIT_CODE_FILE
+from moe_exp.launch.torchrun_job import TRAIN_MODULE
 
 _LEFT_SECONDS = 5.0  # for ranks after one has failed, as in launch/agent.py
 
@@ -60,12 +62,12 @@ def _run_ranks(
 ) -> int:
     """In place of torchrun_job.run_job: forks the ranks that `command` asks for."""
     num_ranks = int(command[command.index("--nproc-per-node") + 1])
-    arguments = list(command[command.index("moe_exp.train") + 1 :])
+    arguments = list(command[command.index(TRAIN_MODULE) + 1 :])
     port = free_port()
     sys.stdout.flush()
     with tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
-        environ = {**environ, "MOE_EXP_EXIT_CODE_FILE": str(code_file)}
+        environ = {**environ, EXIT_CODE_FILE: str(code_file)}
         left = {}
         for rank in range(num_ranks):
             pid = os.fork()
@@ -96,7 +98,7 @@ def _wait(left: dict[int, int], poll: Callable[[bool], bool] | None) -> int:
     return failed
 
 
-def _rank(environ: Mapping[str, str], arguments: list[str]) -> Any:
+def _rank(environ: Mapping[str, str], arguments: list[str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(environ)
     code: Any = 1

@@ -16,9 +16,7 @@ from moe_exp.commands.doctor import requirements
 from moe_exp.host import megatron_versions
 
 (ACCEPTED,) = (
-    one.specifier
-    for line in requirements(["train"])
-    if (one := Requirement(str(line))).name == "megatron-core"
+    one.specifier for line in requirements(["train"]) if (one := Requirement(line)).name == "megatron-core"
 )
 
 
