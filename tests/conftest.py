@@ -78,8 +78,11 @@ def _version(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs that all tests share. One DATA_DIR for the session: the embedded corpus is built once."""
-    return Runs(tmp_path_factory.mktemp("session") / "runs", tmp_path_factory.mktemp("data"))
+    """Runs that all tests share. One DATA_DIR for all workers: the embedded corpus is built once."""
+    folder = tmp_path_factory.getbasetemp()
+    data_dir = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "data"
+    data_dir.mkdir(exist_ok=True)
+    return Runs(tmp_path_factory.mktemp("session") / "runs", data_dir)
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import torch
 import moe_exp
 from helpers import ROOT
 from helpers.checkpoint.small_job import small_settings, write_tokens
-from helpers.planned import write_profile
+from helpers.planner.planned import write_profile
 from helpers.ranks import RankError, run_on_ranks
 from helpers.run_folders import dense_and_moe, event, train_record, write_run
 from moe_exp.config import Config, ConfigError

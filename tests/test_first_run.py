@@ -157,7 +157,8 @@ def test_nothing_is_printed_after_the_end(first_run):
 
 
 def test_bf16_with_ramped_up_batch(runs):
-    run = runs.succeed("ramp", GPUS_PER_NODE=2, EP=2, DTYPE="bf16", RAMPUP_BATCH_SIZE="4 2 24", TRAIN_ITERS=8)
+    ramp = {"MBSZ": 1, "RAMPUP_BATCH_SIZE": "4 2 24", "TRAIN_ITERS": 8}
+    run = runs.succeed("ramp", GPUS_PER_NODE=2, EP=2, DTYPE="bf16", **ramp)
     sizes = run.curve("global_batch_size")
     assert sizes[0] == 4
     assert sizes[-1] == 8

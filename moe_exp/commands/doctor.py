@@ -158,10 +158,16 @@ def _distribution(requirement: str) -> str:
 def _importable(package: str) -> bool:
     """Whether the module's files are there. Metadata alone outlives a broken installation."""
     name = _IMPORT_NAMES.get(package.lower(), package.replace("-", "_"))
-    try:
+    parent = name.rpartition(".")[0]
+    if not parent:
         return not name or importlib.util.find_spec(name) is not None
-    except ImportError:
+    spec = importlib.util.find_spec(parent)
+    if spec is None:
         return False
+    # Without the finder of moe_exp/__init__.py: it imports torch, which takes a second.
+    finders = [finder for finder in sys.meta_path if type(finder).__module__ != "moe_exp"]
+    path = spec.submodule_search_locations
+    return any(finder.find_spec(name, path) is not None for finder in finders)
 
 
 def main() -> int:

@@ -140,6 +140,12 @@ def test_missing_is_answered_without_third_party_packages() -> None:
     assert done.stderr == ""
 
 
+def test_missing_is_answered_without_importing_torch() -> None:
+    """Every command of the scripts asks first, and torch takes a second."""
+    asks = "import sys; from moe_exp.commands.doctor import unmet_requirements as unmet"
+    assert run_module("-c", f"{asks}; print(unmet(), 'torch' in sys.modules)").stdout == "[] False\n"
+
+
 def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     from moe_exp.engine import kernel_checks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.planned import LARGE, write_profile
+from helpers.planner.planned import LARGE, write_profile
 from moe_exp import cli
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config

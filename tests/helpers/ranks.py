@@ -21,27 +21,17 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from moe_exp.host.processes import free_port as free_port
 
 # Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not
 # work in forks any more.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "pytest",
-        "hypothesis",
-        "moe_exp.layers.moe_layer",
-        "moe_exp.layers.megatron.attention",
-        "moe_exp.train",
-    ]
-)
 
 
 class RankError(RuntimeError):
@@ -75,13 +65,11 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory() as folder:
         ranks, pipes = [], []
         for rank in range(num_ranks):
-            mine, theirs = PROCESSES.Pipe()
+            mine, theirs = multiprocessing.Pipe()
             variables = rank_variables(rank, num_ranks, port)
             store = str(Path(folder) / "store") if join else None
-            process = PROCESSES.Process(target=_rank_main, args=(theirs, task, variables, store), daemon=True)
-            process.start()
+            ranks.append(start_process(_rank_main, theirs, task, variables, store, daemon=True))
             theirs.close()
-            ranks.append(process)
             pipes.append(mine)
         try:
             return _collect(ranks, pipes, time.monotonic() + timeout)
@@ -89,6 +77,18 @@ def run_on_ranks(
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+def start_process(target: Callable[..., object], *args: Any, daemon: bool = False) -> Any:
+    """Starts `target(*args)` in a process forked from one that has imported helpers/preloaded.py."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["helpers.preloaded"])
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+        forkserver.ensure_running()
+    process = context.Process(target=target, args=args, daemon=daemon)
+    process.start()
+    return process
 
 
 def _collect(ranks: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from helpers.ranks import PROCESSES, free_port, rank_variables
+from helpers.ranks import free_port, rank_variables, start_process
 from moe_exp.host.exit_codes import EXIT_CODE_FILE
 from moe_exp.launch.torchrun_job import TRAIN_MODULE
 
@@ -29,8 +29,7 @@ def run_warm(environ: Mapping[str, str], out: Path, err: Path, *, timeout: float
     Returns:
         The launcher's exit code; None if it was killed after `timeout` seconds, with its ranks.
     """
-    process = PROCESSES.Process(target=_launch, args=(dict(environ), out, err))
-    process.start()
+    process = start_process(_launch, dict(environ), out, err)
     process.join(timeout)
     if process.exitcode is None:
         os.killpg(process.pid, signal.SIGKILL)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.planned import A100, LARGE, PRIORS, SMALL, model
+from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, model
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import time_of

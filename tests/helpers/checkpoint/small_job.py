@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from helpers.checkpoint.file_limit import no_file_over
-from helpers.ranks import PROCESSES, free_port, rank_variables
+from helpers.ranks import free_port, rank_variables, start_process
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -62,13 +62,12 @@ def start_run(settings: dict[str, Any], printed: Path, file_limit: int | None = 
     """Starts a whole run, a process per rank, which prints into the file `printed`."""
     port, num_ranks = free_port(), settings["gpus_per_node"]
     flags = [part for name, value in settings.items() for part in (f"--{name.replace('_', '-')}", str(value))]
-    processes = []
-    for rank in range(num_ranks):
-        arguments = (rank_variables(rank, num_ranks, port), flags, printed, file_limit)
-        process = PROCESSES.Process(target=_run_rank, args=arguments, daemon=True)
-        process.start()
-        processes.append(process)
-    return processes
+    return [
+        start_process(
+            _run_rank, rank_variables(rank, num_ranks, port), flags, printed, file_limit, daemon=True
+        )
+        for rank in range(num_ranks)
+    ]
 
 
 def _run_rank(variables: dict[str, str], flags: list[str], printed: Path, file_limit: int | None) -> None:

@@ -268,6 +268,7 @@ def freed():
         sight = weakref.ref(canary)
         departed = depart(exchange, history)
         arrived = arrive(departed) if land else None
+        dist.barrier()  # while rows are on their way, the process group has them
         del canary, history
         gc.collect()
         alive = sight() is not None

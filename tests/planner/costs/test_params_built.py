@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from helpers.built_ranks import BuiltRank, build_rank, built_ranks
+from helpers.planner.built_ranks import BuiltRank, build_rank, built_ranks
 from helpers.ranks import run_on_ranks
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from helpers.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
+from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.search.explanation import bound_by, explain, layout_words

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from helpers.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
+from helpers.planner.planned import A100, LARGE, PRIORS, SMALL, found, model, with_memory
 from moe_exp.config import ConfigError
 from moe_exp.config.checks.checks import check_config
 from moe_exp.planner.costs.job import Job
