@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -36,6 +37,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that at the end no worker is left alone with one of them."""
     seconds = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))
+
+
+def pytest_collection() -> None:
+    gc.disable()  # what is collected stays
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 def _file(nodeid: str) -> str:

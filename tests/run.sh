@@ -35,6 +35,7 @@ done
 
 find_python dev
 export OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE # every rank would compile this package again
 
 failed=()
 step() {
