@@ -206,7 +206,8 @@ def test_recompute_changes_nothing(settings, runs):
 
 
 FEATURES = {
-    "SHARED_EXPERT_SIZE": 32, "FIRST_K_DENSE": 2, "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.05,
+    "NUM_LAYERS": 4, "SHARED_EXPERT_SIZE": 32, "FIRST_K_DENSE": 2, "ROUTER_SCORE": "sigmoid",
+    "ROUTER_BIAS_UPDATE_RATE": 0.05,
     "QK_NORM": True, "TIE_EMBEDDINGS": True, "LR_DECAY_STYLE": "WSD", "WSD_DECAY_ITERS": 5,
     "NUM_QUERY_GROUPS": 4, "EXPERT_BACKEND": "loop",
 }  # fmt: skip

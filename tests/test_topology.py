@@ -33,6 +33,11 @@ class Layout(NamedTuple):
     def settings(self) -> dict[str, int | str]:
         return {name.upper(): value for name, value in self._asdict().items()}
 
+    @property
+    def num_layers(self) -> int:
+        """A layer for every model chunk."""
+        return 2 if self.vpp == "none" else self.pp * int(self.vpp)
+
 
 DP = Layout(1, 1, "none", 1, 1, 1)
 TP2 = Layout(2, 1, "none", 1, 1, 1)
@@ -98,12 +103,13 @@ def settings_of(kind: str) -> dict[str, object]:
 
 
 @pytest.fixture(scope="session")
-def reference(session_runs: Runs) -> Callable[[str], EndedRun]:
-    """The one-process run of a kind of model."""
+def reference(session_runs: Runs) -> Callable[..., EndedRun]:
+    """The one-process run of a kind of model, of two layers or more."""
 
     @cache
-    def run(kind: str) -> EndedRun:
-        return session_runs.succeed(f"one_process_{kind}", **settings_of(kind))
+    def run(kind: str, num_layers: int = 2) -> EndedRun:
+        name = f"one_process_{kind}_{num_layers}"
+        return session_runs.succeed(name, **settings_of(kind), NUM_LAYERS=num_layers)
 
     return run
 
@@ -124,8 +130,9 @@ def dropped(run: EndedRun) -> list[list[float]]:
 
 @pytest.mark.parametrize(("kind", "num_ranks", "layout"), [_case(*case) for case in ALL])
 def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, record_property):
-    expected = reference(kind)
-    run = runs.succeed("run", GPUS_PER_NODE=num_ranks, **settings_of(kind), **layout.settings)
+    expected = reference(kind, layout.num_layers)
+    settings = {**settings_of(kind), **layout.settings, "NUM_LAYERS": layout.num_layers}
+    run = runs.succeed("run", GPUS_PER_NODE=num_ranks, **settings)
     assert run.curve("iteration") == expected.curve("iteration") == list(range(1, 21))
     names = [name for name in TOLERANCES if expected.curve(name)[0] is not None]
     deviations = {name: deviation(run, expected, name) for name in names}
@@ -146,7 +153,7 @@ def test_one_process_trains_what_it_says(kind, reference):
     losses = run.curve("lm_loss")
     assert losses[0] == pytest.approx(8.32, abs=0.05)  # ln(4096)
     assert losses[-1] < losses[0] - 0.2
-    assert [len(experts) for experts in run.curve("experts")] == [0 if kind == "dense" else 4] * 20
+    assert [len(experts) for experts in run.curve("experts")] == [0 if kind == "dense" else 2] * 20
     if kind == "dense":
         assert set(run.curve("load_balancing_loss") + run.curve("z_loss")) == {None}
         return

@@ -270,6 +270,7 @@ def dense(session_runs: Runs) -> Callable[[bool], EndedRun]:
     def run(bias: bool) -> EndedRun:
         if bias not in done:
             settings = {
+                "NUM_LAYERS": 4,
                 "USE_MOE": False,
                 "TRAIN_ITERS": 6,
                 "EVAL_INTERVAL": 6,
@@ -374,7 +375,7 @@ def test_run_starts_from_the_dense_one_and_resumes_from_itself(dense, dense_loss
     settings = {
         "UPCYCLE_FROM": source, "UPCYCLE_GRANULARITY": 2, "MOE_FFN_HIDDEN_SIZE": 48, "TOPK": 4,
         "ROUTER_PRE_SOFTMAX": False, "EXIT_INTERVAL": 2, "TRAIN_ITERS": 4, "GPUS_PER_NODE": 2, "EP": 2,
-        "Z_LOSS_COEFF": 0,
+        "NUM_LAYERS": 4, "Z_LOSS_COEFF": 0,
     }  # fmt: skip
     first = runs.stopped("moe", **settings)
     assert (

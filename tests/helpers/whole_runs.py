@@ -40,7 +40,7 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 # A model for which a run is little more than its imports. The learning rate moves at every step.
 TINY = {name.upper(): value for name, value in SMALL.items()} | {
-    "GPUS_PER_NODE": 1, "NUM_LAYERS": 4, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
+    "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
     "SEQ_LEN": 64, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 20, "WARMUP_ITERS": 10,
     "DECAY_ITERS": 20, "LR": 0.001, "Z_LOSS_COEFF": 0.001, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0,
     "SAVE_INTERVAL": 0,

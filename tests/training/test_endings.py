@@ -351,7 +351,7 @@ def test_run_folder_of_another_model(runs: Runs):
     assert run.stdout == ""
     fix = "give another RUN_NAME to start a new run, or set NUM_LAYERS=8 to continue with this one"
     assert (
-        run.stderr == f"moe-exp: NUM_LAYERS=4: {folder.path} holds a model with NUM_LAYERS=8. Fix: {fix}.\n"
+        run.stderr == f"moe-exp: NUM_LAYERS=2: {folder.path} holds a model with NUM_LAYERS=8. Fix: {fix}.\n"
     )
     assert {path: path.read_bytes() for path in folder.path.rglob("*") if path.is_file()} == before
     assert list(folder.checkpoints.iterdir()) == []

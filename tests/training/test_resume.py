@@ -33,21 +33,20 @@ class Interrupted(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def interrupted(
-    session_runs: Runs, tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[int, int, float], Interrupted]:
-    """Runs by (number of ranks, EP, dropout)."""
+def interrupted(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Interrupted]:
+    """Runs by number of ranks, EP, dropout and number of layers."""
 
     @cache
-    def run(num_ranks: int, ep: int, dropout: float) -> Interrupted:
+    def run(num_ranks: int, ep: int, dropout: float, num_layers: int = 2) -> Interrupted:
         settings = {
+            "NUM_LAYERS": num_layers,
             "GPUS_PER_NODE": num_ranks,
             "EP": ep,
             "DROPOUT": dropout,
             "ATTENTION_DROPOUT": dropout,
             "TRAIN_ITERS": 12,
         }
-        name = f"resume_{num_ranks}_{ep}_{dropout}"
+        name = f"resume_{num_ranks}_{ep}_{dropout}_{num_layers}"
         whole = session_runs.succeed(f"{name}_whole", **settings)
         first = session_runs.stopped(name, EXIT_INTERVAL=6, **settings)
         records = first.records()
@@ -117,11 +116,11 @@ def test_checkpoint_has_megatrons_keys(interrupted):
         "embedding.word_embeddings.weight": (4096, 64),
         "output_layer.weight": (4096, 64),
         "decoder.final_layernorm.weight": (64,),
-        f"{layer}.self_attention.linear_qkv.layer_norm_weight": (4, 64),
-        f"{layer}.mlp.router.weight": (4, 8, 64),
-        f"{layer}.mlp.experts.experts.linear_fc1.weight": (4, 8, 192, 64),
-        f"{layer}.mlp.experts.experts.linear_fc2.weight": (4, 8, 64, 96),
-        f"optimizer.state.exp_avg.{layer}.mlp.experts.experts.linear_fc1.weight": (4, 8, 192, 64),
+        f"{layer}.self_attention.linear_qkv.layer_norm_weight": (2, 64),
+        f"{layer}.mlp.router.weight": (2, 8, 64),
+        f"{layer}.mlp.experts.experts.linear_fc1.weight": (2, 8, 192, 64),
+        f"{layer}.mlp.experts.experts.linear_fc2.weight": (2, 8, 64, 96),
+        f"optimizer.state.exp_avg.{layer}.mlp.experts.experts.linear_fc1.weight": (2, 8, 192, 64),
     }
     assert {key: shapes.get(key) for key in expected} == expected
     assert not [key for key in shapes if key.startswith("module.")]
@@ -182,9 +181,10 @@ LAYOUTS = {
 @slow  # the short matrix is in tests/checkpoint/test_any_to_any.py
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_goes_on_under_another_layout(layout, interrupted, runs):
-    source = interrupted(1, 1, 0.0)
+    num_layers = 4 if "VPP" in layout else 2
+    source = interrupted(1, 1, 0.0, num_layers)
     saved_at_6(source, runs, "moved")
-    moved = runs.succeed("moved", TRAIN_ITERS=12, **LAYOUTS[layout])
+    moved = runs.succeed("moved", TRAIN_ITERS=12, NUM_LAYERS=num_layers, **LAYOUTS[layout])
     assert "resumed from iteration 6" in moved.stdout
     (event,) = [event for event in moved.records("event") if event["event"] == "changed_settings"]
     line = f"resumed with changed settings: {', '.join(event['changes'])}"
