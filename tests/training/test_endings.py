@@ -25,6 +25,8 @@ from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, TO
 from moe_exp.host.processes import STOP_SIGNALS
 from moe_exp.runs.run_folder import open_run_folder
 
+# Iterations that last until a signal has come.
+SLOW = {"NUM_LAYERS": 4, "MBSZ": 1}
 # Found by every Python of the job; rank FAILING_RANK raises in its third iteration.
 SITECUSTOMIZE = """
 import os
@@ -63,7 +65,7 @@ if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
 )
 def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, runs):
     """`to_all`: as a scheduler does that signals every process of a job, also those that read ahead."""
-    settings = {"TRAIN_ITERS": 30, "MAX_RESTARTS": 2, **settings}
+    settings = {**SLOW, "TRAIN_ITERS": 30, "MAX_RESTARTS": 2, **settings}
     process = runs.start("stopped", **settings)
     runs.wait_for_iteration("stopped", process, 3)
     pids = [process.pid, *descendants_of(process.pid)] if to_all else [process.pid]
@@ -208,7 +210,8 @@ CURVES = (
 def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, settings, runs):
     seed = time.time_ns()
     chance = random.Random(seed)
-    settings = {"GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, "TRAIN_ITERS": 14 * num_kills, **settings}
+    settings = {**SLOW, "GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, **settings}
+    settings["TRAIN_ITERS"] = 14 * num_kills
     whole = runs.succeed("whole", **settings)
     process = runs.start("killed", MAX_RESTARTS=2, **settings)
     killed = []

@@ -300,8 +300,9 @@ def test_checkpoint_that_does_not_say_what_it_was_trained_on(interrupted, runs, 
 
 
 @pytest.mark.slow  # test_endings has such kills with MAX_RESTARTS
-def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(interrupted, runs):
-    settings = {"TRAIN_ITERS": 12, "SAVE_INTERVAL": 5}
+def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(runs):
+    settings = {"TRAIN_ITERS": 40, "SAVE_INTERVAL": 5}
+    whole = runs.succeed("whole", **settings)
     process = runs.start("killed", **settings)
     runs.wait_for_iteration("killed", process, 1)
     pids = ranks_of(process)
@@ -311,21 +312,23 @@ def test_killed_ranks_cost_the_iterations_since_the_last_checkpoint(interrupted,
     killed = runs.end("killed", process)
     assert killed.code not in (0, 2)
     last = killed.curve("iteration")[-1]
-    assert 7 <= last < 10
+    assert 7 <= last < 40
     assert json.loads(killed.folder.summary.read_text())["status"] == "failed"
     again = runs.succeed("killed", **settings)
     resume = next(event for event in again.records("event") if event["event"] == "resume")
-    assert resume["iteration"] == 5
-    assert resume["num_removed_records"] >= last - 5
-    assert again.curve("iteration") == list(range(1, 13))
+    assert resume["iteration"] % 5 == 0
+    assert last - 5 <= resume["iteration"] <= last
+    assert resume["num_removed_records"] >= last - resume["iteration"]
+    assert again.curve("iteration") == list(range(1, 41))
     for name in CURVES:
-        assert again.curve(name) == interrupted(1, 1, 0.0).whole.curve(name), name
+        assert again.curve(name) == whole.curve(name), name
 
 
 @pytest.mark.slow
-def test_killed_launcher(interrupted, runs):
+def test_killed_launcher(runs):
     """torchrun sees that its launcher has gone and ends the ranks, which save before they do."""
-    settings = {"TRAIN_ITERS": 12, "SAVE_INTERVAL": 5}
+    settings = {"TRAIN_ITERS": 40, "SAVE_INTERVAL": 5}
+    whole = runs.succeed("whole", **settings)
     process = runs.start("killed", **settings)
     runs.wait_for_iteration("killed", process, 6)
     ranks = ranks_of(process)
@@ -334,6 +337,6 @@ def test_killed_launcher(interrupted, runs):
     wait_until_gone(ranks.values())
     again = runs.succeed("killed", **settings)
     assert "resumed from iteration" in again.stdout
-    assert again.curve("iteration") == list(range(1, 13))
+    assert again.curve("iteration") == list(range(1, 41))
     for name in CURVES:
-        assert again.curve(name) == interrupted(1, 1, 0.0).whole.curve(name), name
+        assert again.curve(name) == whole.curve(name), name
