@@ -6,6 +6,7 @@ torchrun themselves.
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -18,6 +19,9 @@ from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+if __name__ == "__main__":
+    gc.disable()  # the imports make no garbage, and looking for it takes half a second
 
 import torch
 from torch import Tensor
@@ -502,4 +506,5 @@ class _Callable(ModuleType):
 sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
+    gc.enable()
     main()

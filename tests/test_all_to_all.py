@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helpers.ranks import run_script_on_ranks
 from moe_exp.layers.dispatcher.collectives import AllToAll, exchange_rows
 
 WIDTH = 256
@@ -160,7 +161,7 @@ def main() -> int:
 # Under pytest
 
 
-def torchrun(ranks: int, *, script: Path = Path(__file__)) -> tuple[int, str, str]:
+def torchrun(ranks: int) -> tuple[int, str, str]:
     """The command as people type it, in an environment that another job has left its variables in: exit code,
     stdout, stderr.
     """
@@ -173,7 +174,7 @@ def torchrun(ranks: int, *, script: Path = Path(__file__)) -> tuple[int, str, st
         "--rdzv-backend=c10d",
         "--rdzv-endpoint=localhost:0",
     ]
-    command += [f"--nproc-per-node={ranks}", str(script), "--max-mb=1"]
+    command += [f"--nproc-per-node={ranks}", __file__, "--max-mb=1"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **stray}
     environment.pop("PYTHONPATH", None)
     with subprocess.Popen(
@@ -186,10 +187,19 @@ def torchrun(ranks: int, *, script: Path = Path(__file__)) -> tuple[int, str, st
     return process.returncode, out, err
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_under_torchrun(ranks):
-    code, out, err = torchrun(ranks)
+def test_under_torchrun():
+    code, out, err = torchrun(2)
     assert code == 0, err
+    _is_whole(out, 2)
+
+
+def test_on_four_forked_ranks():
+    codes, out = run_script_on_ranks(4, run, 2**20)
+    assert codes == [0] * 4
+    _is_whole(out, 4)
+
+
+def _is_whole(out: str, ranks: int) -> None:
     lines = out.splitlines()
     assert lines[0].startswith(f"all-to-all over {ranks} ranks, ")
     assert [line[2:16].strip() for line in lines if line.endswith("forward and gradient equal")] == list(
@@ -202,26 +212,21 @@ def test_under_torchrun(ranks):
         assert float(speed) == pytest.approx(int(sent) / float(milliseconds) / 1e6, rel=0.05, abs=1e-3)
 
 
-BROKEN = """
-import sys
-sys.path.insert(0, {folder!r})
-import test_all_to_all
-from moe_exp.layers.dispatcher.collectives import AllToAll
-calls, launch = [], AllToAll._launch
-def launch_wrongly(self, x, group):
-    calls.append(0)
-    # The first route forward, the second one backward.
-    return launch(self, x + (group.rank() == 1 and len(calls) in (1, 4)), group)
-AllToAll._launch = launch_wrongly
-sys.exit(test_all_to_all.main())
-"""
+def run_broken() -> int:
+    """On a rank: the first route forward and the second one backward are wrong."""
+    calls, launch = [], AllToAll._launch
+
+    def launch_wrongly(self, x, group):
+        calls.append(0)
+        return launch(self, x + (group.rank() == 1 and len(calls) in (1, 4)), group)
+
+    AllToAll._launch = launch_wrongly  # type: ignore[method-assign]
+    return run(4096)
 
 
-def test_a_mismatch_ends_with_an_error(tmp_path):
-    script = tmp_path / "broken.py"
-    script.write_text(BROKEN.format(folder=str(Path(__file__).parent)))
-    code, out, err = torchrun(2, script=script)
-    assert code == 1, err
+def test_a_mismatch_ends_with_an_error():
+    codes, out = run_script_on_ranks(2, run_broken)
+    assert codes == [1, 1]
     assert out.splitlines()[1:4] == [
         "  even           rows of rank 0 differ; rows of rank 1 differ",
         "  uneven         gradient of rank 0 differ; gradient of rank 1 differ",

@@ -35,6 +35,7 @@ from helpers.mesh_model import (
     part_of_rank,
     whole_model,
 )
+from helpers.ranks import run_script_on_ranks
 from helpers.relative_error import relative_error
 
 # before moe_exp: it may have to put it on the path
@@ -166,10 +167,15 @@ def main() -> int:
         return 0 if equal else 1
 
 
+def test_under_torchrun():
+    result = torchrun(2, __file__, DP=1, SHARD=2, TP=1)
+    assert result.returncode == 0, result.stdout + result.stderr
+    _is_whole(result.stdout, "DP=1 SHARD=2 TP=1 EP=1")
+
+
 @pytest.mark.parametrize(
     ("dp", "shard", "tp", "ep"),
     [
-        (1, 2, 1, 1),
         (1, 1, 2, 1),
         pytest.param(1, 2, 1, 2, marks=pytest.mark.slow),
         pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
@@ -180,13 +186,16 @@ def main() -> int:
         pytest.param(2, 2, 1, 2, marks=pytest.mark.slow),
     ],
 )
-def test_under_torchrun(dp, shard, tp, ep):
-    result = torchrun(dp * shard * tp, __file__, DP=dp, SHARD=shard, TP=tp, EP=ep)
-    print(result.stdout)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert f"DP={dp} SHARD={shard} TP={tp} EP={ep}" in result.stdout
-    assert f"loss, step {STEPS}" in result.stdout
-    assert "gradients of block 1.moe.experts, last step" in result.stdout
+def test_on_forked_ranks(dp, shard, tp, ep):
+    codes, printed = run_script_on_ranks(dp * shard * tp, main, DP=dp, SHARD=shard, TP=tp, EP=ep)
+    assert set(codes) == {0}, printed
+    _is_whole(printed, f"DP={dp} SHARD={shard} TP={tp} EP={ep}")
+
+
+def _is_whole(printed, sizes):
+    assert sizes in printed
+    assert f"loss, step {STEPS}" in printed
+    assert "gradients of block 1.moe.experts, last step" in printed
 
 
 def test_sizes_that_are_not_the_number_of_ranks(monkeypatch, capsys):

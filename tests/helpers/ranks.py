@@ -14,6 +14,8 @@ that has imported torch and this package, so that a call takes a fraction of a s
 
 from __future__ import annotations
 
+import contextlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -77,6 +79,24 @@ def run_on_ranks(
             for process in ranks:
                 process.kill()
                 process.join()
+
+
+def run_script_on_ranks(
+    num_ranks: int, main: Callable[..., int], *args: Any, **environment: object
+) -> tuple[list[int], str]:
+    """Runs the `main(*args)` of a script for torchrun on forked ranks: its exit codes, and what rank 0
+    prints.
+    """
+    variables = {name: str(value) for name, value in environment.items()}
+    found = run_on_ranks(num_ranks, _captured, main, args, variables, join=False)
+    return [code for code, _ in found], found[0][1]
+
+
+def _captured(main: Callable[..., int], args: tuple[Any, ...], variables: dict[str, str]) -> tuple[int, str]:
+    os.environ.update(variables)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(*args)
+    return code, printed.getvalue()
 
 
 def start_process(target: Callable[..., object], *args: Any, daemon: bool = False) -> Any:
