@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from helpers.checkpoint.small_job import small_settings, write_tokens
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.config import load_config
+from moe_exp.engine.finite_steps import skip_steps_not_finite
 
 MOVED_BY_A_BATCH = {
     "router_bias_update_rate": 0.01,
@@ -157,6 +159,20 @@ def test_no_rank_makes_the_step(layout, fault, tmp_path):
         assert faulty["skipped"] == faulty["record"]["skipped_iterations"] == 1
         assert faulty["record"]["nan_iterations"] == (1 if fault == "nan activation" else 0)
         assert math.isfinite(faulty["record"]["lm_loss"])
+
+
+@pytest.mark.parametrize(("norm", "updated"), [(3.0, True), (math.inf, False), (math.nan, False)])
+def test_a_norm_that_is_not_finite_is_no_step(norm, updated):
+    class Optimizer:
+        def get_grad_norm(self) -> float:
+            return norm
+
+        def step(self) -> tuple[bool, float, None]:
+            return True, self.get_grad_norm(), None
+
+    optimizer, config = Optimizer(), SimpleNamespace(finalize_model_grads_func=None)
+    skip_steps_not_finite(optimizer, [SimpleNamespace(config=config, named_buffers=list)])
+    assert optimizer.step() == (updated, pytest.approx(norm, nan_ok=True), None)
 
 
 def test_an_infinite_loss_has_no_finite_gradient():

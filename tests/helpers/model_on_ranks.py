@@ -11,6 +11,7 @@ Norms and biases are drawn like the weights: at 1 and 0, where they start, mista
 
 from __future__ import annotations
 
+import gc
 import os
 import zlib
 from dataclasses import dataclass
@@ -87,7 +88,11 @@ def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 2
 
 def run_all(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any]]:
     """On one rank: every job, one after the other."""
-    return [_run(dict(settings), port) for settings, port in zip(jobs, ports, strict=True)]
+    found = []
+    for settings, port in zip(jobs, ports, strict=True):
+        found.append(_run(dict(settings), port))
+        gc.collect()  # process groups are parts of cycles, and each has threads and sockets
+    return found
 
 
 def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:

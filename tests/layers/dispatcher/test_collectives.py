@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import time
 import weakref
 from collections.abc import Callable
 
@@ -268,12 +269,13 @@ def freed():
         sight = weakref.ref(canary)
         departed = depart(exchange, history)
         arrived = arrive(departed) if land else None
-        dist.barrier()  # while rows are on their way, the process group has them
         del canary, history
         gc.collect()
         alive = sight() is not None
         del departed, arrived
-        gc.collect()
+        deadline = time.monotonic() + 20
+        while sight() is not None and time.monotonic() < deadline:  # the process group has rows on their way
+            gc.collect()
         results.append((alive, sight() is None))
     dist.barrier()
     return results

@@ -104,7 +104,12 @@ def test_bound_and_layout_in_words():
 
 
 @pytest.mark.parametrize(
-    "base", [LARGE | {"nnodes": 48}, {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8, "gbsz": 64}]
+    "base",
+    [
+        LARGE | {"nnodes": 48},
+        {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8, "gbsz": 64},
+        {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8},
+    ],
 )
 def test_training_takes_what_is_exported(base):
     config = model(base)
