@@ -44,7 +44,6 @@ def torchs(logits, target, grad):
 @pytest.mark.parametrize("sizes", [(5, 1), (1, 7), (6, 64), (3, 4096), (2, 5000)])
 def test_loss_and_gradient(monkeypatch, dtype, sizes):
     logits, target, grad = drawn(*sizes, dtype=dtype)
-    logits[0, -1] = 12  # more than all before it, in earlier blocks too
     logits.requires_grad_()
     losses_and_grads = []
     for _ in range(2):
