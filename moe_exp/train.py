@@ -148,6 +148,7 @@ def train_here(flags: Mapping[str, Any]) -> RunFolder:
     finally:
         is_first = bool(release_run_folders())
         end_logging()
+        runtime.free_garbage()
     seconds = time.monotonic() - start
     if is_first and (ended := finish_run(config, folder, since=started, wall_seconds=seconds, code=code)):
         print(f"\n{ended[1]}", flush=True)
@@ -170,6 +171,8 @@ def run(config: Config, stop: faults.StopSignal) -> int:
             metrics.event("end", progress.iteration, status=status, wall_seconds=seconds)
     if isinstance(job.train_stream, ReadAhead):
         job.train_stream.close()
+    for chunk in job.trained.model:
+        vars(chunk).clear()  # cuts the cycle by autograd's hooks, in C++, where no garbage is collected
     has_launcher = report_exit_code(code)  # before the ranks disconnect, which may fail
     runtime.stop()
     # torchrun treats all codes but 0 as failures, so without our launcher a stopped run exits with 0.

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -191,8 +192,11 @@ def test_a_launch_that_fails_raises_with_the_reason(code, error, message, tmp_pa
 def train_twice(settings):
     """On a rank: trains, resumes, refuses bad settings; returns the size of the process group."""
     moe_exp.train(**settings, train_iters=2)
+    num_threads = psutil.Process().num_threads()
     run = moe_exp.train(**settings, train_iters=4)
     assert run.path == Path(settings["run_dir"]) / "here"
+    # The first job's process groups have ended, of 50 threads; one that Megatron still knows keeps its three.
+    assert psutil.Process().num_threads() <= num_threads + 5
     with pytest.raises(ConfigError, match="TOPK=8: is over NUM_EXPERTS=4"):
         moe_exp.train(**settings | {"topk": 8})
     return torch.distributed.get_world_size()

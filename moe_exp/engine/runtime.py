@@ -235,12 +235,23 @@ def freeze_garbage() -> None:
     atexit.register(gc.unfreeze)
 
 
+def free_garbage() -> None:
+    """Frees what a run leaves in a process that goes on: model and process groups are parts of cycles."""
+    gc.unfreeze()
+    gc.collect()
+
+
 def stop() -> None:
     """Leaves Megatron's parallel state, and the process group unless `start` found it."""
     if torch.distributed.is_initialized():
+        groups = parallel_state._global_process_group_list or ()  # Megatron forgets them without ending them
         parallel_state.destroy_model_parallel()
         if torch.distributed.group.WORLD is not _found:
             torch.distributed.destroy_process_group()
+        else:
+            for group in groups:
+                if isinstance(group, torch.distributed.ProcessGroup):
+                    torch.distributed.destroy_process_group(group)
 
 
 def _leave() -> None:

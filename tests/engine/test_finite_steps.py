@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from helpers.checkpoint.small_job import small_settings, write_tokens
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.config import load_config
 from moe_exp.engine.finite_steps import skip_steps_not_finite
 
@@ -37,7 +37,7 @@ BAD_ITERATION = 3
 
 def train_some(jobs: list[tuple[dict[str, Any], str, int]]) -> list[dict[str, Any]]:
     """On one rank: jobs in turn, see `_train`."""
-    return [_train(*job) for job in jobs]
+    return in_turn(_train, jobs)
 
 
 def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import count_parameters, rank_parameters
@@ -121,7 +121,7 @@ def settings_of(variant: str, num_ranks: int, layout: str) -> dict[str, Any]:
 
 def build_all(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
     """On one rank: builds the model of every job (settings, port), one after the other."""
-    return [_build(settings, port) for settings, port in jobs]
+    return in_turn(_build, jobs)
 
 
 def _build(settings: dict[str, Any], port: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from helpers.checkpoint.legs import MODEL, build_job, write_data
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.config import load_config
 
@@ -25,7 +25,7 @@ MULTIPLES = {"router_lr_mult": 0.25, "expert_lr_mult": 4.0}
 
 def updates_of(jobs: list[tuple[dict[str, Any], int]]) -> list[tuple[dict[str, Tensor], float]]:
     """This rank's update of every parameter in one iteration, and the learning rate that is logged."""
-    return [_update(settings, port) for settings, port in jobs]
+    return in_turn(_update, jobs)
 
 
 def _update(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], float]:

@@ -1,7 +1,8 @@
 """What tests share; tests find it as `helpers`, since tests/ is on their path (pyproject.toml).
 
 Starting things:
-    ranks.py              a function on several gloo ranks of this machine
+    ranks.py              a function, or a script for torchrun, on several gloo ranks of this machine
+    preloaded.py          what the processes that ranks.py forks have imported
     whole_runs.py         whole runs with settings from the environment, by the script or by warm_runs.py
     warm_runs.py          a launcher and its ranks without the script, torchrun's agent and the imports
     under_torchrun.py     tests that are torchrun scripts as well
@@ -14,9 +15,9 @@ Starting things:
 
 Models, data and run folders:
     model_on_ranks.py     trains whole models on a layout: losses, gradients, norms
-    built_ranks.py        any rank of a world of any size, on torch's meta device
     mesh_model.py         a torch-native MoE language model around our layer
-    planned.py            models, devices and constants of the planner's tests
+    planner/              planned (models, devices, constants), built_ranks (any rank of a world of any size,
+                          on torch's meta device)
     spiking_data.py       token files on which the loss spikes
     run_folders.py        run folders as a trainer leaves them
     watch/watched_run.py  a run folder and a squeue as the watchdog sees them

@@ -11,7 +11,6 @@ Norms and biases are drawn like the weights: at 1 and 0, where they start, mista
 
 from __future__ import annotations
 
-import gc
 import os
 import zlib
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 
@@ -88,11 +87,7 @@ def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 2
 
 def run_all(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any]]:
     """On one rank: every job, one after the other."""
-    found = []
-    for settings, port in zip(jobs, ports, strict=True):
-        found.append(_run(dict(settings), port))
-        gc.collect()  # process groups are parts of cycles, and each has threads and sockets
-    return found
+    return in_turn(_run, zip(map(dict, jobs), ports, strict=True))
 
 
 def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:

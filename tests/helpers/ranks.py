@@ -15,6 +15,7 @@ that has imported torch and this package, so that a call takes a fraction of a s
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import multiprocessing
 import os
@@ -22,7 +23,7 @@ import pickle
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -97,6 +98,18 @@ def _captured(main: Callable[..., int], args: tuple[Any, ...], variables: dict[s
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = main(*args)
     return code, printed.getvalue()
+
+
+def in_turn(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """On a rank: `function(*job)` of every job, each with process groups of its own.
+
+    Groups are parts of cycles. Until those are collected they keep fifty threads and eighty open files a job.
+    """
+    found = []
+    for job in jobs:
+        found.append(function(*job))
+        gc.collect()
+    return found
 
 
 def start_process(target: Callable[..., object], *args: Any, daemon: bool = False) -> Any:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.layers.experts import RoutedTokens
@@ -61,7 +61,7 @@ def records_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[
     """On one rank: per job the train record of the first interval, and the rows that this rank's experts
     computed.
     """
-    return [_record(settings, port) for settings, port in zip(jobs, ports, strict=True)]
+    return in_turn(_record, zip(jobs, ports, strict=True))
 
 
 def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:

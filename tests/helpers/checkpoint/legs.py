@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -83,7 +83,7 @@ def run_legs(legs: Sequence[Leg], *, timeout: float = 300.0) -> list[list[Step]]
 
 def run_on_rank(jobs: Sequence[tuple[Leg, int]]) -> list[list[Step]]:
     """Every leg on this rank."""
-    return [_run(leg, port) for leg, port in jobs]
+    return in_turn(_run, jobs)
 
 
 def _run(leg: Leg, port: int) -> list[Step]:

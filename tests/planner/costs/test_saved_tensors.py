@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from helpers.model_on_ranks import RandomTokens
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.planner.costs.activations import activations_of
@@ -129,7 +129,7 @@ def saved_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[tuple[in
     Left is what the z-loss saves where no loss needs it: a function's own result, held by an entry, holds the
     function.
     """
-    return [_saved(settings, port) for settings, port in zip(jobs, ports, strict=True)]
+    return in_turn(_saved, zip(jobs, ports, strict=True))
 
 
 def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:

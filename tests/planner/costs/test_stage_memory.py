@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from helpers.model_on_ranks import RandomTokens
-from helpers.ranks import free_port, run_on_ranks
+from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config, load_config
@@ -171,7 +171,7 @@ def test_experts_are_sharded_over_fewer_ranks():
 
 def allocated_on_rank(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, int]]:
     """On a rank: bytes of the storages that hold weights, gradients and optimizer state."""
-    return [_allocated(settings, port) for settings, port in zip(jobs, ports, strict=True)]
+    return in_turn(_allocated, zip(jobs, ports, strict=True))
 
 
 def _allocated(settings: dict[str, Any], port: int) -> dict[str, int]:
