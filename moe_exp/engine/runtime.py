@@ -236,7 +236,7 @@ def freeze_garbage() -> None:
 
 
 def free_garbage() -> None:
-    """Frees what a run leaves in a process that goes on: model and process groups are parts of cycles."""
+    """Frees what a run leaves in its process: model and process groups are parts of cycles."""
     gc.unfreeze()
     gc.collect()
 

@@ -93,7 +93,9 @@ class Ranks:
         return read_beats(Path(self.watch.environment[HEARTBEATS]))
 
     def begin(self) -> None:
-        self.poll_until(lambda: len(self.beats()) == 2 and all(beat.iteration > 3 for beat in self.beats()))
+        """Waits until both ranks train. Those of an earlier start leave heartbeats behind."""
+        pids = [process.pid for process in self.processes]
+        self.poll_until(lambda: [beat.pid for beat in self.beats() if beat.iteration > 3] == pids)
 
     def events(self) -> list[dict[str, object]]:
         return read_metrics(self.run.metrics) if self.run.metrics.exists() else []
