@@ -41,7 +41,7 @@ NUMBERS = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
 @pytest.fixture(scope="session")
 def first_run(session_runs: Runs) -> EndedRun:
     """PRESET=cpu as it is, only shorter."""
-    short = {"TRAIN_ITERS": 40, "LOG_INTERVAL": 4, "EVAL_INTERVAL": 20, "EVAL_ITERS": 2, "SAVE_INTERVAL": 20}
+    short = {"TRAIN_ITERS": 20, "LOG_INTERVAL": 2, "EVAL_INTERVAL": 10, "EVAL_ITERS": 2, "SAVE_INTERVAL": 10}
     return dataclasses.replace(session_runs, by_script=True).succeed(
         "first", tiny=False, PRESET="cpu", WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **short
     )
@@ -63,11 +63,11 @@ def test_run_folder_has_what_the_design_lists(first_run):
         "summary.json", "tensorboard", "train.log",
     ]  # fmt: skip
     checkpoints = sorted(path.name for path in folder.checkpoints.iterdir())
-    assert checkpoints == ["iter_0000020", "iter_0000040", "latest_checkpointed_iteration.txt"]
+    assert checkpoints == ["iter_0000010", "iter_0000020", "latest_checkpointed_iteration.txt"]
     settings = yaml.safe_load(folder.config.read_text())
     assert (settings["preset"], settings["train_iters"], settings["num_experts"], settings["vpp"]) == (
         "cpu",
-        40,
+        20,
         64,
         None,
     )
@@ -78,9 +78,9 @@ def test_run_folder_has_what_the_design_lists(first_run):
     assert (folder.path / "loss_curve.png").read_bytes().startswith(b"\x89PNG")
     summary = json.loads(folder.summary.read_text())
     losses = first_run.curve("lm_loss")
-    assert (summary["status"], summary["iteration"], summary["num_starts"]) == ("finished", 40, 1)
+    assert (summary["status"], summary["iteration"], summary["num_starts"]) == ("finished", 20, 1)
     assert (summary["first_lm_loss"], summary["last_lm_loss"]) == (losses[0], losses[-1])
-    assert summary["checkpoints"] == ["iter_0000020", "iter_0000040"]
+    assert summary["checkpoints"] == ["iter_0000010", "iter_0000020"]
 
 
 def test_no_key_is_written_or_printed(first_run):
@@ -96,7 +96,7 @@ def test_log_has_megatrons_line(first_run):
         lines = [match.groupdict() for match in MEGATRON_LINE.finditer(text)]
         assert len(lines) == text.count("] iteration ") == len(records) == 10
         for line, record in zip(lines, records, strict=True):
-            assert int(line["train_iters"]) == 40
+            assert int(line["train_iters"]) == 20
             for key in line.keys() - {"time", "train_iters"}:
                 digits = (
                     1e-6
@@ -117,12 +117,12 @@ def test_validation_lines(first_run):
         )
         assert line + f"lm loss PPL: {math.exp(record['lm_loss']):.6E} | " in first_run.stdout
         assert set(record) == {"kind", *VALID_KEYS}
-    assert [record["iteration"] for record in first_run.records("valid")] == [20, 40]
+    assert [record["iteration"] for record in first_run.records("valid")] == [10, 20]
 
 
 def test_metrics_have_every_key(first_run):
     records = first_run.records()
-    assert [record["iteration"] for record in records] == list(range(4, 41, 4))
+    assert [record["iteration"] for record in records] == list(range(2, 21, 2))
     for record in records:
         assert set(record) == {"kind", *TRAIN_KEYS}
         assert [name for name, value in record.items() if value is None] == [
@@ -133,7 +133,7 @@ def test_metrics_have_every_key(first_run):
         assert record["consumed_tokens"] == record["iteration"] * 32 * 256
         assert [layer["layer"] for layer in record["experts"]] == [1, 2, 3, 4]
         for layer in record["experts"]:
-            assert sum(layer["tokens_per_expert"]) == 4 * 32 * 256 * 4  # LOG_INTERVAL * GBSZ * SEQ_LEN * TOPK
+            assert sum(layer["tokens_per_expert"]) == 2 * 32 * 256 * 4  # LOG_INTERVAL * GBSZ * SEQ_LEN * TOPK
             assert layer["max_over_mean"] == max(layer["tokens_per_expert"]) / statistics.mean(
                 layer["tokens_per_expert"]
             )

@@ -115,8 +115,8 @@ def reference(session_runs: Runs) -> Callable[..., EndedRun]:
 
 
 def deviation(run: EndedRun, expected: EndedRun, name: str) -> float:
-    """Largest relative deviation of one value over all iterations."""
-    pairs = zip(run.curve(name), expected.curve(name), strict=True)
+    """Largest relative deviation of one value over the iterations of `run`."""
+    pairs = zip(run.curve(name), expected.curve(name)[: len(run.records())], strict=True)
     return max(abs(value - right) / abs(right) for value, right in pairs)
 
 
@@ -176,10 +176,12 @@ def test_overlapped_communication_changes_nothing(runs, script_runs, reference, 
     """
     expected = reference("dmoe")
     others = {"EVAL_INTERVAL": 5, "EVAL_ITERS": 1, "SAVE_INTERVAL": 5, "EXPERT_BACKEND": backend}
+    others["TRAIN_ITERS"] = 10  # of the schedule of 20, which DECAY_ITERS says
     starts = (
         script_runs if backend == "triton" else runs
     )  # the kernels ask at their import whether they are interpreted
     run = starts.succeed("run", GPUS_PER_NODE=2, EP=ep, OVERLAP="true", **others, **KINDS["dmoe"])
+    assert run.curve("iteration") == list(range(1, 11))
     for name in (*TOLERANCES, "params_norm"):
         assert deviation(run, expected, name) <= 1e-5, name
-    assert len(run.records("valid")) == 4
+    assert len(run.records("valid")) == 2

@@ -7,8 +7,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,13 +14,13 @@ import pytest
 import torch
 
 from helpers import ROOT
+from helpers.ranks import program, run_script_on_ranks
 
 BENCH = ROOT / "bench/gpu"
 sys.path.append(str(BENCH))  # the modules of the command import each other by name
 
 import bench_comm  # noqa: E402
 
-from moe_exp.host.processes import free_port  # noqa: E402
 from moe_exp.planner.hardware import load_hardware  # noqa: E402
 
 
@@ -110,15 +108,6 @@ def test_other_hosts_need_no_folder_for_the_results(monkeypatch):
 
 def test_two_ranks(tmp_path):
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    command += [
         str(ROOT / "bench/gpu/bench_comm.py"),
         "--sizes",
         "4K",
@@ -126,13 +115,8 @@ def test_two_ranks(tmp_path):
         "--json",
         str(tmp_path / "comm.json"),
     ]
-    environ = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
+    codes, printed = run_script_on_ranks(2, program, *command)
+    assert codes == [0, 0], printed
     result = json.loads((tmp_path / "comm.json").read_text())
     assert [(row["collective"], row["bytes"]) for row in result["rows"]] == [
         (name, size) for name in bench_comm.COLLECTIVES for size in (4096, 65536)

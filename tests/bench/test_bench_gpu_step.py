@@ -5,8 +5,6 @@ prints can be read.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 import types
 import warnings
@@ -15,6 +13,7 @@ import pytest
 import torch
 
 from helpers import ROOT
+from helpers.ranks import program, run_script_on_ranks
 
 sys.path.append(str(ROOT / "bench/gpu"))  # the modules of the command import each other by name
 
@@ -27,9 +26,7 @@ with warnings.catch_warnings():
 
 
 def test_megatrons_own_parts_have_the_same_first_loss(tmp_path):
-    # A process of its own: it starts Megatron's parallel state.
     command = [
-        sys.executable,
         str(ROOT / "bench/gpu/bench_gpu_step.py"),
         "--model",
         "moe",
@@ -38,14 +35,9 @@ def test_megatrons_own_parts_have_the_same_first_loss(tmp_path):
         "ours",
         "megatron",
     ]
-    environ = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-    }
     command += ["--steps", "1", "--profile", "--json", str(tmp_path / "step.json")]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    codes, printed = run_script_on_ranks(1, program, *command)
+    assert codes == [0], printed
     rows = json.loads((tmp_path / "step.json").read_text())["rows"]
     assert [(row["model"], row["contender"]) for row in rows] == [
         (model, contender) for model in ("moe", "dmoe") for contender in ("ours", "megatron")
@@ -53,7 +45,7 @@ def test_megatrons_own_parts_have_the_same_first_loss(tmp_path):
     for ours, megatron in zip(rows[::2], rows[1::2], strict=True):
         assert ours["first_loss"] == pytest.approx(megatron["first_loss"], rel=1e-5)
         assert min(row["tflops"] for row in (ours, megatron)) > 0
-    assert done.stdout.count("aten::mm") == 4  # a table of operators for each
+    assert printed.count("aten::mm") == 4  # a table of operators for each
 
 
 def row(contender, loss):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from helpers import ROOT
+from helpers.ranks import program, run_script_on_ranks
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 
@@ -24,11 +22,7 @@ def prefix(tmp_path: Path) -> Path:
 
 
 def test_plain_torch_has_the_same_losses(prefix: Path) -> None:
-    # A process of its own: it joins a process group. One for both models: most of its time are the imports.
-    command = [sys.executable, str(ROOT / "bench/bench_step.py"), "--check", "--data", str(prefix)]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        command, env=environ, cwd=prefix.parent, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("relative difference") == 2 * 3  # dense and MoE
+    command = str(ROOT / "bench/bench_step.py"), "--check", "--data", str(prefix)
+    codes, printed = run_script_on_ranks(1, program, *command)
+    assert codes == [0], printed
+    assert printed.count("relative difference") == 2 * 3  # dense and MoE

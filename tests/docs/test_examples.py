@@ -3,34 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import runpy
 import subprocess
 import sys
 
 import pytest
 
 from helpers import ROOT
-from helpers.ranks import run_on_ranks
+from helpers.ranks import program, run_script_on_ranks
 from helpers.whole_runs import clean_environ
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "dense_and_moe.ipynb").read_text(encoding="utf-8"))
 CELLS = [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == "code"]
-
-
-def run_script(name: str, *arguments: str) -> list[float]:
-    """On a rank: runs the script; returns the losses that it prints."""
-    import contextlib
-    import io
-
-    sys.argv = [name, *arguments]
-    os._exit = sys.exit  # type: ignore[assignment]  # the process still has to report
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
-    return [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed.getvalue())]
 
 
 @pytest.mark.parametrize(
@@ -42,8 +27,9 @@ def run_script(name: str, *arguments: str) -> list[float]:
     ],
 )
 def test_a_script_learns(num_ranks, name, arguments):
-    losses = run_on_ranks(num_ranks, run_script, name, *arguments, join=False)[0]
-    assert len(losses) >= 2 and losses[-1] < losses[0]
+    codes, printed = run_script_on_ranks(num_ranks, program, str(EXAMPLES / name), *arguments)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
+    assert codes == [0] * num_ranks and len(losses) >= 2 and losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)

@@ -3,17 +3,21 @@
 import gc
 from importlib import import_module
 
+from moe_exp.cli import COMMANDS
+
 for name in (
     "hypothesis",
     "matplotlib.backends.backend_agg",
-    "moe_exp.cli",
-    "moe_exp.commands.train",
+    "matplotlib.figure",
+    "moe_exp.launch.launch",
     "moe_exp.layers.megatron.attention",
     "moe_exp.layers.moe_layer",
     "moe_exp.runs.finish",
     "moe_exp.train",
     "pytest",
+    "tensorboard.plugins.hparams.metadata",
     "torch.distributed",
+    *(f"moe_exp.commands.{name}" for name in COMMANDS),
 ):
     import_module(name)
 

@@ -20,6 +20,8 @@ import io
 import multiprocessing
 import os
 import pickle
+import runpy
+import sys
 import tempfile
 import time
 import traceback
@@ -98,6 +100,17 @@ def _captured(main: Callable[..., int], args: tuple[Any, ...], variables: dict[s
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         code = main(*args)
     return code, printed.getvalue()
+
+
+def program(path: str, *arguments: str) -> int:
+    """On a rank: runs the program as `python path *arguments` does; returns its exit code."""
+    sys.argv, os._exit = [path, *arguments], sys.exit  # type: ignore[assignment]  # the process has to report
+    sys.path.insert(0, str(Path(path).parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
 
 
 def in_turn(function: Callable[..., Any], jobs: Iterable[tuple[Any, ...]]) -> list[Any]:
