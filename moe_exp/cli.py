@@ -14,23 +14,23 @@ from moe_exp.commands.data import add_steps, run_data_command
 from moe_exp.commands.guard import ExactParser, ended_quietly, guarded
 from moe_exp.commands.help_text import add_help
 
-# Modules of moe_exp.commands that add commands by `add_commands(subparsers)`; each sets `run`, a function of
-# the arguments.
-COMMANDS = (
-    "train",
-    "data",
-    "ckpt",
-    "compare",
-    "ladder",
-    "convert",
-    "plan",
-    "report",
-    "slurm",
-    "sweep",
-    "infer",
-    "watch",
-    "doctor",
-)
+# The commands of each module of moe_exp.commands, which it adds by `add_commands(subparsers)`; each sets
+# `run`, a function of the arguments.
+COMMANDS = {
+    "train": ("train",),
+    "data": ("data",),
+    "ckpt": ("ckpt",),
+    "compare": ("compare",),
+    "ladder": ("ladder",),
+    "convert": ("convert",),
+    "plan": ("plan",),
+    "report": ("report",),
+    "slurm": ("slurm",),
+    "sweep": ("sweep",),
+    "infer": ("score", "eval", "generate"),
+    "watch": ("watch",),
+    "doctor": ("doctor",),
+}
 UNGUARDED = ("train", "doctor")  # they say themselves what is wrong, with exit codes of their own
 
 
@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(arguments: list[str]) -> int:
-    parser = _parser(arguments[0] if arguments else "")
+    parser = _parser(*arguments[:1])
     for flag in (argument[:-3] for argument in arguments if re.fullmatch("--[a-z-]+=--", argument)):
         parser.error(f"argument {flag}: expected one argument")  # argparse would fail to unpack it
     args, unknown = parser.parse_known_args(arguments)
@@ -70,14 +70,14 @@ def _chosen(parser: ExactParser, args: argparse.Namespace) -> ExactParser:
     return parser
 
 
-def _parser(command: str) -> ExactParser:
-    """Builds the parser of all commands; the steps of `data`, which load numpy, only for that command."""
+def _parser(*names: str) -> ExactParser:
+    """Builds the parser of the commands `names`, or of all; steps of `data`, which load numpy, if named."""
     parser = ExactParser(prog="moe-exp", description="Mixture-of-Experts training on Megatron-Core")
     parser.add_argument("--version", action="version", version=f"moe-exp {_version()}")
     commands = parser.add_subparsers(dest="command", metavar="command")
-    for name in COMMANDS:
-        importlib.import_module(f"moe_exp.commands.{name}").add_commands(commands)
-    if command == "data":
+    for module in [key for key, own in COMMANDS.items() if not set(own).isdisjoint(names)] or COMMANDS:
+        importlib.import_module(f"moe_exp.commands.{module}").add_commands(commands)
+    if "data" in names:
         add_steps(commands.choices["data"])
     add_help(parser)
     return parser

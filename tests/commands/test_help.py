@@ -8,12 +8,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from helpers.docs.commands import problem_of
+from helpers.docs.commands import problem_of, whole_parser
 from moe_exp import cli
 from moe_exp.commands.help_text import EXAMPLES
 from moe_exp.config import sections
 
-PARSER = cli._parser("data")
+PARSER = whole_parser()
 
 
 def leaves(

@@ -18,9 +18,9 @@ import pytest
 
 from helpers.answered import JUNK_KINDS, answer, spoil
 from helpers.checkpoint.ckpt_files import write_checkpoint
+from helpers.docs.commands import whole_parser
 from helpers.hf.tiny_models import tiny_model
 from helpers.run_folders import event, train_record, write_run
-from moe_exp import cli
 
 # Those that start ranks, jobs or servers, or follow for ever; the others run as they are.
 ONLY_PLANNED = ("train", "compare", "sweep", "slurm", "prepare", "download")
@@ -247,9 +247,7 @@ def drawn_line(
 def check_random_lines(folder: Path, seed: int, count: int) -> None:
     rng, values, failures = random.Random(seed), values_of(folder), []
     commands = [
-        leaf
-        for leaf in [*leaves(cli._parser("")), *leaves(cli._parser("data"))]
-        if leaf[0][-1] not in LEFT_OUT and leaf[0] != ("data",)
+        leaf for leaf in leaves(whole_parser()) if leaf[0][-1] not in LEFT_OUT and leaf[0] != ("data",)
     ]
     names = {leaf[0] for leaf in commands}
     assert len(names) > 25

@@ -27,10 +27,12 @@ from moe_exp.layers.megatron.attention import CausalAttention
 MODELS = {
     "dense": {"use_moe": False, "dropout": 0.1},
     "dropless": {"router_bias_update_rate": 0.01, "shared_expert_size": 24},
-    "our kernels' twins": {"expert_backend": "triton", "cross_entropy": "triton", "dtype": "bf16", "gbsz": 2},
+    "our kernels' twins": {
+        "expert_backend": "triton", "cross_entropy": "triton", "dtype": "bf16", "gbsz": 2, "num_layers": 1,
+    },
     "capacity, padded": {"moe_type": "moe", "capacity_factor": 0.5},
     "capacity, not padded": {"moe_type": "moe", "capacity_factor": 0.5, "pad_to_capacity": False},
-}
+}  # fmt: skip
 OURS = {name: values[0] for name, values in ENVIRONMENT.items()}
 
 

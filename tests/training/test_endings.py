@@ -25,10 +25,20 @@ from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, TO
 from moe_exp.host.processes import STOP_SIGNALS
 from moe_exp.runs.run_folder import open_run_folder
 
-# Iterations that last until a signal has come.
-SLOW = {"NUM_LAYERS": 4, "MBSZ": 1}
-# Found by every Python of the job; rank FAILING_RANK raises in its third iteration.
-SITECUSTOMIZE = """
+# Found by every Python of the job: iterations that last until a signal has come.
+SLOW = """
+import os
+import time
+if "RANK" in os.environ:
+    from moe_exp.data.samples.dataset import SampleStream
+    batch = SampleStream.batch
+    def slowly(self, first, num_samples):
+        time.sleep(0.05)
+        return batch(self, first, num_samples)
+    SampleStream.batch = slowly
+"""
+# Rank FAILING_RANK raises in its third iteration.
+FAILING = """
 import os
 if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
     from moe_exp.data.samples.dataset import SampleStream
@@ -63,10 +73,11 @@ if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
         ),
     ],
 )
-def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, runs):
+def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, runs, tmp_path):
     """`to_all`: as a scheduler does that signals every process of a job, also those that read ahead."""
-    settings = {**SLOW, "TRAIN_ITERS": 30, "MAX_RESTARTS": 2, **settings}
-    process = runs.start("stopped", **settings)
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
+    settings = {"TRAIN_ITERS": 30, "MAX_RESTARTS": 2, **settings}
+    process = runs.start("stopped", PYTHONPATH=tmp_path, **settings)
     runs.wait_for_iteration("stopped", process, 3)
     pids = [process.pid, *descendants_of(process.pid)] if to_all else [process.pid]
     assert len(pids) == (1 + 1 + 2 + 2 * settings.get("NUM_WORKERS", 0) if to_all else 1)
@@ -207,13 +218,14 @@ CURVES = (
         ),
     ],
 )
-def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, settings, runs):
+def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, settings, runs, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(SLOW)
     seed = time.time_ns()
     chance = random.Random(seed)
-    settings = {**SLOW, "GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, **settings}
+    settings = {"GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, **settings}
     settings["TRAIN_ITERS"] = 14 * num_kills
     whole = runs.succeed("whole", **settings)
-    process = runs.start("killed", MAX_RESTARTS=2, **settings)
+    process = runs.start("killed", MAX_RESTARTS=2, PYTHONPATH=tmp_path, **settings)
     killed = []
     for number in range(num_kills):
         runs.wait_for_start("killed", process, number + 1)
@@ -251,7 +263,7 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
     ids=["EP2", "PP2", "TP2-PP2"],
 )
 def test_error_of_the_rank_that_failed_comes_first(failing, settings, script_runs, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    (tmp_path / "sitecustomize.py").write_text(FAILING)
     run = script_runs.run("failed", PYTHONPATH=tmp_path, FAILING_RANK=failing, **settings)
     assert run.code == FAILED
     assert run.curve("iteration") == [1, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -132,7 +133,7 @@ def problem_of(arguments: list[str]) -> str:
     err = io.StringIO()
     try:
         with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
-            _parser(arguments[0] == "data" if arguments else False).parse_args(arguments)
+            _parser(*arguments[:1]).parse_args(arguments)
     except SystemExit as end:
         return err.getvalue() if end.code else ""
     return ""
@@ -144,7 +145,7 @@ def shortened(arguments: list[str]) -> bool:
 
 
 def _unknown_flags(arguments: list[str]) -> str:
-    parser, missing = _parser(arguments[0] == "data"), []
+    parser, missing = _parser(*arguments[:1]), []
     for word in arguments:
         subparsers = [action.choices for action in parser._actions if isinstance(action.choices, dict)]
         if subparsers and word in subparsers[0]:
@@ -161,5 +162,10 @@ def flags_problem(arguments: list[str]) -> str:
 
 
 @functools.cache
-def _parser(with_data: bool):
-    return cli._parser("data" if with_data else "")
+def _parser(*names: str):
+    return cli._parser(*names)
+
+
+def whole_parser():
+    """With every command and every step of `moe-exp data`."""
+    return _parser(*itertools.chain(*cli.COMMANDS.values()))
