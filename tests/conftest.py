@@ -26,6 +26,8 @@ COMPARED = ("torch", "megatron-core", "transformers")
 
 # Seconds of each file of tests that takes more than two.
 DURATIONS = Path(__file__).with_name("durations.json")
+# Mostly waits, and comes later: the other long files that wait are the first.
+WAITS = "tests/watch/hangs/test_hang.py"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that at the end no worker is left alone with one of them."""
     seconds = json.loads(DURATIONS.read_text())
+    seconds[WAITS] /= 2
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))
 
 

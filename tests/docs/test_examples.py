@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 
 from helpers import ROOT
 from helpers.ranks import program, run_script_on_ranks
-from helpers.whole_runs import clean_environ
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "dense_and_moe.ipynb").read_text(encoding="utf-8"))
@@ -39,21 +38,17 @@ def test_scripts_are_short_and_say_how_they_are_run(path):
     assert any(re.search(rf"(python|torchrun .*) examples/{path.name} .*# .*second", line) for line in lines)
 
 
+def run_cells(folder: Path) -> int:
+    os.chdir(folder)
+    return program("cells.py")
+
+
 def test_the_notebook_runs(tmp_path, session_runs):
-    """Its cells in order, without Jupyter."""
-    program = "\n".join("".join(cell["source"]) for cell in CELLS)
-    environ = clean_environ(
-        TRAIN_ITERS=4, EVAL_ITERS=1, DATA_DIR=session_runs.data_dir, PYTHONPATH=ROOT, MPLBACKEND="agg"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        cwd=tmp_path,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    """Its cells in order, without Jupyter, on a rank, which trains without a launcher."""
+    (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in CELLS))
+    settings = {"TRAIN_ITERS": 4, "EVAL_ITERS": 1, "DATA_DIR": session_runs.data_dir}
+    codes, printed = run_script_on_ranks(1, run_cells, tmp_path, MPLBACKEND="agg", **settings)
+    assert codes == [0], printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["notebook_dense", "notebook_moe"]
 
 
