@@ -268,7 +268,7 @@ def compare_drawn(use_moe: bool, max_examples: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("use_moe", [False, True])
-@pytest.mark.parametrize("num", [50, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num", [25, pytest.param(500, marks=pytest.mark.slow)])
 def test_drawn_models_and_layouts(use_moe, num):
     [compared] = run_on_ranks(1, compare_drawn, use_moe, num, join=False, timeout=300)
     assert len(compared) >= num

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 
 import pytest
 
@@ -11,10 +12,10 @@ from helpers.whole_runs import SMALL
 from moe_exp.config import ConfigError, to_yaml
 from moe_exp.studies.compare.matching import flops_per_token
 from moe_exp.studies.compare.results import read_ended
-from moe_exp.studies.ladder import climb
+from moe_exp.studies.ladder import climb, results
 from moe_exp.studies.ladder.climb import write_reports
 from moe_exp.studies.ladder.ladder import Definition, Ladder, compute_of, scaled
-from moe_exp.studies.ladder.laws import Law
+from moe_exp.studies.ladder.laws import Law, fit_laws
 from moe_exp.studies.ladder.results import predict, prediction_file, results_of
 
 LAWS = {"dense": Law(1.5, 60.0, 0.13), "dmoe": Law(1.5, 80.0, 0.145)}
@@ -22,6 +23,11 @@ RUNGS = tuple({"TRAIN_ITERS": 40 * 3**number} for number in range(5))
 # The rungs set the others.
 MODEL = {name: value for name, value in SMALL.items() if name not in ("train_iters", "eval_interval")}
 OFFSETS = (-0.002, 0.0, 0.002)  # of the three seeds
+
+
+@pytest.fixture(autouse=True)
+def _few_draws(monkeypatch):
+    monkeypatch.setattr(results, "fit_laws", partial(fit_laws, num_draws=60))
 
 
 @pytest.fixture
