@@ -49,6 +49,8 @@ _CLASSES = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module == "pathlib._local":  # where Python 3.13 has what others know by `pathlib` alone
+            module = "pathlib"
         if module == "torch" and isinstance(value := getattr(torch, name, None), torch.dtype):
             return value
         if (module, name) in _CLASSES or (module in _MODULES and "." not in name):

@@ -68,7 +68,8 @@ def test_mail(security, pair, monkeypatch):
         mail = Mail("localhost", sink.port, security, "watcher", SECRET, "me@host", ("a@b.org", "c@d.org"))
         assert send_to_all([mail], "2 problems in\nrun", "line one\nüber 2") == {}
     assert sink.is_encrypted == [security != "none"]
-    assert sink.recipients == ["rcpt TO:<a@b.org>", "rcpt TO:<c@d.org>"]
+    # "TO" before Python 3.13
+    assert [line.lower() for line in sink.recipients] == ["rcpt to:<a@b.org>", "rcpt to:<c@d.org>"]
     (message,) = (email.message_from_bytes(text, policy=email.policy.default) for text in sink.messages)
     assert message["Subject"] == "2 problems in run"
     assert (message["From"], message["To"], message["Auto-Submitted"]) == (
