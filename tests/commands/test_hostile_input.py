@@ -205,7 +205,6 @@ def values_of(folder: Path) -> list[str]:
         "%s{}",
         "~nobody/x",
         "..",
-        "/",
     ]
     return [
         *map(str, paths),

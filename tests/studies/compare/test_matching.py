@@ -60,7 +60,10 @@ def test_other_experts_match_too(given_settings, topk, etp):
     finer = f"finer:NUM_EXPERTS=64,TOPK={topk},ETP={etp},SHARED_EXPERT_SIZE=0"
     moe, other = match_sizes(make_variants("dmoe", [finer], given_settings), "flops")
     assert other.config.expert_ffn_size % etp == 0
-    assert abs(apart(other.config, moe.config, "flops")) < 0.01
+    # Widths are multiples of ETP: in a small model half a step may be more than 1%.
+    wider = other.config.model_copy(update={"moe_ffn_hidden_size": other.config.expert_ffn_size + etp})
+    step = apart(wider, other.config, "flops")
+    assert abs(apart(other.config, moe.config, "flops")) < max(0.01, 0.51 * step)
 
 
 def test_the_width_by_hand():
