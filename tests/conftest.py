@@ -38,7 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that at the end no worker is left alone with one of them."""
     seconds = json.loads(DURATIONS.read_text())
-    seconds[WAITS] /= 2
+    seconds[WAITS] = seconds.get(WAITS, 0) / 2  # a selection may have written the file
     items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))
 
 

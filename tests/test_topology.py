@@ -177,9 +177,8 @@ def test_overlapped_communication_changes_nothing(runs, script_runs, reference, 
     expected = reference("dmoe")
     others = {"EVAL_INTERVAL": 3, "EVAL_ITERS": 1, "SAVE_INTERVAL": 3, "EXPERT_BACKEND": backend}
     others["TRAIN_ITERS"] = 6  # of the schedule of 20, which DECAY_ITERS says
-    starts = (
-        script_runs if backend == "triton" else runs
-    )  # the kernels ask at their import whether they are interpreted
+    # The kernels ask at their import whether they are interpreted.
+    starts = script_runs if backend == "triton" else runs
     run = starts.succeed("run", GPUS_PER_NODE=2, EP=ep, OVERLAP="true", **others, **KINDS["dmoe"])
     assert run.curve("iteration") == list(range(1, 7))
     for name in (*TOLERANCES, "params_norm"):

@@ -115,7 +115,7 @@ def test_two_ranks(tmp_path):
         "--json",
         str(tmp_path / "comm.json"),
     ]
-    codes, printed = run_script_on_ranks(2, program, *command)
+    codes, printed = run_script_on_ranks(2, program, *command, CUDA_VISIBLE_DEVICES="")
     assert codes == [0, 0], printed
     result = json.loads((tmp_path / "comm.json").read_text())
     assert [(row["collective"], row["bytes"]) for row in result["rows"]] == [

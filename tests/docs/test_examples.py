@@ -11,6 +11,7 @@ import pytest
 
 from helpers import ROOT
 from helpers.ranks import program, run_script_on_ranks
+from helpers.whole_runs import SETTINGS
 
 EXAMPLES = ROOT / "examples"
 NOTEBOOK = json.loads((EXAMPLES / "dense_and_moe.ipynb").read_text(encoding="utf-8"))
@@ -38,7 +39,10 @@ def test_scripts_are_short_and_say_how_they_are_run(path):
     assert any(re.search(rf"(python|torchrun .*) examples/{path.name} .*# .*second", line) for line in lines)
 
 
-def run_cells(folder: Path) -> int:
+def run_cells(folder: Path, settings: dict[str, object]) -> int:
+    for name in SETTINGS - {"MASTER_ADDR", "MASTER_PORT"}:  # of whoever runs the tests
+        os.environ.pop(name, None)
+    os.environ.update({name: str(value) for name, value in settings.items()})
     os.chdir(folder)
     return program("cells.py")
 
@@ -47,7 +51,7 @@ def test_the_notebook_runs(tmp_path, session_runs):
     """Its cells in order, without Jupyter, on a rank, which trains without a launcher."""
     (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in CELLS))
     settings = {"TRAIN_ITERS": 4, "EVAL_ITERS": 1, "DATA_DIR": session_runs.data_dir}
-    codes, printed = run_script_on_ranks(1, run_cells, tmp_path, MPLBACKEND="agg", **settings)
+    codes, printed = run_script_on_ranks(1, run_cells, tmp_path, settings, MPLBACKEND="agg")
     assert codes == [0], printed
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["notebook_dense", "notebook_moe"]
 

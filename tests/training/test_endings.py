@@ -222,8 +222,7 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     seed = time.time_ns()
     chance = random.Random(seed)
-    settings = {"GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, **settings}
-    settings["TRAIN_ITERS"] = 14 * num_kills
+    settings = {"GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, "TRAIN_ITERS": 14 * num_kills, **settings}
     whole = runs.succeed("whole", **settings)
     process = runs.start("killed", MAX_RESTARTS=2, PYTHONPATH=tmp_path, **settings)
     killed = []

@@ -107,9 +107,10 @@ def test_sample_of_torch_is_of_all_its_folders_and_bounded(tmp_path):
 
 
 def test_sample_of_the_installed_torch():
-    documents = dict(torch_documents(10**6))
-    # Full to the first file that would be too much, which may be a large one.
-    assert 700_000 < sum(len(text.encode()) for text in documents.values()) <= 10**6
+    documents, more = dict(torch_documents(10**6)), dict(torch_documents(2 * 10**6))
+    sizes = [len(text.encode()) for text in more.values()]
+    assert list(documents) == list(more)[: len(documents)]
+    assert sum(sizes[: len(documents)]) <= 10**6 < sum(sizes[: len(documents) + 1])
     assert all(path.startswith("torch/") and path.endswith(".py") for path in documents)
 
 

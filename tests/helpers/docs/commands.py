@@ -161,9 +161,7 @@ def flags_problem(arguments: list[str]) -> str:
     return _unknown_flags([word for word in arguments if word])
 
 
-@functools.cache
-def _parser(*names: str):
-    return cli._parser(*names)
+_parser = functools.cache(cli._parser)
 
 
 def whole_parser():
