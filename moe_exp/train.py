@@ -36,7 +36,8 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.config.loading import given_values
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import prepared_by_launcher
-from moe_exp.data.samples.dataset import Samples, context_part, split_batch
+from moe_exp.data.samples.batch import context_part, context_ranges, document_lengths, split_batch
+from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
 from moe_exp.data.tokens.vocabulary import with_vocab_size
@@ -53,6 +54,7 @@ from moe_exp.engine.optimizer_setup import (
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
+from moe_exp.layers.megatron.documents import Documents
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
@@ -65,7 +67,14 @@ from moe_exp.training.metrics import Metrics
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
-from moe_exp.training.samples import build_data, bytes_per_token, compare_data, read_ahead, read_tokens
+from moe_exp.training.samples import (
+    build_data,
+    bytes_per_token,
+    compare_data,
+    end_of_document,
+    read_ahead,
+    read_tokens,
+)
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
@@ -92,6 +101,7 @@ class Job:
     changes: Sequence[Change] = ()  # of the sample order since then
     bytes_per_token: float | None = None  # of the validation data, on rank 0 if the tokenizer is known
     kernel_failures: Sequence[KernelFailure] = ()  # of the self-test; these kernels are not used
+    eod_id: int | None = None  # the token that ends a document, if DOCUMENT_MASK or EOD_MASK_LOSS needs it
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -221,7 +231,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
     job = Job(
         config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured,
-        kernel_failures,
+        kernel_failures, end_of_document(files),
     )  # fmt: skip
 
     heartbeat.enter("load")
@@ -391,7 +401,7 @@ def forward_backward(
     heartbeat.enter("forward_backward")
     with timed(timers, "forward_backward"):
         outputs = get_forward_backward_func()(
-            forward_step_func=partial(forward_step, cp_size=config.cp),
+            forward_step_func=forward_step,
             data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
             model=model if len(model) > 1 else model[0],
             num_microbatches=num_microbatches,
@@ -402,7 +412,7 @@ def forward_backward(
     return [output["lm_loss"] for output in outputs]
 
 
-def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dict[str, Tensor]:
+def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dict[str, Any]:
     """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
 
     Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
@@ -412,28 +422,44 @@ def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dic
         first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
     )
     tokens = read_tokens(stream, first, config.mbsz, vocab_size=config.vocab_size)
-    batch = split_batch(tokens.to(job.runtime.device, non_blocking=True))
-    return context_part(batch, cp_rank=groups.cp.rank(), cp_size=groups.cp.size())
+    lengths = None
+    if config.document_mask and job.eod_id is not None:
+        lengths = document_lengths(tokens[:, :-1], job.eod_id)
+    masked_id = job.eod_id if config.eod_mask_loss else None
+    batch = split_batch(tokens.to(job.runtime.device, non_blocking=True), lengths, masked_id)
+    place = {"cp_rank": groups.cp.rank(), "cp_size": groups.cp.size()}
+    part: dict[str, Any] = context_part(batch, **place)
+    part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
+    part["documents"] = None
+    if lengths is not None:
+        part["documents"] = Documents(lengths, part["position_ids"], context_ranges(config.seq_len, **place))
+    return part
 
 
-def forward_step(data_iterator: Any, model: Any, *, cp_size: int) -> tuple[Tensor, Any]:
+def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
     """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
     batch = next(data_iterator)
-    output = model(batch["tokens"], batch["position_ids"], attention_mask=None, labels=batch["labels"])
-    return output, partial(lm_loss, batch["loss_mask"], cp_size)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+        packed_seq_params=batch["documents"],
+    )
+    return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"])
 
 
-def lm_loss(loss_mask: Tensor, cp_size: int, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def lm_loss(loss_mask: Tensor, num_counted: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """This rank's share of a micro-batch's mean cross entropy; context parallel ranks' shares add up to it.
 
+    Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks.
+
     Args:
-        loss_mask: [B, S], 1 for each token that counts. All ones (see `split_batch`): with masks that differ
-            between context parallel ranks, the sum would have to be over those ranks.
-        cp_size: context parallel size C. Megatron multiplies the loss by C and averages gradients over DP*C
-            ranks.
+        loss_mask: [B, S], 1 for each token that counts.
+        num_counted: such tokens of the micro-batch on all context parallel ranks, [].
         losses: cross entropy per token, nats, [B, S].
     """
-    loss = (losses.float() * loss_mask).sum() / (loss_mask.sum() * cp_size)
+    loss = (losses.float() * loss_mask).sum() / num_counted.clamp(min=1)
     # Gradients of an infinite loss may be finite, and ranks learn of it by the gradient norm alone: this
     # makes them NaN, so that every rank skips the step.
     zero_or_nan = 0 * loss.detach()

@@ -178,6 +178,14 @@ class Config(ModelSettings):
         "order of the samples; stream: independent of TRAIN_ITERS; megatron: that of Megatron-LM's "
         "GPTDataset",
     )
+    document_mask: bool = data(
+        False,
+        "attention stays inside a document, and positions begin at 0 in each; documents end with the "
+        "end-of-document token",
+    )
+    eod_mask_loss: bool = data(
+        False, "leave out the loss of predicting a document's first token from the end of the one before"
+    )
     allow_other_data: bool = data(
         False, "resume from a checkpoint of other data or another order, at the same sample number"
     )

@@ -12,6 +12,7 @@ from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
 from moe_exp.layers.kernels.choice import KernelFailure, choose_routing, failure_of
+from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
 
@@ -66,9 +67,11 @@ def transformer_config(config: Config) -> TransformerConfig:
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        # The fused kernel ignores YaRN's factor on queries and keys; with MLA it is experimental.
+        # The fused kernel ignores YaRN's factor on queries and keys, and has the same positions in every
+        # sample; with MLA it is experimental.
         apply_rope_fusion=on_gpu
         and use_te(config)
+        and not config.document_mask
         and config.rope_scaling != "yarn"
         and not config.multi_latent_attention,
         gradient_accumulation_fusion=on_gpu
@@ -283,6 +286,10 @@ def build_chunk(
         pg_collection=runtime.groups,
         vp_stage=stage,
     )
+    if config.document_mask:
+        for module in list(chunk.modules()):  # the model, or with latent attention its layers
+            if isinstance(rotary := getattr(module, "rotary_pos_emb", None), nn.Module):
+                module.rotary_pos_emb = RestartingPositions(rotary)
     if initial_weights:
         initialize_weights(chunk, config)
     return chunk
@@ -300,6 +307,7 @@ def _decoder_spec(
         use_te=use_te(config),
         vp_stage=vp_stage,
         projection_norm=over_all_heads,
+        documents=config.document_mask,
         **moe_options(config, kernel_failures),
     )
 

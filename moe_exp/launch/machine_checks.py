@@ -21,6 +21,7 @@ from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.determinism import environment_problems
 from moe_exp.config.setting_types import names_text
 from moe_exp.data.own_text.settings import text_problems
+from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
@@ -304,14 +305,24 @@ def data_problems(c: Config) -> Iterator[str]:
             shares = parse_split(c.split)[:2]
         except ValueError:
             return  # reported by check_config
+    of_both: list[str] = []
+    are_readable = True
     for name, blend in (("train_data", c.train_data), ("valid_data", c.valid_data)):
         try:
             prefixes = [prefix for _, prefix in parse_blend(blend)] if blend else []
         except ValueError as error:
             yield f"{name.upper()}={error}"  # begins with the value and ends with the fix
             continue
-        for prefix in dict.fromkeys(prefixes):
-            yield from _prefix(c, name, prefix, shares if name == "train_data" else [None, (0.0, 1.0)])
+        bad = [
+            line
+            for prefix in dict.fromkeys(prefixes)
+            for line in _prefix(c, name, prefix, shares if name == "train_data" else [None, (0.0, 1.0)])
+        ]
+        yield from bad
+        are_readable = are_readable and not bad
+        of_both += prefixes
+    if of_both and are_readable and (c.document_mask or c.eod_mask_loss):
+        yield from check_ends(c, of_both)[0]
 
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:

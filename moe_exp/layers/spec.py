@@ -154,9 +154,15 @@ def _self_attention(config: TransformerConfig, *, projection_norm: bool) -> Modu
 
 
 def te_layer_spec(
-    config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
+    config: TransformerConfig,
+    *,
+    mlp: ModuleSpec | None,
+    projection_norm: bool = False,
+    documents: bool = False,
 ) -> ModuleSpec:
-    """Megatron's Transformer Engine layer; `mlp`, if given, replaces its MoE."""
+    """Megatron's Transformer Engine layer; `mlp`, if given, replaces its MoE, and for `documents` our
+    attention core its own, which would take a micro-batch with documents for one without.
+    """
     num_experts = None if mlp is None else config.num_moe_experts
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=num_experts,
@@ -165,6 +171,8 @@ def te_layer_spec(
     )
     if mlp is not None:
         spec.submodules.mlp = mlp
+    if documents:
+        spec.submodules.self_attention.submodules.core_attention = CausalAttention
     if projection_norm:
         spec.submodules.self_attention.module = ProjectionNormAttention
     elif config.multi_latent_attention:
@@ -178,6 +186,7 @@ def decoder_spec(
     use_te: bool = False,
     vp_stage: int | None = None,
     projection_norm: bool = False,
+    documents: bool = False,
     **moe_options: Any,
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, dense or MoE by `config.moe_layer_freq`: every n-th, or a 0/1 list.
@@ -186,12 +195,14 @@ def decoder_spec(
         use_te: use Transformer Engine's layers around the MoE layer.
         vp_stage: model chunk of an interleaved pipeline.
         projection_norm: normalize queries, and keys, over all heads together.
+        documents: micro-batches come with `Documents` as `packed_seq_params`.
         moe_options: arguments of `moe_submodule_spec`.
 
     Raises:
         ValueError: for a field of `config` that the MoE layer does not support, see `config_fields`.
     """
-    layer_spec = partial(te_layer_spec if use_te else local_layer_spec, projection_norm=projection_norm)
+    layer_spec = partial(te_layer_spec, documents=documents) if use_te else local_layer_spec
+    layer_spec = partial(layer_spec, projection_norm=projection_norm)
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:

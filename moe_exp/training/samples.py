@@ -15,6 +15,7 @@ from moe_exp.data.samples.dataset import Samples, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import Change, SampleOrder, order_changes
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
+from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer
@@ -61,6 +62,25 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
         num_valid_samples=num_evaluations * config.eval_iters * config.gbsz,
     )
     return megatron_samples(order, Path(config.data_dir))
+
+
+def end_of_document(config: Config) -> int | None:
+    """The token that ends a document in all files; None unless DOCUMENT_MASK or EOD_MASK_LOSS is set.
+
+    Raises:
+        ConfigError: files have none, or not the same; `machine_checks` says so before the start.
+    """
+    if not (config.document_mask or config.eod_mask_loss):
+        return None
+    if config.train_data:
+        blends = [parse_blend(blend) for blend in (config.train_data, config.valid_data) if blend]
+        prefixes = [prefix for blend in blends for _, prefix in blend]
+    else:
+        prefixes = [str(ensure_embedded_corpus(Path(config.data_dir)).train_prefix)]
+    problems, eod_id = check_ends(config, prefixes)
+    if problems:
+        raise ConfigError(problems)
+    return eod_id
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:

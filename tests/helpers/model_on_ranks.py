@@ -32,6 +32,9 @@ TINY = {
 }  # fmt: skip
 
 
+EOD = 0
+
+
 class Piece(NamedTuple):
     """A tensor of one rank: which block along `dim` (-1: a copy of all) it is, of `stride` interleaved
     ones.
@@ -82,7 +85,7 @@ def run_models(num_ranks: int, jobs: list[dict[str, Any]], *, timeout: float = 2
     """
     ports = [free_port() for _ in jobs]
     by_rank = run_on_ranks(num_ranks, run_all, jobs, ports, join=False, timeout=timeout)
-    return [_whole([found[index] for found in by_rank]) for index in range(len(jobs))]
+    return [assembled_job([found[index] for found in by_rank]) for index in range(len(jobs))]
 
 
 def run_all(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any]]:
@@ -107,12 +110,12 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
     rank = runtime.start(config)
     model = build_model(config, rank)
     for chunk in model:
-        _draw_vectors(chunk.module)
+        draw_vectors(chunk.module)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     train.set_megatron_hooks(model, trained)
     progress = Progress() if load_from is None else load(config, rank, Path(load_from), trained)
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained)
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD)
     found: dict[str, Any] = {"losses": {}, "norms": [], "pieces": []}
     for index in range(iterations):
         if save_to is not None and index == save_after:
@@ -138,7 +141,7 @@ def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
         place = {"mbsz": config.mbsz, "dp_rank": groups.dp.rank(), "dp_size": groups.dp.size()}
         found["losses"][microbatch_start(progress.consumed_samples, index, **place)] = loss.double()
     if not found["norms"] and not config.distributed_optimizer:
-        found["pieces"] = [piece for chunk in model for piece in _pieces(chunk.module, groups)]
+        found["pieces"] = [piece for chunk in model for piece in parameter_pieces(chunk.module, groups)]
     found["norms"].append(float(job.trained.optimizer.step()[1]))
     job.trained.scheduler.step(increment=config.gbsz)
     progress.iteration += 1
@@ -146,7 +149,7 @@ def _iterate(job: Any, progress: Any, found: dict[str, Any]) -> None:
 
 
 @torch.no_grad()
-def _draw_vectors(chunk: Any) -> None:
+def draw_vectors(chunk: Any) -> None:
     """Norm weights near 1 and biases near 0, from a generator per global name; a rank keeps its part."""
     for piece, parameter in _parameters(chunk, chunk.pg_collection):
         if parameter.dim() > 1:
@@ -177,22 +180,23 @@ def _parameters(chunk: Any, groups: Any) -> list[tuple[Piece, Tensor]]:
     return found
 
 
-def _pieces(chunk: Any, groups: Any) -> list[Piece]:
+def parameter_pieces(chunk: Any, groups: Any) -> list[Piece]:
     pieces = []
     for piece, parameter in _parameters(chunk, groups):
         grad = parameter.main_grad.detach().clone()
         if ".mlp.experts." in piece.name:
-            assert groups.expt_tp.size() == 1
-            first = groups.ep.rank() * len(grad)
+            first, dim = groups.ep.rank() * len(grad), 0 if piece.name.endswith("1") else 1
+            stride = 2 if chunk.config.gated_linear_unit and dim == 0 else 1
             pieces += [
-                Piece(f"{piece.name}.{first + index}", 0, -1, 1, expert) for index, expert in enumerate(grad)
+                Piece(f"{piece.name}.{first + index}", groups.expt_tp.rank(), dim, stride, expert)
+                for index, expert in enumerate(grad)
             ]
         else:
             pieces.append(piece._replace(value=grad))
     return pieces
 
 
-def _whole(ranks: list[dict[str, Any]]) -> Found:
+def assembled_job(ranks: list[dict[str, Any]]) -> Found:
     losses: dict[int, Tensor] = {}
     for rank in ranks:
         for first, share_of_rank in rank["losses"].items():  # context parallel ranks hold shares of a loss

@@ -15,7 +15,8 @@ from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp import cli, train
 from moe_exp.checkpoint.format.folders import Manifest, entries_of
-from moe_exp.data.samples.dataset import SampleStream, split_batch
+from moe_exp.data.samples.batch import split_batch
+from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import check_files

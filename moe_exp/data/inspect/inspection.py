@@ -27,7 +27,6 @@ from moe_exp.data.tokens.tokens import tokenizer_vocab_size
 from moe_exp.host.progress import print_summary, progress, table_console
 
 BLOCK_TOKENS = 2**22
-_ENDS_LOOKED_AT = 2000
 _SHOWN_TOKENS, _SHOWN_LAST_TOKENS, _SHOWN_CHARACTERS = 80, 8, 300
 _BAR_CHARACTERS = 40
 _FIELDS_OF = 1000
@@ -112,7 +111,7 @@ def inspect_tokens(
     """See `inspect_path`."""
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else files.tokenizer_fact("vocab_size")
     bounds = files.document_bounds
-    eod_id, eod_from = _end_of_document(files)
+    eod_id, eod_from = files.end_of_document
     counts = _Tokens(eod_id, vocab_size)
     with progress(f"reading {files.prefix}.bin", int(bounds[-1]) * files.dtype.itemsize) as advance:
         for first, end in token_blocks(bounds, BLOCK_TOKENS):
@@ -152,22 +151,6 @@ def token_blocks(bounds: Int64Array, block_tokens: int) -> Iterator[tuple[int, i
         end = min(max(end, first + 1), num_documents)
         yield first, end
         first = end
-
-
-def _end_of_document(files: TokenFiles) -> tuple[int | None, str]:
-    """The id of the end-of-document token, and how it is known."""
-    if (from_manifest := files.tokenizer_fact("eod_id")) is not None:
-        return from_manifest, "the manifest"
-    bounds = files.document_bounds
-    ends = bounds[1:][np.diff(bounds) > 0] - 1
-    ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
-    if not len(ends):
-        return None, "no document has tokens"
-    ids, counts = np.unique([files.read(end, end + 1) for end in ends.tolist()], return_counts=True)
-    best = int(counts.argmax())
-    if 2 * counts[best] <= len(ends):
-        return None, "no token ends most documents"
-    return int(ids[best]), "the last token of most documents"
 
 
 def _token_samples(files: TokenFiles, path: Path | None, count: int) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ nothing else. There is no index to be built, stored or to go stale.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -173,46 +173,6 @@ def _add_files(digest: hashlib.blake2b, prefix: str, dtype: np.dtype[Any], bound
         digest.update(file.read(4096))
         file.seek(max(0, path.stat().st_size - 4096))
         digest.update(file.read(4096))
-
-
-def split_batch(tokens_BS1: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Splits samples into what Megatron's forward step takes.
-
-    Args:
-        tokens_BS1: token ids of shape [B, S1].
-
-    Returns:
-        `tokens`, `labels` (the next tokens) and `position_ids`, int64, and `loss_mask`, float32 ones; all of
-        shape [B, S].
-    """
-    tokens_BS = tokens_BS1[:, :-1].contiguous()
-    positions_S = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
-    return {
-        "tokens": tokens_BS,
-        "labels": tokens_BS1[:, 1:].contiguous(),
-        "loss_mask": torch.ones(tokens_BS.shape, dtype=torch.float32, device=tokens_BS.device),
-        "position_ids": positions_S.expand_as(tokens_BS).contiguous(),
-    }
-
-
-def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: int) -> dict[str, torch.Tensor]:
-    """A context parallel rank's two of the 2C pieces of each sequence: its own and the one opposite.
-
-    So every rank has as much to do if tokens attend to those before them. Megatron's
-    `get_batch_on_this_cp_rank` gives the same, by arguments that differ between its versions.
-
-    Args:
-        batch: of shape [B, S], S a multiple of 2C.
-        cp_rank: this rank, below C.
-        cp_size: C.
-
-    Returns:
-        The same of shape [B, S/C].
-    """
-    if cp_size == 1:
-        return dict(batch)
-    pieces = {name: values.chunk(2 * cp_size, dim=1) for name, values in batch.items()}
-    return {name: torch.cat([parts[cp_rank], parts[-1 - cp_rank]], dim=1) for name, parts in pieces.items()}
 
 
 # Blending

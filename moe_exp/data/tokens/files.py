@@ -20,6 +20,7 @@ from moe_exp.host.files import read_json
 Int64Array = npt.NDArray[np.int64]
 Share = tuple[float, float]
 
+_ENDS_LOOKED_AT = 2000
 _MOST_PARTS = 3  # training, validation, test
 
 
@@ -57,6 +58,31 @@ class TokenFiles:
         return np.fromfile(
             f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
         )
+
+    @cached_property
+    def end_of_document(self) -> tuple[int | None, str]:
+        """The id of the end-of-document token, and how it is known."""
+        if (from_manifest := self.tokenizer_fact("eod_id")) is not None:
+            return from_manifest, "the manifest"
+        if not len(self._last_tokens):
+            return None, "no document has tokens"
+        ids, counts = np.unique(self._last_tokens, return_counts=True)
+        best = int(counts.argmax())
+        if 2 * counts[best] <= len(self._last_tokens):
+            return None, "no token ends most documents"
+        return int(ids[best]), "the last token of most documents"
+
+    def share_ending_with(self, token: int) -> float:
+        """Share of the documents that end with `token`, 0 to 1, by up to 4,000 of them."""
+        return float((self._last_tokens == token).mean()) if len(self._last_tokens) else 0.0
+
+    @cached_property
+    def _last_tokens(self) -> npt.NDArray[np.integer]:
+        """Of documents evenly over the file, without empty ones."""
+        bounds = self.document_bounds
+        ends = bounds[1:][np.diff(bounds) > 0] - 1
+        ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
+        return np.array([self.read(end, end + 1)[0] for end in ends.tolist()], dtype=self.dtype)
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
@@ -125,3 +151,15 @@ def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])
+
+
+def attended_share(files: TokenFiles, seq_len: int) -> float:
+    """Pairs of a query and a key in one document over all pairs in a sample, mean over samples, 0 to 1.
+
+    Of samples that are cut from the documents in the order of the file. Shuffled ones have nearly the same.
+    """
+    ends = files.document_bounds[1:]
+    num_tokens = int(ends[-1]) // seq_len * seq_len
+    cuts = np.union1d(ends[ends < num_tokens], np.arange(seq_len, num_tokens + 1, seq_len))
+    lengths = np.diff(cuts, prepend=0).astype(np.float64)
+    return float((lengths**2).sum() / (num_tokens * seq_len)) if num_tokens else 1.0

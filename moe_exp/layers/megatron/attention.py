@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention.bias import causal_lower_right
 
 from moe_exp.layers.dispatcher.collectives import gather_rows
+from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.megatron.kv_cache import KeyValueCache
 
 
@@ -68,15 +69,55 @@ class CausalAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> Tensor:
-        """Attends causally: query [S, B, H, d], key [S, B, G, d] and value [S, B, G, v] to [S, B, H*v]."""
-        if attention_mask is not None or kwargs.get("packed_seq_params") is not None:
+        """Attends causally, inside each of the `Documents` that are given as `packed_seq_params`: query
+        [S, B, H, d], key [S, B, G, d] and value [S, B, G, v] to [S, B, H*v].
+        """
+        documents = kwargs.get("packed_seq_params")
+        if attention_mask is not None or not isinstance(documents, Documents | None):
             raise ValueError(
                 "attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None."
             )
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
+        if documents is not None and not documents.are_whole_samples:
+            return self._attend_by_document(query, key, value, documents).flatten(2)
         attend = self._attend if self.cp_group.size() == 1 else self._attend_context_parallel
         return attend(query, key, value).flatten(2)
+
+    def _attend_by_document(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+        if self.cp_group.size() > 1:
+            key, value = self._gather_sequence(key), self._gather_sequence(value)
+        if self.use_flash:
+            return self._attend_by_flash(query, key, value, documents)
+        outs: list[list[Tensor]] = [[] for _ in documents.lengths]
+        for sample, queries, keys in documents.segments:
+            one = slice(sample, sample + 1)
+            outs[sample].append(self._attend(query[queries, one], key[keys, one], value[keys, one]))
+        return torch.cat([torch.cat(parts) for parts in outs], dim=1)
+
+    def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+        from flash_attn import flash_attn_varlen_func
+
+        segments, batch_size = documents.segments, query.size(1)
+        if self.cp_group.size() == 1:
+            keys, values = (x.transpose(0, 1).flatten(0, 1) for x in (key, value))
+        else:
+            keys, values = (torch.cat([x[one.keys, one.sample] for one in segments]) for x in (key, value))
+        query_bounds, key_bounds = documents.bounds
+        out = flash_attn_varlen_func(
+            query.transpose(0, 1).flatten(0, 1),
+            keys,
+            values,
+            cu_seqlens_q=query_bounds,
+            cu_seqlens_k=key_bounds,
+            max_seqlen_q=max(one.num_queries for one in segments),
+            max_seqlen_k=max(one.num_keys for one in segments),
+            dropout_p=self.dropout if self.training else 0.0,
+            softmax_scale=self.scale,
+            causal=True,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return out.unflatten(0, (batch_size, -1)).transpose(0, 1)
 
     def _attend_context_parallel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()

@@ -60,7 +60,26 @@ class ProjectionNormAttention(SelfAttention):  # type: ignore[misc]
 
 
 class LatentAttention(PartsOfSpec, MLASelfAttention):  # type: ignore[misc]
-    """MLASelfAttention built from the parts that its spec names."""
+    """MLASelfAttention built from the parts that its spec names; its positions may restart in documents."""
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Any,
+        key_value_states: Any = None,
+        position_ids: Any = None,
+        packed_seq_params: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Megatron's, which would take the batch dimension away from a micro-batch of one sample."""
+        if packed_seq_params is not None:
+            self.rotary_pos_emb.documents = packed_seq_params
+        try:
+            return super().get_query_key_value_tensors(
+                hidden_states, key_value_states, position_ids, None, **options
+            )
+        finally:
+            if packed_seq_params is not None:
+                self.rotary_pos_emb.documents = None
 
 
 def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpec:

@@ -16,14 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.data.samples import dataset
+from moe_exp.data.samples.batch import context_part, split_batch
 from moe_exp.data.samples.dataset import (
     SampleStream,
     _permuted,
     _shuffled,
     blend_position,
     content_of,
-    context_part,
-    split_batch,
 )
 from moe_exp.data.tokens.tokens import BinIdxWriter
 

@@ -1,0 +1,95 @@
+"""From samples to what a forward step takes: tokens, labels, positions, what counts; and a rank's part of it.
+
+Shape suffixes: B samples, S tokens that are read, S1 one more, for the last label.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import accumulate
+
+import torch
+
+Lengths = tuple[tuple[int, ...], ...]
+
+
+def document_lengths(tokens_BS: torch.Tensor, eod_id: int) -> Lengths:
+    """Tokens of each document in each sample, in order; the end-of-document token belongs to the one it ends.
+
+    Args:
+        tokens_BS: token ids of shape [B, S], on the CPU.
+        eod_id: the token that ends a document.
+
+    Returns:
+        For each sample lengths that add up to S. A document that a sample cuts counts with the part in it.
+    """
+    num_tokens = tokens_BS.size(1)
+    found = []
+    for row in (tokens_BS == eod_id).numpy():
+        ends = [*(row[:-1].nonzero()[0] + 1).tolist(), num_tokens]
+        found.append(tuple(end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)))
+    return tuple(found)
+
+
+def split_batch(
+    tokens_BS1: torch.Tensor, lengths: Lengths | None = None, masked_id: int | None = None
+) -> dict[str, torch.Tensor]:
+    """Splits samples into what Megatron's forward step takes.
+
+    Args:
+        tokens_BS1: token ids of shape [B, S1].
+        lengths: of documents (`document_lengths`), each of which has positions from 0 on; None: each sample.
+        masked_id: the token that ends a document, after which the next one is not predicted; None: every
+            token counts.
+
+    Returns:
+        `tokens`, `labels` (the next tokens) and `position_ids`, int64, and `loss_mask`, float32 ones and
+        zeros; all of shape [B, S].
+    """
+    tokens_BS = tokens_BS1[:, :-1].contiguous()
+    batch_size, num_tokens = tokens_BS.shape
+    places_S = torch.arange(num_tokens, device=tokens_BS.device)
+    positions_BS = places_S.repeat(batch_size, 1)
+    if lengths is not None:
+        begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
+        counts = torch.tensor([length for one in lengths for length in one])
+        begins_BS = begins.repeat_interleave(counts).view(batch_size, num_tokens)
+        positions_BS -= begins_BS.to(positions_BS.device, non_blocking=True)
+    counted = torch.ones_like(tokens_BS, dtype=torch.bool) if masked_id is None else tokens_BS != masked_id
+    return {
+        "tokens": tokens_BS,
+        "labels": tokens_BS1[:, 1:].contiguous(),
+        "loss_mask": counted.float(),
+        "position_ids": positions_BS,
+    }
+
+
+def context_ranges(num_tokens: int, *, cp_rank: int, cp_size: int) -> tuple[tuple[int, int], ...]:
+    """A context parallel rank's two of the 2C pieces of each sequence: its own and the one opposite.
+
+    So every rank has as much to do if tokens attend to those before them. Megatron's
+    `get_batch_on_this_cp_rank` gives the same, by arguments that differ between its versions.
+
+    Args:
+        num_tokens: S, a multiple of 2C if C > 1.
+        cp_rank: this rank, below C.
+        cp_size: C.
+
+    Returns:
+        First token and the one after the last, of both pieces.
+    """
+    if cp_size == 1:
+        return ((0, num_tokens),)
+    piece = num_tokens // (2 * cp_size)
+    return tuple((index * piece, (index + 1) * piece) for index in (cp_rank, 2 * cp_size - 1 - cp_rank))
+
+
+def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: int) -> dict[str, torch.Tensor]:
+    """The part of a batch, each [B, S], that a context parallel rank has: [B, S/C], see `context_ranges`."""
+    if cp_size == 1:
+        return dict(batch)
+    ranges = context_ranges(next(iter(batch.values())).size(1), cp_rank=cp_rank, cp_size=cp_size)
+    return {
+        name: torch.cat([values[:, first:end] for first, end in ranges], dim=1)
+        for name, values in batch.items()
+    }

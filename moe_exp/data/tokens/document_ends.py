@@ -1,0 +1,31 @@
+"""The token that ends a document, for DOCUMENT_MASK and EOD_MASK_LOSS. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moe_exp.config import Config, problem
+from moe_exp.data.tokens.files import TokenFiles
+
+_FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS=false"
+
+
+def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:
+    """A line for each of the token files that has no end-of-document token, or another one; and the token."""
+    name = "document_mask" if config.document_mask else "eod_mask_loss"
+    problems, found = [], {}
+    for prefix in dict.fromkeys(prefixes):
+        files = TokenFiles(prefix)
+        eod_id, how = files.end_of_document
+        if eod_id is None:
+            problems.append(problem(name, "true", f"{prefix} has no end-of-document token: {how}", _FIX))
+        elif (share := files.share_ending_with(eod_id)) < 0.5:
+            rule = f"{share:.0%} of the documents of {prefix} end with the end-of-document token {eod_id}"
+            problems.append(problem(name, "true", rule, _FIX))
+        else:
+            found[prefix] = eod_id
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{eod_id} in {prefix}" for prefix, eod_id in found.items())
+        rule = f"documents end with different tokens: {listed}"
+        problems.append(problem(name, "true", rule, "tokenize all of them with the same tokenizer"))
+    return problems, next(iter(found.values()), None)

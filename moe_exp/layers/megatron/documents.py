@@ -1,0 +1,125 @@
+"""The documents of a micro-batch, for the layers that keep them apart. No megatron import here.
+
+Megatron hands a `Documents` to every layer as `packed_seq_params`. Its own kind of these describes one long
+sequence of documents; here tokens stay [S, B], so that capacity and balancing losses keep their scopes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Segment(NamedTuple):
+    """Queries of one document that follow one another on a rank, and the keys that the last of them sees."""
+
+    sample: int
+    queries: slice  # places on this rank
+    keys: slice  # places in the whole sample
+
+    @property
+    def num_queries(self) -> int:
+        return int(self.queries.stop - self.queries.start)
+
+    @property
+    def num_keys(self) -> int:
+        return int(self.keys.stop - self.keys.start)
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """Where the documents of each sample of a micro-batch begin and end.
+
+    Args:
+        lengths: tokens of each document, in order, for each of B samples; they add up to S.
+        positions_BS: of this rank's tokens in their documents, int64 [B, S/C].
+        ranges: parts [first, end) of a sample that this rank has, in its order; empty: all of it.
+    """
+
+    lengths: tuple[tuple[int, ...], ...]
+    positions_BS: Tensor
+    ranges: tuple[tuple[int, int], ...] = ()
+
+    # What Megatron asks of its own PackedSeqParams: tokens are [S, B], and there is no group but the usual.
+    qkv_format: ClassVar[str] = "sbhd"
+    cp_group: ClassVar[Any] = None
+    local_cp_size: ClassVar[Any] = None
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest document."""
+        return max(max(lengths) for lengths in self.lengths)
+
+    @property
+    def are_whole_samples(self) -> bool:
+        """Whether every sample is one document, so that there is nothing to keep apart."""
+        return all(len(lengths) == 1 for lengths in self.lengths)
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        """This rank's queries, sample by sample, in its order; every query is in one segment."""
+        return tuple(self._segments())
+
+    def _segments(self) -> Iterator[Segment]:
+        for sample, lengths in enumerate(self.lengths):
+            place = 0
+            for first, end in self.ranges or ((0, sum(lengths)),):
+                for begin, stop in pairwise(accumulate(lengths, initial=0)):
+                    left, right = max(begin, first), min(stop, end)
+                    if left < right:
+                        queries = slice(place + left - first, place + right - first)
+                        yield Segment(sample, queries, slice(begin, right))
+                place += end - first
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Running sums of the segments' numbers of queries and of keys, from 0: int32 [segments + 1]."""
+        counts = [[one.num_queries for one in self.segments], [one.num_keys for one in self.segments]]
+        sums = torch.tensor([list(accumulate(count, initial=0)) for count in counts], dtype=torch.int32)
+        queries, keys = sums.to(self.positions_BS.device, non_blocking=True)
+        return queries, keys
+
+
+class RestartingPositions(nn.Module):
+    """Megatron's rotary embedding, whose positions begin at 0 in every document of a micro-batch with
+    `Documents`.
+
+    Args:
+        rotary: RotaryEmbedding or YarnRotaryEmbedding.
+    """
+
+    def __init__(self, rotary: Any):
+        super().__init__()
+        self.rotary = rotary
+        self.documents: Documents | None = None  # of this call, from where Megatron does not hand them on
+
+    def get_rotary_seq_len(
+        self,
+        context: Any,
+        transformer: Any,
+        inputs: Any,
+        config: Any,
+        documents: Documents | None = None,
+        **options: Any,
+    ) -> Any:
+        """What Megatron passes to `forward` next: a number of positions, or the documents."""
+        documents = documents or self.documents
+        return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)
+
+    def forward(self, positions: Any, *args: Any, **options: Any) -> Any:
+        """Angles [S, B, 1, d] of `Documents`, or [positions, 1, 1, d]; with YaRN also its factor."""
+        if not isinstance(positions, Documents):
+            return self.rotary(positions, *args, **options)
+        angles, *factor = _as_tuple(self.rotary.get_emb(positions.longest))
+        angles = angles[:, 0][positions.positions_BS.t()]
+        return (angles, *factor) if factor else angles
+
+
+def _as_tuple(found: Any) -> tuple[Any, ...]:
+    return found if isinstance(found, tuple) else (found,)

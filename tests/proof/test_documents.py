@@ -1,0 +1,96 @@
+"""Documents do not see each other: a packed micro-batch has the loss and the gradients of its documents run one
+by one, in float64, in every layout of tests/test_topology.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.documents_on_ranks import documents_alone, packed_models
+from helpers.model_on_ranks import Found
+from helpers.relative_error import assert_equal_to, relative_error
+from test_topology import LAYOUTS, Layout
+
+LIMIT = 1e-10
+LATENT = {
+    "multi_latent_attention": True, "kv_lora_rank": 16, "q_lora_rank": 12, "qk_head_dim": 10,
+    "qk_pos_emb_head_dim": 6, "v_head_dim": 8, "qk_norm": True, "num_query_groups": 1,
+}  # fmt: skip
+YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 4, "rope_original_seq_len": 64}
+KINDS: dict[str, dict[str, Any]] = {
+    "dense": {"use_moe": False, "eod_mask_loss": True},
+    # Room for every token: what an expert drops depends on the other documents of the micro-batch.
+    "moe": {"moe_type": "moe", "capacity_factor": 4.0},
+    "dmoe": {"moe_type": "dmoe", "shared_expert_size": 32, "shared_expert_gate": True, "qk_norm": True},
+    "latent": LATENT | {"eod_mask_loss": True},
+    "latent, one sample": LATENT | YARN | {"mbsz": 1},
+    "recompute": {"recompute": "full", "rotary_fraction": 0.5, "qkv_bias": True},
+    "yarn": YARN | {"normalization": "LayerNorm", "qk_norm": True},
+}
+CASES = [
+    (kind, ranks, layout) for kind in KINDS for ranks in (1, 2, 4) for layout in LAYOUTS if layout.fits(ranks)
+]
+FAST = [case for case in CASES if case[0] in ("dense", "dmoe", "latent") and case[1] < 4] + [
+    case for case in CASES if case[0] not in ("dense", "dmoe", "latent") and case[1] == 1
+]
+FAST += [case for case in CASES if case[0] == "dmoe" and case[2].tp == case[2].pp == 2]
+
+
+def _settings(kind: str, layout: Layout) -> dict[str, Any]:
+    return {
+        **KINDS[kind],
+        **{name: value for name, value in layout._asdict().items()},
+        "num_layers": layout.num_layers,
+        "num_query_groups": KINDS[kind].get("num_query_groups", 2),
+    }
+
+
+@pytest.fixture(scope="module")
+def alone() -> Callable[[str, int], Found]:
+    """A kind of model of that many layers, one document at a time."""
+
+    @cache
+    def run_all() -> dict[tuple[str, int], Found]:
+        jobs = {(kind, num): KINDS[kind] | {"num_layers": num} for kind in KINDS for num in (2, 4)}
+        return dict(zip(jobs, documents_alone(list(jobs.values())), strict=True))
+
+    return lambda kind, num_layers: run_all()[kind, num_layers]
+
+
+@pytest.fixture(scope="module")
+def packed() -> Callable[[str, int, Layout], Found]:
+    @cache
+    def run_all(num_ranks: int, is_fast: bool) -> dict[tuple[str, int, Layout], Found]:
+        cases = [case for case in CASES if case[1] == num_ranks and (case in FAST) == is_fast]
+        jobs = [_settings(kind, layout) for kind, _, layout in cases]
+        return dict(zip(cases, packed_models(num_ranks, jobs), strict=True))
+
+    return lambda *case: run_all(case[1], case in FAST)[case]
+
+
+def _case(kind: str, num_ranks: int, layout: Layout) -> Any:
+    name = "-".join(f"{field}{value}" for field, value in layout._asdict().items())
+    marks = [] if (kind, num_ranks, layout) in FAST else [pytest.mark.slow]
+    return pytest.param(kind, num_ranks, layout, id=f"{kind}-{num_ranks}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "num_ranks", "layout"), [_case(*case) for case in CASES])
+def test_as_documents_one_by_one(kind, num_ranks, layout, alone, packed):
+    ours, right = packed(kind, num_ranks, layout), alone(kind, layout.num_layers)
+    assert ours.losses.dtype == right.losses.dtype == torch.float64
+    torch.testing.assert_close(ours.losses, right.losses, rtol=LIMIT, atol=0)
+    assert all(gradient.dtype == torch.float64 for gradient in ours.gradients.values())
+    print(f"largest relative error {assert_equal_to(LIMIT, ours.gradients, right.gradients):.1e}")
+
+
+def test_the_proof_fails_without_the_mask(alone):
+    (leaking,) = packed_models(1, [_settings("dmoe", LAYOUTS[0])], without_mask=True)
+    right = alone("dmoe", 2)
+    assert relative_error(leaking.losses, right.losses) > 1e-5
+    errors = {name: relative_error(leaking.gradients[name], one) for name, one in right.gradients.items()}
+    assert max(errors.values()) > 0.01
