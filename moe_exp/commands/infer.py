@@ -38,6 +38,9 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--batch-size", type=int, help="rows at a time (default: as many as have 256 MB of logits)")
     about = "drop tokens over capacity as in training, per batch (MOE_TYPE=moe)"
     add("--capacity", action="store_true", help=about)
+    _add_document_mask(score)
+    about = "the token that ends a document (default: that of the training's tokenizer)"
+    add("--eod-id", type=int, metavar="ID", help=about)
     add("--overwrite", action="store_true", help="replace LOGITS.npy where it exists")
     score.set_defaults(run=_score)
     evaluate = subparsers.add_parser(
@@ -71,6 +74,12 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         add(f"--{name}", default=None, help=f"as in moe-exp train (default: {variable} of the environment)")
 
 
+def _add_document_mask(parser: argparse.ArgumentParser) -> None:
+    about = "tokens see only their own document, as with DOCUMENT_MASK (default: as in training)"
+    action = argparse.BooleanOptionalAction
+    parser.add_argument("--document-mask", action=action, default=None, help=about)
+
+
 def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     data_help = (
         "of .bin/.idx files, each a row of the table (default: the run's VALID_DATA, the part of"
@@ -92,6 +101,7 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
         " (MOE_TYPE=moe)"
     )
     add("--capacity", action="store_true", help=capacity_help)
+    _add_document_mask(parser)
     tokenizer_help = (
         "tokenizer.json, its folder, a .model file, or bytes, for bits per byte (default: the training's)"
     )

@@ -17,6 +17,7 @@ from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
+from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import Share, parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer
@@ -51,6 +52,7 @@ class EvalRequest(Request):
     tokenizer: str = ""  # see `text.tokenizer_for`
     dtype: str = ""  # compute type; empty: the training's
     capacity: bool = False  # as in training: drop tokens over capacity, leave out incomplete sequences
+    document_mask: bool | None = None  # tokens see their document only; None: as in training
     as_json: bool = False  # print one JSON object instead of tables
     layout: Layout = field(default_factory=Layout)  # of the ranks
 
@@ -65,6 +67,7 @@ class Plan:
     sources: list[HeldOut]
     token_bytes: TokenBytes | None
     batch_size: int
+    eod_id: int | None  # the token that ends a document, with DOCUMENT_MASK
 
     @property
     def batches(self) -> list[tuple[int, int, int]]:
@@ -82,7 +85,13 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
     folder = one_checkpoint(Path(request.checkpoint).expanduser())
     saved = saved_config(folder)
     problems = _number_problems(request, saved)
-    config = config_for_use(folder, request.layout, dtype=request.dtype or None, capacity=request.capacity)
+    config = config_for_use(
+        folder,
+        request.layout,
+        dtype=request.dtype or None,
+        capacity=request.capacity,
+        document_mask=False if request.by_document else request.document_mask,
+    )
     tokenizer = _tokenizer(request, saved)
     if problems:
         raise ConfigError(problems)
@@ -94,7 +103,13 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         _compare_tokenizers(tokenizer, sources)
     if saved.use_moe and saved.moe_type == "moe" and not request.capacity:
         logger.info("MOE_TYPE=moe: no token is dropped here; --capacity drops as in training")
-    return Plan(request, folder, config, sources, TokenBytes(tokenizer) if tokenizer else None, batch_size)
+    eod_id = None
+    if config.document_mask:
+        problems, eod_id = check_ends(config, [source.prefix for source in sources])
+        if problems:
+            raise ConfigError(problems)
+    token_bytes = TokenBytes(tokenizer) if tokenizer else None
+    return Plan(request, folder, config, sources, token_bytes, batch_size, eod_id)
 
 
 def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
@@ -182,7 +197,7 @@ def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut]) -> Non
 
 def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
     """Evaluates the model, called by and with the same result on every rank; ValueError if loading fails."""
-    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
     sums = torch.zeros(len(plan.sources), 2, dtype=torch.float64, device=rank.device)  # nats, bytes
     counts = None
     if plan.request.experts is not None:

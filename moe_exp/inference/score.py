@@ -24,6 +24,7 @@ from moe_exp.inference.jobs import Request, advancing, batch_size_of, planned_qu
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.stage import Stage
+from moe_exp.inference.text import tokenizer_for
 
 logger = logging.getLogger("moe_exp.inference.score")  # by name: torchrun runs this module as __main__
 
@@ -40,6 +41,8 @@ class ScoreRequest(Request):
     batch_size: int | None = None  # rows; None: 256 MB of logits, or with `capacity` the training's MBSZ
     dtype: str = ""  # compute type; empty: the training's
     capacity: bool = False  # drop tokens over capacity as in training, see `layout.config_for_use`
+    document_mask: bool | None = None  # tokens see their document only; None: as in training
+    eod_id: int | None = None  # the token that ends a document; None: that of the training's tokenizer
     overwrite: bool = False  # replace an existing `out`
     layout: Layout = field(default_factory=Layout)  # of the ranks
 
@@ -53,6 +56,7 @@ class Plan:
     ids: npt.NDArray[np.integer[Any]]
     out: Path
     batch_size: int
+    eod_id: int | None
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -69,7 +73,14 @@ def plan_scoring(request: ScoreRequest) -> Plan:
     """Checks a request without loading weights or writing files; ValueError with one line."""
     folder = one_checkpoint(Path(request.checkpoint).expanduser())
     saved = saved_config(folder)
-    config = config_for_use(folder, request.layout, dtype=request.dtype or None, capacity=request.capacity)
+    config = config_for_use(
+        folder,
+        request.layout,
+        dtype=request.dtype or None,
+        capacity=request.capacity,
+        document_mask=request.document_mask,
+    )
+    eod_id = _end_of_document(request, saved) if config.document_mask else None
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
     if request.batch_size is not None and request.batch_size < 1:
         fix = "give the number of rows at a time"
@@ -79,7 +90,7 @@ def plan_scoring(request: ScoreRequest) -> Plan:
         raise ValueError(problem("tp", config.tp, rule, "use another TP, or leave --capacity out"))
     most, seq_len = ids.shape
     size = request.batch_size or batch_size_of(saved, seq_len, most, capacity=request.capacity)
-    plan = Plan(folder, config, ids, Path(request.out), size)
+    plan = Plan(folder, config, ids, Path(request.out), size, eod_id)
     _check_out(plan, Path(request.tokens), overwrite=request.overwrite)
     if ids.shape[1] > saved.seq_len:
         text = "tokens: rows of %d tokens, the model was trained on SEQ_LEN=%d"
@@ -90,6 +101,21 @@ def plan_scoring(request: ScoreRequest) -> Plan:
             drops = f"tokens over capacity are dropped per batch of {plan.batch_size}, as in training"
         logger.info("MOE_TYPE=moe: %s", drops)
     return plan
+
+
+def _end_of_document(request: ScoreRequest, saved: Config) -> int:
+    if (found := request.eod_id) is None:
+        try:
+            found = tokenizer_for(saved, "").eod_id
+        except ValueError as error:
+            raise ValueError(problem("eod_id", "", f"has to be given: {error}", "give --eod-id")) from None
+    if found is None or not 0 <= found < saved.vocab_size:
+        rule = "the training's tokenizer has no end-of-document token"
+        if found is not None:
+            rule = f"the model has the ids 0 to {saved.vocab_size - 1}"
+        fix = "give --eod-id, the id that ends a document, or --no-document-mask"
+        raise ValueError(problem("eod_id", "" if found is None else found, rule, fix))
+    return found
 
 
 def _read_ids(path: Path, vocab_size: int) -> npt.NDArray[np.integer[Any]]:
@@ -142,7 +168,7 @@ def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
 
 def score(plan: Plan, rank: Runtime) -> None:
     """Writes all logits to `out`, atomically. Called by every rank; ValueError if the model does not load."""
-    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+    stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
     try:
         if rank.is_first:
             _make_file(plan)

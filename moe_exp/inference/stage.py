@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.config import Config
+from moe_exp.data.samples.batch import document_lengths, document_positions
 from moe_exp.engine.runtime import Runtime
+from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.megatron.kv_cache import KeyValueCache
 
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -20,10 +22,18 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
 class Stage:
-    """Runs this rank's part of a model together with the others; `config` is from `layout.config_for_use`."""
+    """Runs this rank's part of a model together with the others.
 
-    def __init__(self, config: Config, rank: Runtime, model: GPTModel):
+    Args:
+        config: from `layout.config_for_use`.
+        rank: this one.
+        model: from `loading.load_model`.
+        eod_id: the token that ends a document; required with DOCUMENT_MASK.
+    """
+
+    def __init__(self, config: Config, rank: Runtime, model: GPTModel, eod_id: int | None = None):
         self.config, self.rank, self.model = config, rank, model
+        self._eod_id = eod_id if config.document_mask else None
         self._caches: list[KeyValueCache] = []
         self._context: StaticInferenceContext | None = None
         self._positions = torch.empty(0)
@@ -73,8 +83,10 @@ class Stage:
         num_tokens = tokens.size(1)
         padding = -num_tokens % self.config.tp
         # Padding does not change logits before it: attention is causal, and no token is dropped.
-        tokens = nn.functional.pad(tokens, (0, padding)).to(self.rank.device)
-        hidden = self._decode(self._input(tokens), tokens.size(1))
+        tokens = nn.functional.pad(tokens, (0, padding))
+        documents = self._documents(tokens)
+        tokens = tokens.to(self.rank.device)
+        hidden = self._decode(self._input(tokens), tokens.size(1), documents)
         for cache in self._caches:
             cache.advance(num_tokens)
         if self._context is not None:
@@ -88,6 +100,12 @@ class Stage:
             )
         hidden = hidden[num_tokens - 1 : num_tokens] if last_only else hidden[:num_tokens]
         return self._vocabulary(hidden)
+
+    def _documents(self, tokens: Tensor) -> Documents | None:
+        if self._eod_id is None:
+            return None
+        lengths = document_lengths(tokens.cpu(), self._eod_id)
+        return Documents(lengths, document_positions(lengths).to(self.rank.device))
 
     def _input(self, tokens: Tensor) -> Tensor:
         """[S / TP, B, D]: the embedding, or received from the previous stage."""
@@ -104,23 +122,33 @@ class Stage:
         pp = self.rank.groups.pp
         torch.distributed.send(hidden.contiguous(), group=pp, group_dst=pp.rank() + 1)
 
-    def _decode(self, hidden: Tensor, num_tokens: int) -> Tensor:
+    def _decode(self, hidden: Tensor, num_tokens: int, documents: Documents | None) -> Tensor:
         start = self._caches[0].length if self._caches else 0
         if not self.model.pre_process:
             self.model.set_input_tensor(hidden)
-        rotary = None if self._is_latent else self._rotary(start, start + num_tokens)
+        rotary = None
+        if not self._is_latent:
+            rotary = self._rotary(start, start + num_tokens) if documents is None else self._angles(documents)
         out: Any = self.model.decoder(
-            hidden, attention_mask=None, rotary_pos_emb=rotary, inference_context=self._context
+            hidden,
+            attention_mask=None,
+            rotary_pos_emb=rotary,
+            inference_context=self._context,
+            packed_seq_params=documents,
         )
         return out
 
     def _rotary(self, start: int, end: int) -> Tensor:
         """Angles of positions `start` to `end - 1`: [end - start, 1, 1, d]."""
         if len(self._positions) < end:
-            angles = self.model.rotary_pos_emb(max(end, self.config.seq_len + self.config.tp))
-            # YaRN also returns its factor, which attention has
-            self._positions = angles[0] if isinstance(angles, tuple) else angles
+            self._positions = self._angles(max(end, self.config.seq_len + self.config.tp))
         return self._positions[start:end]
+
+    def _angles(self, positions: int | Documents) -> Tensor:
+        angles: Any = self.model.rotary_pos_emb(positions)
+        # YaRN also returns its factor, which attention has
+        found: Tensor = angles[0] if isinstance(angles, tuple) else angles
+        return found
 
     def _vocabulary(self, hidden: Tensor) -> Tensor:
         weight = self.model.shared_embedding_or_output_weight() if self.config.tie_embeddings else None

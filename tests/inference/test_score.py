@@ -209,3 +209,21 @@ def test_damaged_and_foreign_checkpoints(checkpoint, tmp_path, capsys):
     assert run_score(folder, tokens, tmp_path / "logits.npy") == 1
     assert f"{file}: has changed since it was written" in capsys.readouterr().err
     assert not (tmp_path / "logits.npy").exists()
+
+
+def test_documents_of_a_row_do_not_see_each_other(checkpoint, tmp_path, capsys):
+    """Rows of three documents, as transformers scores each of them alone; --eod-id is that of 7."""
+    ids = np.load(saved_ids(tmp_path / "ids.npy"))
+    ids[ids == 7] = 8
+    ids[:, 4] = ids[:, 9] = 7
+    np.save(tmp_path / "ids.npy", ids)
+    model, _ = tiny_model("mixtral")
+    with torch.no_grad():
+        alone = torch.cat([model(torch.from_numpy(ids[:, part])).logits for part in np.s_[:5, 5:10, 10:]], 1)
+    flags = ["--document-mask", "--eod-id", "7"]
+    assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "masked.npy", *flags) == 0
+    assert relative_error(torch.from_numpy(np.load(tmp_path / "masked.npy")), alone) < 1e-5
+    assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "plain.npy") == 0
+    assert relative_error(torch.from_numpy(np.load(tmp_path / "plain.npy")), alone) > 1e-3
+    assert run_score(checkpoint, tmp_path / "ids.npy", tmp_path / "no.npy", *flags[:2], "9999") == 1
+    assert "EOD_ID=9999: the model has the ids 0 to" in capsys.readouterr().err

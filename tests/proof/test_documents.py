@@ -1,5 +1,5 @@
-"""Documents do not see each other: a packed micro-batch has the loss and the gradients of its documents run one
-by one, in float64, in every layout of tests/test_topology.py.
+"""Documents do not see each other: a packed micro-batch has the loss and the gradients of its documents run
+one by one, in float64, in every layout of tests/test_topology.py.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FAST += [case for case in CASES if case[0] == "dmoe" and case[2].tp == case[2].p
 def _settings(kind: str, layout: Layout) -> dict[str, Any]:
     return {
         **KINDS[kind],
-        **{name: value for name, value in layout._asdict().items()},
+        **layout._asdict(),
         "num_layers": layout.num_layers,
         "num_query_groups": KINDS[kind].get("num_query_groups", 2),
     }

@@ -31,6 +31,14 @@ def document_lengths(tokens_BS: torch.Tensor, eod_id: int) -> Lengths:
     return tuple(found)
 
 
+def document_positions(lengths: Lengths) -> torch.Tensor:
+    """Of each token in its document, from 0 on: int64 [B, S], from the lengths of `document_lengths`."""
+    counts = torch.tensor([length for one in lengths for length in one])
+    begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
+    places_BS = torch.arange(sum(lengths[0])).repeat(len(lengths), 1)
+    return places_BS - begins.repeat_interleave(counts).view_as(places_BS)
+
+
 def split_batch(
     tokens_BS1: torch.Tensor, lengths: Lengths | None = None, masked_id: int | None = None
 ) -> dict[str, torch.Tensor]:
@@ -48,19 +56,13 @@ def split_batch(
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
     batch_size, num_tokens = tokens_BS.shape
-    places_S = torch.arange(num_tokens, device=tokens_BS.device)
-    positions_BS = places_S.repeat(batch_size, 1)
-    if lengths is not None:
-        begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
-        counts = torch.tensor([length for one in lengths for length in one])
-        begins_BS = begins.repeat_interleave(counts).view(batch_size, num_tokens)
-        positions_BS -= begins_BS.to(positions_BS.device, non_blocking=True)
+    positions_BS = document_positions(lengths or ((num_tokens,),) * batch_size)
     counted = torch.ones_like(tokens_BS, dtype=torch.bool) if masked_id is None else tokens_BS != masked_id
     return {
         "tokens": tokens_BS,
         "labels": tokens_BS1[:, 1:].contiguous(),
         "loss_mask": counted.float(),
-        "position_ids": positions_BS,
+        "position_ids": positions_BS.to(tokens_BS.device, non_blocking=True),
     }
 
 
