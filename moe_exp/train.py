@@ -71,7 +71,7 @@ from moe_exp.training.samples import (
     build_data,
     bytes_per_token,
     compare_data,
-    end_of_document,
+    describe_documents,
     read_ahead,
     read_tokens,
 )
@@ -213,6 +213,8 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
 
     # Data, without the samples that rollbacks skip.
     files = prepared_by_launcher(config)  # token files in place of text
+    eod_id, document_tokens = describe_documents(files)
+    config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
     all_samples, valid_stream = build_data(files)
     sample_order, changes = compare_data(files, rank, all_samples, source.folder if source else None)
     samples = samples_without_skips(folder, all_samples, sample_order, source.folder if source else None)
@@ -231,7 +233,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
     job = Job(
         config, rank, folder, trained, train_stream, valid_stream, batches, source, changes, measured,
-        kernel_failures, end_of_document(files),
+        kernel_failures, eod_id,
     )  # fmt: skip
 
     heartbeat.enter("load")

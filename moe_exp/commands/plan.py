@@ -138,7 +138,7 @@ def _run(arguments: argparse.Namespace) -> None:
     failures = _failures(arguments)
     hardware, constants = _hardware_and_constants(arguments)
     flags = _settings(arguments, hardware)
-    config = _with_vocabulary(load_config(flags), flags)
+    config = _as_of_data(load_config(flags), flags)
     plan = plan_run(config, hardware, constants, **_budget(arguments), failures=failures)
     if arguments.json:
         print_json(plan.report)
@@ -368,20 +368,26 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
         flags["gpus_per_node"] = hardware.gpus_per_node
-    return _with_vocabulary(load_config(flags, environ), flags), fixed
+    return _as_of_data(load_config(flags, environ), flags), fixed
 
 
-def _with_vocabulary(config: Config, flags: dict[str, Any]) -> Config:
-    """The settings with VOCAB_SIZE of the data, as training would have it."""
+def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:
+    """The settings with VOCAB_SIZE and DOCUMENT_TOKENS of the data, as training would have them."""
     if not config.train_data and not config.tokenizer:
         return config  # without loading numpy
     from moe_exp.config.loading import given_values
+    from moe_exp.config.setting_types import blend_members
     from moe_exp.data.tokens.vocabulary import with_vocab_size
 
     config, reason = with_vocab_size(config, given_values(flags, os.environ))
     if reason:
         print(f"moe-exp plan: VOCAB_SIZE={config.vocab_size}: {reason}", file=sys.stderr)
-    return config
+    members = [prefix for _, prefix in blend_members(config.train_data)]
+    if not all(Path(f"{prefix}.idx").is_file() for prefix in members):
+        return config  # text that is not prepared, or data of another machine
+    from moe_exp.data.tokens.document_ends import with_document_tokens
+
+    return with_document_tokens(config, config.train_data)
 
 
 def _budget(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -183,6 +183,12 @@ class Config(ModelSettings):
         "attention stays inside a document, and positions begin at 0 in each; documents end with the "
         "end-of-document token",
     )
+    document_tokens: Rate = data(
+        0.0,
+        "with DOCUMENT_MASK: tokens of a token's document in its sample, on average, which FLOPs and planner "
+        "count; 0: measured on the token files of TRAIN_DATA",
+        compared=False,
+    )
     eod_mask_loss: bool = data(
         False, "leave out the loss of predicting a document's first token from the end of the one before"
     )

@@ -36,6 +36,7 @@ def backends_of(
         expert_bias=config.use_moe and config.add_bias_linear,
         use_te=use_te(config),
         other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
+        documents=config.document_mask,
         optimizer=(
             config.optimizer,
             config.optimizer_state_dtype,
@@ -73,6 +74,7 @@ def chosen_backends(
     expert_bias: bool = False,
     use_te: bool = False,
     other_value_size: bool = False,
+    documents: bool = False,
     optimizer: tuple[str, str, float] = ("adam", "fp32", 0.9),
     kernel_failures: Sequence[KernelFailure] = (),
 ) -> dict[str, tuple[str, str]]:
@@ -84,15 +86,17 @@ def chosen_backends(
         expert_bias: experts have biases (ADD_BIAS_LINEAR).
         use_te: the parts around the MoE layer are Transformer Engine's.
         other_value_size: value heads differ in size from query heads (MULTI_LATENT_ATTENTION).
+        documents: attention stays inside documents (DOCUMENT_MASK), which is our code also with `use_te`.
         optimizer: OPTIMIZER, OPTIMIZER_STATE_DTYPE and its momentum.
         kernel_failures: parts that do not use their kernels.
     """
     te = ("Transformer Engine", "IMPL=te, or auto with it installed")
+    attention = choose_attention(device_type, dtype, other_value_size=other_value_size)
+    if documents:
+        attention = (f"{attention[0]} by document", f"{attention[1]}; DOCUMENT_MASK=true")
     return {
         "communication": choose_communication(),
-        "attention": (
-            te if use_te else choose_attention(device_type, dtype, other_value_size=other_value_size)
-        ),
+        "attention": te if use_te and not documents else attention,
         "norm": te if use_te else choose_norm(device_type),
         "grouped GEMM": choose_backend(
             expert_backend,

@@ -15,7 +15,7 @@ from moe_exp.data.samples.dataset import Samples, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import Change, SampleOrder, order_changes
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.tokens.document_ends import check_ends
+from moe_exp.data.tokens.document_ends import check_ends, with_document_tokens
 from moe_exp.data.tokens.files import parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer
@@ -30,10 +30,7 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     """Training and validation samples: TRAIN_DATA and VALID_DATA (or a split), or the embedded corpus; text
     that they name has to be prepared (data/own_text.py).
     """
-    train_data, valid_data = config.train_data, config.valid_data
-    if not train_data:
-        corpus = ensure_embedded_corpus(Path(config.data_dir))
-        train_data, valid_data = str(corpus.train_prefix), str(corpus.valid_prefix)
+    train_data, valid_data = _blends(config)
     if config.data_order == "megatron":
         return megatron_data(config, train_data, valid_data)
     train_share, valid_share, _ = parse_split(config.split or "1")
@@ -47,6 +44,14 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
             blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share
         )
     return train_stream, valid_stream
+
+
+def _blends(config: Config) -> tuple[str, str]:
+    """TRAIN_DATA and VALID_DATA, or those of the embedded corpus."""
+    if config.train_data:
+        return config.train_data, config.valid_data
+    corpus = ensure_embedded_corpus(Path(config.data_dir))
+    return str(corpus.train_prefix), str(corpus.valid_prefix)
 
 
 def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Samples, Samples | None]:
@@ -64,23 +69,20 @@ def megatron_data(config: Config, train_data: str, valid_data: str) -> tuple[Sam
     return megatron_samples(order, Path(config.data_dir))
 
 
-def end_of_document(config: Config) -> int | None:
-    """The token that ends a document in all files; None unless DOCUMENT_MASK or EOD_MASK_LOSS is set.
+def describe_documents(config: Config) -> tuple[int | None, float]:
+    """The token that ends a document in all files, None if no setting needs it; and DOCUMENT_TOKENS.
 
     Raises:
-        ConfigError: files have none, or not the same; `machine_checks` says so before the start.
+        ConfigError: files have no such token, or not the same; `machine_checks` says so before the start.
     """
     if not (config.document_mask or config.eod_mask_loss):
-        return None
-    if config.train_data:
-        blends = [parse_blend(blend) for blend in (config.train_data, config.valid_data) if blend]
-        prefixes = [prefix for blend in blends for _, prefix in blend]
-    else:
-        prefixes = [str(ensure_embedded_corpus(Path(config.data_dir)).train_prefix)]
+        return None, config.document_tokens
+    train_data, valid_data = _blends(config)
+    prefixes = [prefix for blend in (train_data, valid_data) if blend for _, prefix in parse_blend(blend)]
     problems, eod_id = check_ends(config, prefixes)
     if problems:
         raise ConfigError(problems)
-    return eod_id
+    return eod_id, with_document_tokens(config, train_data).document_tokens
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:

@@ -1,11 +1,14 @@
-"""The token that ends a document, for DOCUMENT_MASK and EOD_MASK_LOSS. No torch."""
+"""Documents of token files, for DOCUMENT_MASK and EOD_MASK_LOSS: the token that ends them, how long they are. No
+torch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from moe_exp.config import Config, problem
-from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.files import TokenFiles, attended_share
+from moe_exp.data.tokens.tokens import parse_blend
 
 _FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS=false"
 
@@ -29,3 +32,13 @@ def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int 
         rule = f"documents end with different tokens: {listed}"
         problems.append(problem(name, "true", rule, "tokenize all of them with the same tokenizer"))
     return problems, next(iter(found.values()), None)
+
+
+def with_document_tokens(config: Config, blend: str) -> Config:
+    """`config` with DOCUMENT_TOKENS as the token files of `blend` have it, if it is needed and not given."""
+    if not config.document_mask or config.document_tokens or not blend:
+        return config
+    members = parse_blend(blend)
+    shares = [(weight, attended_share(TokenFiles(prefix), config.seq_len)) for weight, prefix in members]
+    mean = sum(weight * share for weight, share in shares) / sum(weight for weight, _ in shares)
+    return config.model_copy(update={"document_tokens": max(1.0, mean * config.seq_len)})

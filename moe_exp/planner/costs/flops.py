@@ -20,6 +20,7 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
     Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a
     token meets. Of the S^2 scores, attention counts the half that the causal mask keeps.
     ATTENTION_FLOPS=full counts all of them (S/h instead of S/(2*h)), as Megatron-LM did until late 2024.
+    With DOCUMENT_MASK, S is here DOCUMENT_TOKENS.
     Norms, softmax, router and recompute count nothing; Megatron-LM counts the norms of latent attention.
 
     Args:
@@ -106,8 +107,14 @@ def _attention(config: Config) -> int:
 
 def _scores_and_values(config: Config) -> int:
     value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
-    multiply_adds = config.seq_len * config.num_heads * (config.kv_channels + value_channels)
+    multiply_adds = attended_tokens(config) * config.num_heads * (config.kv_channels + value_channels)
     return 2 * multiply_adds if config.attention_flops == "full" else multiply_adds
+
+
+def attended_tokens(config: Config) -> int:
+    """Keys of a query, before the causal mask: of its sample, or with DOCUMENT_MASK of its document."""
+    in_document = config.document_mask and config.document_tokens
+    return min(config.seq_len, round(config.document_tokens)) if in_document else config.seq_len
 
 
 def _latent_projections(config: Config) -> int:

@@ -8,6 +8,7 @@ from moe_exp.config import Config, problem
 from moe_exp.planner.costs.activations import padded_slots
 from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import Device, Pass
 
@@ -114,8 +115,8 @@ def _attention(job: Job, device: Device, tokens: float) -> Pass:
     total = _linear(job, device, tokens, config.hidden_size, values, fp8=fp8)
     for columns, depth in projections(config, width, heads, tp=config.tp):
         total += _linear(job, device, tokens, columns, depth, fp8=fp8)
-    # Every query of the rank with every key of its sequence.
-    batch, queries, keys = config.mbsz * heads, config.seq_len / config.cp, config.seq_len
+    # Every query of the rank with every key of its sequence, or of its document.
+    batch, queries, keys = config.mbsz * heads, config.seq_len / config.cp, attended_tokens(config)
     channels = config.kv_channels
     if not job.fused_attention:
         scores = device.linear(queries, keys, channels, batch) + device.linear(queries, channels, keys, batch)
