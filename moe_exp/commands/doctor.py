@@ -224,12 +224,45 @@ def check_kernels() -> int:
     return 1 if any(row[-1] != "ok" for row in rows) else 0
 
 
+def check_documents() -> int:
+    """Runs each kind of attention with DOCUMENT_MASK on documents packed and alone, and prints a table.
+
+    Returns:
+        0 when no document sees another, 1 when one does or a required package is missing.
+    """
+    if unmet := unmet_requirements():
+        print(_missing_text(unmet))
+        return 1
+    from rich.console import Console
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from moe_exp.engine.leak_test import HEADER, find_leaks
+
+        leaks = list(find_leaks())
+    title = "Documents of a sample, packed, compared with each of them alone (DOCUMENT_MASK=true)"
+    _table(Console(), title, HEADER, [leak.row for leak in leaks])
+    for leak in leaks:
+        if not leak.is_tight:
+            print(f"attention={leak.kernel}: documents see each other ({leak.heads} heads, {leak.dtype}).")
+    return 0 if all(leak.is_tight for leak in leaks) else 1
+
+
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `moe-exp doctor`."""
     parser = subparsers.add_parser("doctor", help="show versions and devices, and what is missing")
     kernels = "compare every Triton kernel with plain torch instead; exit code 1 where one fails"
     parser.add_argument("--kernels", action="store_true", help=kernels)
-    parser.set_defaults(run=lambda arguments: check_kernels() if arguments.kernels else main())
+    documents = "show whether documents of a sample see each other with DOCUMENT_MASK; exit code 1 if so"
+    parser.add_argument("--leak-test", action="store_true", help=documents)
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    codes = [check_kernels()] if arguments.kernels else []
+    if arguments.leak_test:
+        codes.append(check_documents())
+    return max(codes) if codes else main()
 
 
 def _missing_text(unmet: Sequence[str]) -> str:

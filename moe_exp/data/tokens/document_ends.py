@@ -1,4 +1,4 @@
-"""Documents of token files, for DOCUMENT_MASK and EOD_MASK_LOSS: the token that ends them, how long they are. No
+"""Documents of token files, for DOCUMENT_MASK and EOD_MASK_LOSS: what ends them, and how long they are. No
 torch.
 """
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.data.samples import dataset
-from moe_exp.data.samples.batch import context_part, split_batch
+from moe_exp.data.samples.batch import context_part, context_ranges, document_lengths, split_batch
 from moe_exp.data.samples.dataset import (
     SampleStream,
     _permuted,
@@ -313,6 +313,23 @@ def test_split_batch_by_hand():
     assert batch["loss_mask"].tolist() == [[1.0] * 3] * 2
     assert batch["loss_mask"].dtype == torch.float32
     assert all(value.is_contiguous() for value in batch.values())
+
+
+def test_documents_by_hand():
+    """0 ends a document and is its last token; one at the end of a sample begins none after it."""
+    tokens = torch.tensor([[5, 0, 0, 6, 7, 0, 8], [1, 2, 3, 4, 5, 0, 9]])
+    lengths = document_lengths(tokens[:, :-1], 0)
+    assert lengths == ((2, 1, 3), (6,))
+    batch = split_batch(tokens, lengths, masked_id=0)
+    assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
+    assert batch["loss_mask"].tolist() == [[1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0]]
+    assert document_lengths(tokens[:, :1], 5) == ((1,), (1,))
+    parts = [context_part(batch, cp_rank=rank, cp_size=3)["position_ids"].tolist() for rank in range(3)]
+    assert parts == [[[0, 2], [0, 5]], [[1, 1], [1, 4]], [[0, 0], [2, 3]]]
+    assert [context_ranges(6, cp_rank=rank, cp_size=3) for rank in (0, 2)] == [
+        ((0, 1), (5, 6)),
+        ((2, 3), (3, 4)),
+    ]
 
 
 @pytest.mark.parametrize("num_blocks", [2**12, 8])

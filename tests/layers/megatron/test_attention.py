@@ -10,7 +10,9 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
+from moe_exp.data.samples.batch import context_ranges, document_positions
 from moe_exp.layers.megatron.attention import CausalAttention, choose_attention
+from moe_exp.layers.megatron.documents import Documents
 
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
@@ -126,6 +128,91 @@ def test_context_parallel_equals_one_rank(num_ranks, shape):
         torch.testing.assert_close(
             undo_zigzag([rank[index] for rank in ranks]), expected, rtol=1e-12, atol=1e-12
         )
+
+
+# Documents
+
+LENGTHS = ((7, 1, 4, 12), (24,), (12, 12), (1, 23))
+
+
+def explicit_documents(query, key, value, scale):
+    outs = []
+    for sample, lengths in enumerate(LENGTHS):
+        cuts = (x[:, sample : sample + 1].split(lengths) for x in (query, key, value))
+        outs.append(torch.cat([explicit(*parts, scale) for parts in zip(*cuts, strict=True)]))
+    return torch.cat(outs, dim=1)
+
+
+def documents_of_rank(rank: int = 0, size: int = 1) -> Documents:
+    positions = document_positions(LENGTHS)
+    ranges = context_ranges(24, cp_rank=rank, cp_size=size)
+    return Documents(LENGTHS, torch.cat([positions[:, first:end] for first, end in ranges], dim=1), ranges)
+
+
+def attend_to_documents(shape, use_flash=False):
+    group = dist.group.WORLD if dist.is_initialized() else ONE_RANK
+    query, key, value, grad = (
+        (zigzag(x, group.size(), group.rank()) if group.size() > 1 else x).detach() for x in inputs(*shape)
+    )
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    module = attention(shape[-1], cp=group)
+    if use_flash:
+        module.use_flash = True
+        sys.modules["flash_attn"] = SimpleNamespace(flash_attn_varlen_func=varlen)
+    documents = documents_of_rank(group.rank(), group.size())
+    out = module(*leaves, None, packed_seq_params=documents)
+    out.backward(grad)
+    return out.detach(), *(x.grad for x in leaves)
+
+
+def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, **options):
+    """flash-attn's interface by our own attention: rows of all segments after one another."""
+    assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert (max_seqlen_q, max_seqlen_k) == (int(cu_seqlens_q.diff().max()), int(cu_seqlens_k.diff().max()))
+    assert (len(q), len(k)) == (int(cu_seqlens_q[-1]), int(cu_seqlens_k[-1]))
+    plain, outs = attention(q.size(-1), softmax_scale=options["softmax_scale"]), []
+    for queries, keys in zip(cu_seqlens_q.unfold(0, 2, 1), cu_seqlens_k.unfold(0, 2, 1), strict=True):
+        parts = (q[slice(*queries)], k[slice(*keys)], v[slice(*keys)])
+        outs.append(plain._attend(*(part[:, None] for part in parts))[:, 0])
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("use_flash", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_attention_stays_inside_documents(num_ranks, use_flash):
+    """Also where documents cross the parts of context parallel ranks."""
+    shape = (24, len(LENGTHS), 4, 2, 6)
+    query, key, value, grad = inputs(*shape)
+    expected = explicit_documents(query, key, value, 1 / math.sqrt(6))
+    expected = (expected.detach(), *torch.autograd.grad(expected, (query, key, value), grad))
+    if num_ranks == 1:
+        found = attend_to_documents(shape, use_flash)
+    else:
+        ranks = run_on_ranks(num_ranks, attend_to_documents, shape, use_flash)
+        found = [undo_zigzag(list(parts)) for parts in zip(*ranks, strict=True)]
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_samples_of_one_document_are_as_without_documents():
+    query, key, value, _ = inputs(8, 2, 4, 2, 6)
+    lengths = ((8,), (8,))
+    whole = Documents(lengths, document_positions(lengths))
+    module = attention(6)
+    assert torch.equal(
+        module(query, key, value, None, packed_seq_params=whole), module(query, key, value, None)
+    )
+
+
+def test_changing_a_document_changes_no_bit_of_another():
+    query, key, value, _ = (x.detach() for x in inputs(24, len(LENGTHS), 4, 2, 6))
+    documents, module = documents_of_rank(), attention(6)
+    before = module(query, key, value, None, packed_seq_params=documents)
+    for x in (query, key, value):
+        x[8:12, 0] += 1  # the third document of the first sample
+    changed = (module(query, key, value, None, packed_seq_params=documents) != before).any(dim=2)
+    assert changed[8:12, 0].all()
+    assert int(changed.sum()) == 4
 
 
 def test_dropout_in_training_only():
