@@ -87,37 +87,35 @@ class CausalAttention(nn.Module):
     def _attend_by_document(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
         if self.cp_group.size() > 1:
             key, value = self._gather_sequence(key), self._gather_sequence(value)
+        queries, keys, values = documents.queries_of(query), documents.keys_of(key), documents.keys_of(value)
         if self.use_flash:
-            return self._attend_by_flash(query, key, value, documents)
-        outs: list[list[Tensor]] = [[] for _ in documents.lengths]
-        for sample, queries, keys in documents.segments:
-            one = slice(sample, sample + 1)
-            outs[sample].append(self._attend(query[queries, one], key[keys, one], value[keys, one]))
-        return torch.cat([torch.cat(parts) for parts in outs], dim=1)
+            parts = [self._attend_by_flash(torch.cat(queries), torch.cat(keys), torch.cat(values), documents)]
+        else:
+            parts = [
+                self._attend(*(part.unsqueeze(1) for part in segment)).squeeze(1)
+                for segment in zip(queries, keys, values, strict=True)
+            ]
+        return documents.joined(parts, query.size(1))
 
     def _attend_by_flash(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
+        """All segments after one another: [queries, H, d] and [keys, G, d] to [queries, H, d]."""
         from flash_attn import flash_attn_varlen_func
 
-        segments, batch_size = documents.segments, query.size(1)
-        if self.cp_group.size() == 1:
-            keys, values = (x.transpose(0, 1).flatten(0, 1) for x in (key, value))
-        else:
-            keys, values = (torch.cat([x[one.keys, one.sample] for one in segments]) for x in (key, value))
         query_bounds, key_bounds = documents.bounds
-        out = flash_attn_varlen_func(
-            query.transpose(0, 1).flatten(0, 1),
-            keys,
-            values,
+        out: Tensor = flash_attn_varlen_func(
+            query,
+            key,
+            value,
             cu_seqlens_q=query_bounds,
             cu_seqlens_k=key_bounds,
-            max_seqlen_q=max(one.num_queries for one in segments),
-            max_seqlen_k=max(one.num_keys for one in segments),
+            max_seqlen_q=max(one.num_queries for one in documents.segments),
+            max_seqlen_k=max(one.num_keys for one in documents.segments),
             dropout_p=self.dropout if self.training else 0.0,
             softmax_scale=self.scale,
             causal=True,
             deterministic=torch.are_deterministic_algorithms_enabled(),
         )
-        return out.unflatten(0, (batch_size, -1)).transpose(0, 1)
+        return out
 
     def _attend_context_parallel(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         size, rank = self.cp_group.size(), self.cp_group.rank()

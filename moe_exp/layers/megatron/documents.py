@@ -17,19 +17,12 @@ from torch import Tensor, nn
 
 
 class Segment(NamedTuple):
-    """Queries of one document that follow one another on a rank, and the keys that the last of them sees."""
+    """Queries of one document that follow one another on a rank."""
 
     sample: int
-    queries: slice  # places on this rank
-    keys: slice  # places in the whole sample
-
-    @property
-    def num_queries(self) -> int:
-        return int(self.queries.stop - self.queries.start)
-
-    @property
-    def num_keys(self) -> int:
-        return int(self.keys.stop - self.keys.start)
+    document: int  # of the sample
+    num_queries: int
+    num_keys: int  # of the document, that the last of the queries sees
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,14 +61,31 @@ class Documents:
 
     def _segments(self) -> Iterator[Segment]:
         for sample, lengths in enumerate(self.lengths):
-            place = 0
+            bounds = list(pairwise(accumulate(lengths, initial=0)))
             for first, end in self.ranges or ((0, sum(lengths)),):
-                for begin, stop in pairwise(accumulate(lengths, initial=0)):
+                for document, (begin, stop) in enumerate(bounds):
                     left, right = max(begin, first), min(stop, end)
                     if left < right:
-                        queries = slice(place + left - first, place + right - first)
-                        yield Segment(sample, queries, slice(begin, right))
-                place += end - first
+                        yield Segment(sample, document, right - left, right - begin)
+
+    def queries_of(self, x: Tensor) -> list[Tensor]:
+        """[num_queries, H, d] of each segment, from [S/C, B, H, d]."""
+        found: list[Tensor] = []
+        for sample, row in enumerate(x.unbind(1)):
+            found += row.split([one.num_queries for one in self.segments if one.sample == sample])
+        return found
+
+    def keys_of(self, x: Tensor) -> list[Tensor]:
+        """[num_keys, G, d] of each segment, from those of whole samples, [S, B, G, d].
+
+        By split, whose backward pass writes every gradient once, unlike that of one slice for each.
+        """
+        documents = [row.split(lengths) for row, lengths in zip(x.unbind(1), self.lengths, strict=True)]
+        return [documents[one.sample][one.document][: one.num_keys] for one in self.segments]
+
+    def joined(self, parts: list[Tensor], batch_size: int) -> Tensor:
+        """[S/C, B, H, d] from the segments' parts; the opposite of `queries_of`."""
+        return torch.cat(parts).unflatten(0, (batch_size, -1)).transpose(0, 1)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,141 @@
+"""Attention inside documents (DOCUMENT_MASK) against causal attention over whole samples, forward and
+backward, turn by turn: ours, torch's with a mask of all pairs, and on a GPU FlexAttention, compiled (on a CPU
+it has no backward pass).
+
+    # four documents a sample on average, by sequence length; 3 min on 2 cores
+    python bench/bench_documents.py
+    python bench/bench_documents.py --documents 16 --lengths 4096
+
+Documents are drawn: their ends are uniform, so that some are long. Ratios are medians over alternating pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+from moe_exp.data.samples.batch import Lengths, document_positions
+from moe_exp.layers.megatron.attention import CausalAttention
+from moe_exp.layers.megatron.documents import Documents
+
+HEADS, GROUPS, HEAD_SIZE, TOKENS = 8, 4, 64, 4096
+ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+
+
+def drawn_lengths(batch: int, seq_len: int, num_documents: int, generator: torch.Generator) -> Lengths:
+    """Samples of `num_documents` documents with ends at random places."""
+    found = []
+    for _ in range(batch):
+        ends = torch.randperm(seq_len - 1, generator=generator)[: num_documents - 1].sort().values + 1
+        edges = torch.tensor([0, *ends.tolist(), seq_len])
+        found.append(tuple(edges.diff().tolist()))
+    return tuple(found)
+
+
+def steps(lengths: Lengths, seq_len: int, device: torch.device) -> dict[str, Callable[[], None]]:
+    """Name to one forward and backward pass."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = SimpleNamespace(kv_channels=HEAD_SIZE, attention_dropout=0.0, params_dtype=dtype)
+    ours = CausalAttention(config, 1, None, "self", pg_collection=SimpleNamespace(cp=ONE_RANK))
+    batch = len(lengths)
+    query, key, value = (
+        torch.randn(seq_len, batch, heads, HEAD_SIZE, device=device, dtype=dtype, requires_grad=True)
+        for heads in (HEADS, GROUPS, GROUPS)
+    )
+    grad = torch.randn(seq_len, batch, HEADS * HEAD_SIZE, device=device, dtype=dtype)
+    positions = document_positions(lengths).to(device)
+    documents = Documents(lengths, positions)
+    ids = torch.stack([torch.arange(len(one)).repeat_interleave(torch.tensor(one)) for one in lengths]).to(
+        device
+    )
+    places = torch.arange(seq_len, device=device)
+    dense = (ids[:, None, :, None] == ids[:, None, None, :]) & (places[:, None] >= places)
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q >= k) & (ids[b, q] == ids[b, k])
+
+    blocks = create_block_mask(visible, batch, None, seq_len, seq_len, device=device.type)
+    flex = torch.compile(flex_attention, dynamic=False)
+
+    def over(attend: Callable[..., Tensor]) -> Callable[[], None]:
+        def step() -> None:
+            out = attend(*(x.permute(1, 2, 0, 3) for x in (query, key, value)))
+            out.permute(2, 0, 1, 3).flatten(2).backward(grad)
+
+        return step
+
+    def by(**options: object) -> Callable[[], None]:
+        return lambda: ours(query, key, value, None, **options).backward(grad)
+
+    named = {
+        "whole samples": by(),
+        "by document": by(packed_seq_params=documents),
+        "mask of all pairs": over(
+            lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, attn_mask=dense, enable_gqa=True
+            )
+        ),
+    }
+    if device.type == "cuda":
+        named["FlexAttention"] = over(lambda q, k, v: flex(q, k, v, block_mask=blocks, enable_gqa=True))
+    return named
+
+
+def seconds_of(step: Callable[[], None], device: torch.device) -> float:
+    """One call."""
+    started = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    """Prints a table row for each sequence length."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--documents", type=int, default=4, help="in a sample (default: 4)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="SEQ_LENs")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of all (default: 15)")
+    arguments = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    print(
+        f"{platform.machine()}, torch {torch.__version__}, {torch.get_num_threads()} threads, {device.type}"
+    )
+    print(f"{arguments.documents} documents a sample, {HEADS} heads of {HEAD_SIZE} in {GROUPS} groups")
+    for seq_len in arguments.lengths:
+        generator = torch.Generator().manual_seed(1)
+        lengths = drawn_lengths(max(1, TOKENS // seq_len), seq_len, arguments.documents, generator)
+        share = sum(length**2 for one in lengths for length in one) / (len(lengths) * seq_len**2)
+        named = steps(lengths, seq_len, device)
+        for step in named.values():
+            for _ in range(2):
+                seconds_of(step, device)
+        times: dict[str, list[float]] = {name: [] for name in named}
+        for _ in range(arguments.rounds):
+            for name, step in named.items():
+                times[name].append(seconds_of(step, device))
+        base = times.pop("whole samples")
+        ratios = {
+            name: statistics.median(one / whole for one, whole in zip(found, base, strict=True))
+            for name, found in times.items()
+        }
+        shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+        milliseconds = 1e3 * statistics.median(base)
+        print(
+            f"SEQ_LEN={seq_len}: {share:.0%} of the pairs, whole samples {milliseconds:.1f} ms; {shown}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
