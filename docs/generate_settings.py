@@ -115,6 +115,8 @@ MEGATRON_FLAGS = {
     "dtype": "--bf16, --fp16",
     "train_data": "--train-data-path",
     "valid_data": "--valid-data-path",
+    "document_mask": "--reset-attention-mask --reset-position-ids (both names work here, too)",
+    "eod_mask_loss": "--eod-mask-loss",
     "data_dir": "--data-cache-path (indices of DATA_ORDER=megatron)",
     "tokenizer": "--tokenizer-model",
     "run_dir": "--save",

@@ -44,14 +44,19 @@ def add_arguments(
         _add_flags(parser, settings, names or settings.model_fields)
 
 
+# Flags of Megatron-LM that are the same setting. There they have no value, so here they need none.
+_MEGATRON_FLAGS = {"document_mask": ("--reset-attention-mask", "--reset-position-ids"), "eod_mask_loss": ()}
+
+
 def _add_flags(group: argparse._ActionsContainer, settings: type[BaseModel], names: Iterable[str]) -> None:
     for name in names:
         field = settings.model_fields[name]
         has_default = settings is not Config and field.default not in ("", ())
         text = f"{field.description}" + (f" (default: {str(field.default).lower()})" if has_default else "")
-        group.add_argument(
-            f"--{name.replace('_', '-')}", dest=name, metavar=name.upper(), help=text.replace("%", "%%")
-        )
+        options: dict[str, Any] = {"dest": name, "metavar": name.upper(), "help": text.replace("%", "%%")}
+        if name in _MEGATRON_FLAGS:
+            options |= {"nargs": "?", "const": "true"}
+        group.add_argument(f"--{name.replace('_', '-')}", *_MEGATRON_FLAGS.get(name, ()), **options)
 
 
 def given_values(
