@@ -33,6 +33,7 @@ from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.config.loading import given_values
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import prepared_by_launcher
@@ -55,6 +56,7 @@ from moe_exp.engine.optimizer_setup import (
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
 from moe_exp.layers.megatron.documents import Documents
+from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
@@ -292,6 +294,8 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         recorder.begin(iteration)
         step = train_step(job, progress, interval, count_zeros=is_logged)  # progress is after it now
 
+        if metrics is not None:
+            log_stage(job, step, metrics)
         # What is measured after a step; each line is done at its own interval only.
         heartbeat.enter("end_of_iteration")
         with heartbeat.during("profile"):
@@ -356,7 +360,8 @@ class Step:
 def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros: bool) -> Step:
     """One iteration: forward and backward over all micro-batches, optimizer, schedule."""
     model, optimizer, first_sample = job.trained.model, job.trained.optimizer, progress.consumed_samples
-    num_microbatches, batch_size = job.batches.at(first_sample)
+    seq_len = job.train_stream.stage_at(first_sample).seq_len
+    num_microbatches, _, batch_size = job.batches.at(first_sample, seq_len)
     heartbeat.begin(progress.iteration + 1, num_microbatches)
     for chunk in model:
         chunk.zero_grad_buffer()
@@ -366,8 +371,11 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     heartbeat.enter("optimizer")
     with timed(interval.timers, "optimizer"):
         updated, grad_norm, num_zeros = optimizer.step()
-    progress.add(job.config, batch_size, skipped=not updated)
-    interval.add(losses, num_microbatches=num_microbatches, batch_size=batch_size, skipped=not updated)
+    flops = flops_per_iteration(job.config, batch_size, seq_len)
+    progress.add(job.config, batch_size, flops=flops, skipped=not updated)
+    interval.add(
+        losses, num_microbatches=num_microbatches, batch_size=batch_size, flops=flops, skipped=not updated
+    )
     if updated:
         job.trained.scheduler.step(increment=batch_size)
     done = Iteration(progress.iteration, first_sample, batch_size, bool(updated), _number(grad_norm))
@@ -396,10 +404,12 @@ def forward_backward(
     timers: PhaseTimers | None = None,
 ) -> list[Tensor]:
     """Runs Megatron's schedule; returns micro-batch losses on the last pipeline stage, else []."""
-    config, model = job.config, job.trained.model
+    config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     heartbeat.enter("data")
     with timed(timers, "data"):
-        microbatches = [_microbatch(job, stream, first_sample, index) for index in range(num_microbatches)]
+        microbatches = [
+            _microbatch(job, stream, first_sample, index, seq_len) for index in range(num_microbatches)
+        ]
     heartbeat.enter("forward_backward")
     with timed(timers, "forward_backward"):
         outputs = get_forward_backward_func()(
@@ -407,23 +417,24 @@ def forward_backward(
             data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
             model=model if len(model) > 1 else model[0],
             num_microbatches=num_microbatches,
-            seq_length=config.seq_len,
-            micro_batch_size=config.mbsz,
+            seq_length=seq_len,
+            micro_batch_size=microbatch_samples(config, seq_len) * config.seq_len // seq_len,
             forward_only=forward_only,
         )
     return [output["lm_loss"] for output in outputs]
 
 
-def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dict[str, Any]:
-    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
+def _microbatch(job: Job, stream: Samples, first_sample: int, index: int, seq_len: int) -> dict[str, Any]:
+    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples, of `seq_len` tokens.
 
     Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
     """
     config, groups = job.config, job.runtime.groups
+    size = microbatch_samples(config, seq_len)
     first = microbatch_start(
-        first_sample, index, mbsz=config.mbsz, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
+        first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
     )
-    tokens = read_tokens(stream, first, config.mbsz, vocab_size=config.vocab_size)
+    tokens = read_tokens(stream, first, size, vocab_size=config.vocab_size)
     lengths = None
     if config.document_mask and job.eod_id is not None:
         lengths = document_lengths(tokens[:, :-1], job.eod_id)
@@ -434,7 +445,7 @@ def _microbatch(job: Job, stream: Samples, first_sample: int, index: int) -> dic
     part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
     part["documents"] = None
     if lengths is not None:
-        part["documents"] = Documents(lengths, part["position_ids"], context_ranges(config.seq_len, **place))
+        part["documents"] = Documents(lengths, part["position_ids"], context_ranges(seq_len, **place))
     return part
 
 
@@ -502,6 +513,20 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
             bytes_per_token=job.bytes_per_token,
         )
     return loss, time.monotonic() - start
+
+
+def log_stage(job: Job, step: Step, metrics: Metrics) -> None:
+    """Writes an event if a stage of DATA_STAGES has begun with `step`."""
+    first = step.done.first_sample
+    stage = job.train_stream.stage_at(first)
+    if first and stage.number != job.train_stream.stage_at(first - 1).number:
+        data = stages_of(job.config)[stage.number].train_data
+        logger.info(
+            "data stage %d from sample %d on: %s, %d tokens each", stage.number, first, data, stage.seq_len
+        )
+        metrics.event(
+            "data_stage", step.done.iteration, stage=stage.number, train_data=data, seq_len=stage.seq_len
+        )
 
 
 def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | None, step: Step) -> None:

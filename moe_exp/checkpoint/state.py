@@ -11,7 +11,6 @@ from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime
-from moe_exp.planner.costs.flops import flops_per_iteration
 
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
@@ -43,13 +42,13 @@ class Progress:
     # `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is known
     spike_windows: dict[str, Any] | None = None
 
-    def add(self, config: Config, batch_size: int, *, skipped: bool) -> None:
-        """Counts one iteration of `batch_size` samples."""
+    def add(self, config: Config, batch_size: int, *, flops: int, skipped: bool) -> None:
+        """Counts one iteration of `batch_size` samples, which took `flops` of the model."""
         self.iteration += 1
         self.consumed_samples += batch_size
         self.skipped_iterations += skipped
         self.consumed_tokens += batch_size * config.seq_len
-        self.consumed_flops += flops_per_iteration(config, batch_size)
+        self.consumed_flops += flops
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS
+from moe_exp.config.data_stages import read_stages
 
 # Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
 _NOT_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -306,6 +307,7 @@ StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
 Timeout = Annotated[str, BeforeValidator(_timeout)]
 Iterations = Annotated[str, BeforeValidator(_iterations)]
 PathText = Annotated[str, AfterValidator(_path)]
+Stages = Annotated[str, BeforeValidator(read_stages)]
 Blend = Annotated[str, AfterValidator(_blend)]
 RankList = Annotated[str, BeforeValidator(_ranks)]
 OptionalPositive = Annotated[Positive | None, BeforeValidator(_none_or_int)]

@@ -27,6 +27,7 @@ from moe_exp.config.setting_types import (
     Rate,
     Seed,
     StageLayers,
+    Stages,
     Timeout,
     WholeNumbers,
     care,
@@ -172,6 +173,11 @@ class Config(ModelSettings):
         "",
         "instead of VALID_DATA: shares of TRAIN_DATA's documents for training, validation and test: "
         "'99,1', '969,30,1'",
+    )
+    data_stages: Stages = data(
+        "",
+        "later stages of the training data, each from a sample or token on with other files, weights or "
+        "sample length: a YAML file, or YAML (docs/corpus.md)",
     )
     data_order: Literal["stream", "megatron"] = data(
         "stream",

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from moe_exp.config import Config
+from moe_exp.config.data_stages import microbatch_samples
 from moe_exp.config.ramp import batch_size_at
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon
@@ -200,10 +201,14 @@ class BatchSchedule:
     def __init__(self, config: Config):
         self._config = config
 
-    def at(self, consumed_samples: int) -> tuple[int, int]:
-        """(micro-batches per data parallel rank, global batch size) of the next iteration."""
-        batch_size = batch_size_at(self._config, consumed_samples)
-        return batch_size // (self._config.mbsz * self._config.data_parallel_size), batch_size
+    def at(self, consumed_samples: int, seq_len: int | None = None) -> tuple[int, int, int]:
+        """Of the next iteration: micro-batches per data parallel rank, samples of one, samples of all; where
+        samples have `seq_len` tokens (DATA_STAGES), but are counted in SEQ_LEN.
+        """
+        config = self._config
+        size = microbatch_samples(config, seq_len or config.seq_len)
+        batch_size = batch_size_at(config, consumed_samples)
+        return batch_size // (size * config.data_parallel_size), size, batch_size
 
 
 def share_loss_scale(optimizer: MegatronOptimizer) -> None:

@@ -110,6 +110,7 @@ EVENTS = {
     "replicas_differ": (
         "ranks that have to hold the same do not, or an optimizer group is wrong; the job ends: problems"
     ),
+    "data_stage": "a stage of DATA_STAGES has begun with this iteration: stage, train_data, seq_len",
     "other_data": "the data have changed since the checkpoint (ALLOW_OTHER_DATA): changes",
     "changed_settings": "a resume has other settings than the start before it: changes",
     "bad_step": (

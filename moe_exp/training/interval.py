@@ -17,7 +17,6 @@ from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import peak_resident_bytes
 from moe_exp.layers.statistics import statistics_names
-from moe_exp.planner.costs.flops import flops_per_iteration
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -46,7 +45,15 @@ class Interval:
         self.num_iterations = self.num_samples = self.num_microbatches = self.num_skipped = self.flops = 0
         self.start = time.monotonic()
 
-    def add(self, losses: Sequence[Tensor], *, num_microbatches: int, batch_size: int, skipped: bool) -> None:
+    def add(
+        self,
+        losses: Sequence[Tensor],
+        *,
+        num_microbatches: int,
+        batch_size: int,
+        flops: int,
+        skipped: bool,
+    ) -> None:
         """Counts one iteration; `losses`: this rank's micro-batch shares, empty but on the last stage."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
@@ -61,7 +68,7 @@ class Interval:
         self.num_samples += batch_size
         self.num_microbatches += num_microbatches
         self.num_skipped += skipped
-        self.flops += flops_per_iteration(self.config, batch_size)
+        self.flops += flops
 
     def pause(self, seconds: float, *, phase: str | None = None) -> None:
         """Excludes `seconds` from the time per iteration; with timers, counts them as `phase`."""

@@ -10,13 +10,16 @@ import torch
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.config import Config, ConfigError
+from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.samples.dataset import Samples, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import Change, SampleOrder, order_changes
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
+from moe_exp.data.samples.skipping import merged, stream_number
+from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.document_ends import check_ends, with_document_tokens
-from moe_exp.data.tokens.files import parse_split
+from moe_exp.data.tokens.files import Share, parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer
 from moe_exp.data.tokens.tokens import parse_blend
@@ -34,9 +37,7 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     if config.data_order == "megatron":
         return megatron_data(config, train_data, valid_data)
     train_share, valid_share, _ = parse_split(config.split or "1")
-    train_stream = SampleStream(
-        parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=train_share or (0.0, 1.0)
-    )
+    train_stream: Samples = _training_stages(config, train_data, train_share or (0.0, 1.0))
     valid_stream = None
     if config.eval_interval and (valid_data or valid_share):
         blend, share = parse_blend(valid_data or train_data), valid_share or (0.0, 1.0)
@@ -44,6 +45,26 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
             blend, seq_len=config.seq_len, seed=config.seed, shuffle=False, share=share
         )
     return train_stream, valid_stream
+
+
+def _training_stages(config: Config, train_data: str, share: Share) -> Samples:
+    stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=share)
+    if not config.data_stages:
+        return stream
+    _, *later = stages_of(config)
+    begins, streams = [0], [stream]
+    for number, stage in enumerate(later, 1):
+        given = (stage.first_sample - begins[-1]) * config.seq_len // streams[-1].seq_len
+        streams.append(
+            streams[-1].next_stage(
+                parse_blend(stage.train_data or train_data),
+                seq_len=stage.seq_len,
+                num_samples=given,
+                number=number,
+            )
+        )
+        begins.append(stage.first_sample)
+    return StagedSamples(list(zip(begins, streams, strict=True)))
 
 
 def _blends(config: Config) -> tuple[str, str]:
@@ -149,7 +170,8 @@ def compare_data(
 
 
 def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    order = SampleOrder.of(config, samples.fingerprint(), samples.content())
+    later = samples.stage_prints() if isinstance(samples, StagedSamples) else ()
+    order = SampleOrder.of(config, samples.fingerprint(), samples.content(), later)
     saved = saved_progress(source) if source else None
     if source is None or saved is None or not saved.consumed_samples:
         return order.facts(), []
@@ -159,7 +181,8 @@ def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[di
             "%s does not say what data it was trained on: that TRAIN_DATA is the same is not checked", name
         )
         return order.facts(), []
-    changes = order_changes(config, order, saved.sample_order, name)
+    next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
+    changes = order_changes(config, order, saved.sample_order, name, next_sample)
     if config.allow_other_data:
         for change in changes:
             logger.warning(
@@ -170,13 +193,14 @@ def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[di
 
 def read_ahead(config: Config, rank: Runtime, samples: Samples, batches: BatchSchedule) -> ReadAhead:
     """`samples`, with the next micro-batches of this rank read by NUM_WORKERS processes."""
-    place = {"mbsz": config.mbsz, "dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
-    offset = microbatch_start(0, 0, **place)
+    place = {"dp_rank": rank.groups.dp.rank(), "dp_size": rank.groups.dp.size()}
 
-    def starts(first: int) -> Iterator[int]:
-        return microbatch_starts(first - offset, batches.at, **place)
+    def schedule(consumed_samples: int) -> tuple[int, int, int]:
+        return batches.at(consumed_samples, samples.stage_at(consumed_samples).seq_len)
+
+    def starts(first: int) -> Iterator[tuple[int, int]]:
+        size = microbatch_samples(config, samples.stage_at(first).seq_len)
+        return microbatch_starts(first - microbatch_start(0, 0, mbsz=size, **place), schedule, **place)
 
     on_gpu = rank.device.type == "cuda"
-    return ReadAhead(
-        samples, count=config.mbsz, starts=starts, num_workers=config.num_workers, pin_memory=on_gpu
-    )
+    return ReadAhead(samples, starts=starts, num_workers=config.num_workers, pin_memory=on_gpu)

@@ -8,6 +8,7 @@ nothing else. There is no index to be built, stored or to go stale.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from fractions import Fraction
 from itertools import accumulate
 from math import lcm
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +38,9 @@ class Samples(Protocol):
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
 
+    def stage_at(self, index: int) -> Stage:
+        """The stage of DATA_STAGES that sample number `index` is of."""
+
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
 
@@ -48,6 +52,13 @@ class Samples(Protocol):
 
     def origin(self, index: int) -> Origin:
         """Origin of sample number `index`."""
+
+
+class Stage(NamedTuple):
+    """A part of the training data: its number, from 0, and tokens per sample."""
+
+    number: int
+    seq_len: int
 
 
 @dataclass(frozen=True)
@@ -95,11 +106,55 @@ class SampleStream:
         if not blend:
             raise ValueError("TRAIN_DATA=: a blend needs at least one prefix. Fix: name a .bin/.idx prefix.")
         self.seq_len = seq_len
+        self._shuffle, self._share, self._key = shuffle, share, str(seed)
+        # Windows that each corpus gave in stages before this one; one that comes twice in a blend is two.
+        self._given: dict[tuple[str, int, int], tuple[_Corpus, int]] = {}
+        self._take(blend, self._key)
+
+    def _take(self, blend: Sequence[tuple[float, str]], key: str) -> None:
         self._cumulative_weights = [0, *accumulate(_integer_weights([weight for weight, _ in blend]))]
-        self._corpora = [
-            _Corpus(prefix, seq_len=seq_len, key=f"{seed}/{position}", shuffle=shuffle, share=share)
-            for position, (_, prefix) in enumerate(blend)
-        ]
+        self._names: list[tuple[str, int, int]] = []
+        for position, (_, prefix) in enumerate(blend):
+            times = sum(name[0] == prefix for name in self._names)
+            self._names.append(name := (prefix, self.seq_len, times))
+            if name not in self._given:
+                corpus = _Corpus(
+                    prefix,
+                    seq_len=self.seq_len,
+                    key=f"{key}/{position}",
+                    shuffle=self._shuffle,
+                    share=self._share,
+                )
+                self._given[name] = corpus, 0
+        self._corpora = [self._given[name] for name in self._names]
+
+    def next_stage(
+        self, blend: Sequence[tuple[float, str]], *, seq_len: int, num_samples: int, number: int
+    ) -> SampleStream:
+        """The stream that follows this one after `num_samples`; files go on where they are.
+
+        With another `seq_len` a file begins a new epoch. What was left of the one before is not read.
+
+        Args:
+            blend: as above.
+            seq_len: tokens per sample.
+            num_samples: that this stream gave.
+            number: of the stage, a key of the shuffle of files that are new.
+
+        Raises:
+            ValueError: as above.
+        """
+        stream = copy.copy(self)
+        stream.seq_len, stream._given = seq_len, dict(self._given)
+        counts = blend_counts(num_samples, self._cumulative_weights)
+        for name, (corpus, before), count in zip(self._names, self._corpora, counts, strict=True):
+            stream._given[name] = corpus, before + count
+        stream._take(blend, f"{self._key}/stage {number}")
+        return stream
+
+    def stage_at(self, index: int) -> Stage:
+        """The only one."""
+        return Stage(0, self.seq_len)
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""
@@ -116,7 +171,8 @@ class SampleStream:
             fix = "count samples from the start of the run"
             raise ValueError(f"sample index {index}: must be 0 or more. Fix: {fix}.")
         position, local = blend_position(index, self._cumulative_weights)
-        return self._corpora[position], local
+        corpus, before = self._corpora[position]
+        return corpus, before + local
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
@@ -125,13 +181,13 @@ class SampleStream:
     def fingerprint(self) -> str:
         """Fingerprint of the files, see `fingerprint_of`."""
         digest = hashlib.blake2b(digest_size=8)
-        for corpus in self._corpora:
+        for corpus, _ in self._corpora:
             corpus.add_to(digest)
         return digest.hexdigest()
 
     def content(self) -> str:
         """Hash of the tokens, see `content_of`."""
-        return content_of([corpus.prefix for corpus in self._corpora])
+        return content_of([corpus.prefix for corpus, _ in self._corpora])
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
@@ -201,6 +257,19 @@ def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, 
         else:
             low, index = middle, index - before
     return low, index
+
+
+def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
+    """How many of the first `count` samples of a blend come from each data set, see `blend_position`."""
+    if len(cumulative_weights) == 2:
+        return [count]
+    middle = (len(cumulative_weights) - 1) // 2
+    left = cumulative_weights[middle] - cumulative_weights[0]
+    total = cumulative_weights[-1] - cumulative_weights[0]
+    of_left = (2 * count * left + total) // (2 * total)
+    return blend_counts(of_left, cumulative_weights[: middle + 1]) + blend_counts(
+        count - of_left, cumulative_weights[middle:]
+    )
 
 
 def _integer_weights(weights: Sequence[float]) -> list[int]:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from moe_exp.data.samples.dataset import Int64Array, Origin, content_of, fingerprint_of
+from moe_exp.data.samples.dataset import Int64Array, Origin, Stage, content_of, fingerprint_of
 from moe_exp.data.tokens.files import TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokens import parse_blend
 
@@ -54,6 +54,10 @@ class MegatronSamples:
 
     def __len__(self) -> int:
         return len(self._dataset)
+
+    def stage_at(self, index: int) -> Stage:
+        """The only one."""
+        return Stage(0, int(self._dataset[0]["tokens"].numel()))
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index`: int64 token ids of shape [S1].

@@ -8,13 +8,15 @@ loss would show it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from fractions import Fraction
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, problem
+from moe_exp.config.data_stages import stages_of
 from moe_exp.data.tokens.files import manifest_of, parse_split
 from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import parse_blend
@@ -36,6 +38,8 @@ class SampleOrder:
         tokenizer: `tokenizer_fingerprint` of TOKENIZER; None if that is not set.
         content: of the tokens (`dataset.content_of`).
         manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
+        stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
+            fingerprint and hash of its files together.
     """
 
     fingerprint: str
@@ -48,10 +52,15 @@ class SampleOrder:
     tokenizer: str | None = None
     content: str = ""
     manifest: str | None = None
+    stages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, config: Config, fingerprint: str, content: str) -> SampleOrder:
-        """The order that `config` asks for, over files of this fingerprint and content."""
+    def of(
+        cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = ()
+    ) -> SampleOrder:
+        """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: as of
+        `StagedSamples.stage_prints`.
+        """
         is_megatrons = config.data_order == "megatron"
         return cls(
             fingerprint=fingerprint,
@@ -64,6 +73,15 @@ class SampleOrder:
             tokenizer=tokenizer_fingerprint(config.tokenizer) if config.tokenizer else None,
             content=content,
             manifest=_manifest(config.train_data),
+            stages=[
+                {
+                    "first_sample": stage.first_sample,
+                    "seq_len": stage.seq_len,
+                    "weights": _weights(stage.train_data, is_megatrons=False),
+                    "files": prints,
+                }
+                for stage, prints in zip(stages_of(config)[1:], stage_prints, strict=True)
+            ],
         )
 
     def facts(self) -> dict[str, Any]:
@@ -78,6 +96,7 @@ def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 
 def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
     differing = {name for name, value in facts.items() if name in saved and saved[name] != value}
+    differing -= {"stages"}  # those to come may change, see `order_changes`
     return differing - {"manifest"} if None in (facts.get("manifest"), saved.get("manifest")) else differing
 
 
@@ -103,7 +122,7 @@ class Change:
 
 
 def order_changes(
-    config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str
+    config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str, next_sample: int
 ) -> list[Change]:
     """How `order`, that of `config`, differs from the one of a checkpoint; empty: training resumes in it.
 
@@ -112,6 +131,7 @@ def order_changes(
         order: what they and the files make of it.
         saved: `SampleOrder.facts` of the checkpoint. A fact that it does not have is not compared.
         checkpoint: what to call it.
+        next_sample: the first that the checkpoint has not seen; stages from there on may be others.
     """
     differing = _differing(order.facts(), saved)
     changes = []
@@ -149,6 +169,9 @@ def order_changes(
         prints = f"fingerprint {order.tokenizer} instead of {saved['tokenizer']}"
         rule, fix = f"is not the tokenizer of {checkpoint} ({prints})", "give back the old tokenizer"
         changes.append(Change("TOKENIZER", config.tokenizer, rule, fix, "ids would stand for other text"))
+    past, past_of_saved = (_begun(stages, next_sample) for stages in (order.stages, saved.get("stages", [])))
+    if past != past_of_saved:
+        changes.append(_other_stages(config, past, past_of_saved, checkpoint, next_sample))
     if "num_samples" in differing and "data_order" not in differing:
         changes.append(_other_length(config, order, saved, checkpoint))
     return changes
@@ -161,6 +184,33 @@ def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], c
     if not config.train_data:
         fix = "start with the versions of Python, torch and moe_exp that made the embedded corpus"
     return Change("TRAIN_DATA", config.train_data, rule, fix)
+
+
+def _begun(stages: Sequence[dict[str, Any]], next_sample: int) -> list[dict[str, Any]]:
+    return [stage for stage in stages if stage["first_sample"] < next_sample]
+
+
+def _other_stages(
+    config: Config,
+    past: Sequence[dict[str, Any]],
+    past_of_saved: Sequence[dict[str, Any]],
+    checkpoint: str,
+    next_sample: int,
+) -> Change:
+    pairs = zip_longest(past, past_of_saved)
+    number, (ours, theirs) = next((at, pair) for at, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    rule = f"stage {number} has begun before sample {next_sample}, where {checkpoint} is, and"
+    if ours is None or theirs is None:
+        rule += f" {checkpoint} has {'it' if ours is None else 'no such stage'} at sample "
+        rule += str((ours or theirs)["first_sample"])
+    else:
+        name = next(name for name in ours if ours[name] != theirs.get(name))
+        rule += f" its {name} is {_shown(ours[name])}, that of the checkpoint {_shown(theirs.get(name))}"
+    return Change("DATA_STAGES", config.data_stages, rule, "give back the old stage; later ones may change")
+
+
+def _shown(value: Any) -> str:
+    return " : ".join(value) if isinstance(value, list) else str(value)
 
 
 def _other_length(config: Config, order: SampleOrder, saved: Mapping[str, Any], checkpoint: str) -> Change:

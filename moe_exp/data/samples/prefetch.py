@@ -25,7 +25,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
-from moe_exp.data.samples.dataset import Int64Array, Origin, Samples
+from moe_exp.data.samples.dataset import Int64Array, Origin, Samples, Stage
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
@@ -39,26 +39,25 @@ def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: i
 
 def microbatch_starts(
     consumed_samples: int,
-    schedule: Callable[[int], tuple[int, int]],
+    schedule: Callable[[int], tuple[int, int, int]],
     *,
-    mbsz: int,
     dp_rank: int,
     dp_size: int,
-) -> Iterator[int]:
-    """First samples of all micro-batches of a data parallel rank from `consumed_samples` on, without end.
+) -> Iterator[tuple[int, int]]:
+    """First sample and number of samples of all micro-batches of a data parallel rank, without end.
 
     Args:
         consumed_samples: where an iteration begins.
-        schedule: (micro-batches per rank, global batch size) of the iteration that begins after this number
-            of samples.
-        mbsz: micro-batch size, samples.
+        schedule: micro-batches per rank, samples of one, samples of all, of the iteration that begins after
+            this number of samples.
         dp_rank: of `dp_size` data parallel ranks.
         dp_size: number of data parallel ranks.
     """
     while True:
-        num_microbatches, batch_size = schedule(consumed_samples)
+        num_microbatches, mbsz, batch_size = schedule(consumed_samples)
         for index in range(num_microbatches):
-            yield microbatch_start(consumed_samples, index, mbsz=mbsz, dp_rank=dp_rank, dp_size=dp_size)
+            first = microbatch_start(consumed_samples, index, mbsz=mbsz, dp_rank=dp_rank, dp_size=dp_size)
+            yield first, mbsz
         consumed_samples += batch_size
 
 
@@ -67,9 +66,8 @@ class ReadAhead:
 
     Args:
         samples: what is read.
-        count: samples of a batch.
-        starts: given the first sample of a batch, the first samples of this batch and of those that follow
-            it.
+        starts: given the first sample of a batch, first sample and number of samples of this batch and of
+            those that follow it.
         num_workers: processes, at least 1; started at the first batch.
         pin_memory: copy batches to page-locked memory, for copies to a GPU that wait for nothing.
     """
@@ -78,16 +76,19 @@ class ReadAhead:
         self,
         samples: Samples,
         *,
-        count: int,
-        starts: Callable[[int], Iterator[int]],
+        starts: Callable[[int], Iterator[tuple[int, int]]],
         num_workers: int,
         pin_memory: bool = False,
     ):
-        self._samples, self._count, self._starts = samples, count, starts
+        self._samples, self._starts = samples, starts
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._batches: Iterator[torch.Tensor] | None = None
-        self._expected: Iterator[int] = iter(())
-        self._next_first: int | None = None
+        self._expected: Iterator[tuple[int, int]] = iter(())
+        self._next: tuple[int, int] | None = None
+
+    def stage_at(self, index: int) -> Stage:
+        """The stage that sample number `index` is of."""
+        return self._samples.stage_at(index)
 
     def sample(self, index: int) -> Int64Array:
         """Reads one sample in this process."""
@@ -111,9 +112,9 @@ class ReadAhead:
         Raises:
             RuntimeError: a worker has died.
         """
-        if count != self._count:
-            return self._samples.batch(first, count)
-        if self._batches is None or first != self._next_first:
+        if self._batches is None or (first, count) != self._next:
+            if next(self._starts(first)) != (first, count):
+                return self._samples.batch(first, count)
             self._start(first)
         assert self._batches is not None
         try:
@@ -124,7 +125,7 @@ class ReadAhead:
             rule = f"a process that reads ahead has died ({error}), killed or out of memory or of /dev/shm"
             fix = "see the kernel's log, or set NUM_WORKERS=0 to read in the rank itself"
             raise RuntimeError(f"NUM_WORKERS={self._num_workers}: {rule}. Fix: {fix}.") from error
-        self._next_first = next(self._expected)
+        self._next = next(self._expected)
         return tokens
 
     def _start(self, first: int) -> None:
@@ -133,7 +134,7 @@ class ReadAhead:
         next(self._expected)
         loader: DataLoader[torch.Tensor] = DataLoader(
             # A data set with a sampler needs no more than __getitem__.
-            _Batches(self._samples, self._count),  # type: ignore[arg-type]
+            _Batches(self._samples),  # type: ignore[arg-type]
             sampler=self._starts(first),
             batch_size=None,
             num_workers=self._num_workers,
@@ -151,7 +152,7 @@ class ReadAhead:
         """Ends the processes; a later batch starts new ones."""
         # DataLoader ends them when the iterator goes, which nothing else refers to.
         self._batches = None
-        self._next_first = None
+        self._next = None
 
 
 @contextmanager
@@ -200,11 +201,10 @@ def _end_with_rank(rank_pid: int, worker: int) -> None:
 
 
 class _Batches:
-    """Dataset of a worker, by first sample."""
+    """Dataset of a worker, by first sample and number of samples."""
 
-    def __init__(self, samples: Samples, count: int):
+    def __init__(self, samples: Samples):
         self._samples = samples
-        self._count = count
 
-    def __getitem__(self, first: int) -> torch.Tensor:
-        return self._samples.batch(first, self._count)
+    def __getitem__(self, place: tuple[int, int]) -> torch.Tensor:
+        return self._samples.batch(*place)

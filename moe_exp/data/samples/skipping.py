@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moe_exp.data.samples.dataset import Int64Array, Origin, Samples
+from moe_exp.data.samples.dataset import Int64Array, Origin, Samples, Stage
 
 Range = tuple[int, int]
 
@@ -88,6 +88,10 @@ class SkippingSamples:
         # Without skips a stream that has come to its end says so itself.
         self._samples, self._length = samples, length if self.skipped else None
 
+    def stage_at(self, index: int) -> Stage:
+        """The stage that sample number `index` is of."""
+        return self._samples.stage_at(self._within(stream_number(index, self.skipped)))
+
     def sample(self, index: int) -> Int64Array:
         """Sample number `index`: int64 token ids of shape [S1]."""
         return self._samples.sample(self._within(stream_number(index, self.skipped)))
@@ -95,8 +99,9 @@ class SkippingSamples:
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
         ranges = stream_ranges(first, first + count, self.skipped)
-        if len(ranges) == 1 and (self._length is None or ranges[0][1] <= self._length):
-            return self._samples.batch(ranges[0][0], count)
+        if self._length is None or ranges[-1][1] <= self._length:
+            parts = [self._samples.batch(begin, end - begin) for begin, end in ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
         numbers = (number for begin, end in ranges for number in range(begin, end))
         return torch.cat([self._samples.batch(self._within(number), 1) for number in numbers])
 

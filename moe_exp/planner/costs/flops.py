@@ -8,7 +8,7 @@ from moe_exp.planner.costs.code_paths import priced
 RULE_BEFORE = "full"  # ATTENTION_FLOPS of runs whose settings lack it
 
 
-def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
+def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
     """Operations of the model in one iteration, forward and backward, over all ranks: what TFLOP/s and MFU
     count.
 
@@ -26,7 +26,12 @@ def flops_per_iteration(config: Config, batch_size: int | None = None) -> int:
     Args:
         config: the settings.
         batch_size: samples in the iteration (batch ramp-up); GBSZ by default.
+        seq_len: tokens of a sample that counts as several of SEQ_LEN (DATA_STAGES).
     """
+    if seq_len not in (None, config.seq_len):
+        tokens = _tokens(config, batch_size)
+        config = config.model_copy(update={"seq_len": seq_len})
+        batch_size = tokens // config.seq_len
     output_layer = 2 * config.hidden_size * config.padded_vocab_size
     return 3 * _tokens(config, batch_size) * (_layers(config) + output_layer)
 

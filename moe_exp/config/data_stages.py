@@ -1,0 +1,170 @@
+"""DATA_STAGES: from some sample on, other training data or longer samples. No torch.
+
+    - from_samples: 200000
+      train_data: 0.5 web 0.5 books
+    - from_tokens: 4e9
+      train_data: good
+      seq_len: 4096
+
+A stage has what the one before has, except what it names. Samples are counted in SEQ_LEN tokens throughout:
+one of F times SEQ_LEN counts as F. So batches have as many tokens as before, and the schedules of learning
+rate and batch size go on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+if TYPE_CHECKING:
+    from moe_exp.config.settings import Config
+
+_BEGINS = ("from_samples", "from_tokens")
+_KEYS = (*_BEGINS, "train_data", "seq_len")
+
+
+@dataclass(frozen=True)
+class DataStage:
+    """Training data from a sample on.
+
+    Args:
+        first_sample: in samples of SEQ_LEN tokens.
+        train_data: as TRAIN_DATA.
+        seq_len: tokens per sample.
+    """
+
+    first_sample: int
+    train_data: str
+    seq_len: int
+
+
+def read_stages(value: object) -> str:
+    """The setting's text as JSON, from a YAML file, or from YAML in the setting itself.
+
+    Raises:
+        ValueError: the file cannot be read, or holds something else; without the name of the setting.
+    """
+    text = str(value).strip()
+    if not text:
+        return ""
+    if not text.startswith(("[", "-", "{")):
+        try:
+            text = Path(text).expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "is not text"
+            raise ValueError(f"cannot be read as a file ({reason})") from None
+    try:
+        stages = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"is not YAML ({str(error).splitlines()[0][:80]})") from None
+    if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
+        raise ValueError("must be a list of stages, each with from_samples or from_tokens")
+    return json.dumps([_read_stage(number, stage) for number, stage in enumerate(stages, 1)])
+
+
+def _read_stage(number: int, stage: dict[Any, Any]) -> dict[str, Any]:
+    if unknown := [name for name in stage if name not in _KEYS]:
+        raise ValueError(f"stage {number} has {str(unknown[0])[:40]!r}, which is none of {', '.join(_KEYS)}")
+    begins = [name for name in _BEGINS if name in stage]
+    if len(begins) != 1:
+        raise ValueError(f"stage {number} must have one of from_samples and from_tokens")
+    numbers = {name: _whole(number, name, stage[name]) for name in (*begins, "seq_len") if name in stage}
+    data = stage.get("train_data")
+    if data is not None and not (isinstance(data, str) and data.strip()):
+        raise ValueError(f"stage {number}: train_data must be text as in TRAIN_DATA")
+    if data is None and "seq_len" not in numbers:
+        raise ValueError(f"stage {number} changes nothing: it needs train_data or seq_len")
+    return numbers | ({} if data is None else {"train_data": data.strip()})
+
+
+def _whole(number: int, name: str, value: object) -> int:
+    try:
+        found = float(value)  # type: ignore[arg-type]  # 4e9 is text for YAML
+    except (TypeError, ValueError, OverflowError):
+        found = -1.0
+    if not (1 <= found < 2**53 and found == int(found)):
+        raise ValueError(f"stage {number}: {name}={str(value)[:40]} must be a whole number of at least 1")
+    return int(found)
+
+
+def stages_of(config: Config) -> list[DataStage]:
+    """TRAIN_DATA and SEQ_LEN from sample 0 on, then the stages of DATA_STAGES."""
+    stages = [DataStage(0, config.train_data, config.seq_len)]
+    for given in json.loads(config.data_stages or "[]"):
+        tokens = given.get("from_tokens", 0)
+        first = given.get("from_samples", -(-tokens // config.seq_len))
+        last = stages[-1]
+        stages.append(
+            DataStage(first, given.get("train_data", last.train_data), given.get("seq_len", last.seq_len))
+        )
+    return stages
+
+
+def stage_problems(config: Config) -> Iterator[str]:
+    """Rules that a stage breaks, each as `stage N ...; fix`, for settings that otherwise can run."""
+    from moe_exp.config.ramp import ramp_steps
+    from moe_exp.config.setting_types import blend_members, is_text
+
+    if not config.data_stages:
+        return
+    if config.data_order == "megatron":
+        yield "DATA_ORDER=megatron has one order for the whole run; set DATA_ORDER=stream"
+    stages, total = stages_of(config), sum(step.samples for step in ramp_steps(config))
+    for number, (before, stage) in enumerate(pairwise(stages), 1):
+        for line in _problems(config, before, stage, total):
+            yield f"stage {number} {line}"
+        if bad := [path for _, path in blend_members(stage.train_data) if is_text(path)]:
+            fix = "tokenize it with moe-exp data tokenize"
+            yield f"stage {number} has the text {bad[0]}, and a stage takes token files; {fix}"
+
+
+def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -> Iterator[str]:
+    from moe_exp.config.ramp import batch_size_at
+
+    begins = f"begins at sample {stage.first_sample},"
+    if stage.first_sample <= before.first_sample:
+        yield f"{begins} the one before at {before.first_sample}; put the stages in order"
+        return
+    if stage.first_sample >= total:
+        yield f"{begins} and the run ends after {total}; let it begin earlier, or set TRAIN_ITERS higher"
+        return
+    begin = _batch_start(config, stage.first_sample)
+    if begin != stage.first_sample:
+        after = begin + batch_size_at(config, begin)
+        yield f"{begins} where no batch begins; let it begin at sample {begin} or {after}"
+    factor, rest = divmod(stage.seq_len, config.seq_len)
+    if rest:
+        rule = f"has seq_len={stage.seq_len}, no multiple of SEQ_LEN={config.seq_len}"
+        yield f"{rule}; give {max(1, factor) * config.seq_len} or {(factor + 1) * config.seq_len}"
+        return
+    size, replicas = microbatch_samples(config, stage.seq_len), config.data_parallel_size
+    sizes = {config.gbsz, batch_size_at(config, stage.first_sample)}
+    if size % factor or any(batch % (size * replicas) for batch in sizes):
+        rule = (
+            f"has seq_len={stage.seq_len}, so a sample counts as {factor}, and a batch of {min(sizes)} is no"
+        )
+        rule += f" multiple of the {size} samples of a micro-batch times DP={replicas}"
+        yield f"{rule}; set GBSZ to a multiple of {size * replicas}, or MBSZ to one of {factor}"
+
+
+def microbatch_samples(config: Config, seq_len: int) -> int:
+    """Samples of SEQ_LEN tokens in a micro-batch of samples of `seq_len`: MBSZ, or one of the longer ones."""
+    return max(config.mbsz, seq_len // config.seq_len)
+
+
+def _batch_start(config: Config, sample: int) -> int:
+    """First sample of the batch that has `sample`."""
+    from moe_exp.config.ramp import ramp_steps
+
+    begin = 0
+    for step in ramp_steps(config, sample + 1):
+        if begin + step.samples > sample:
+            return begin + (sample - begin) // step.batch_size * step.batch_size
+        begin += step.samples
+    return begin

@@ -1,0 +1,254 @@
+"""DATA_STAGES: samples of one stage after the other, and what a run makes of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_exp.config import ConfigError, load_config
+from moe_exp.config.checks.checks import check_config
+from moe_exp.config.data_stages import read_stages, stages_of
+from moe_exp.data.samples.dataset import SampleStream, blend_counts, blend_position
+from moe_exp.data.samples.stages import StagedSamples
+from moe_exp.data.tokens.tokens import BinIdxWriter
+
+SEQ_LEN = 8
+
+
+@pytest.fixture(scope="module")
+def prefixes(tmp_path_factory) -> dict[str, str]:
+    """Three files whose tokens are all different."""
+    folder, next_id, found = tmp_path_factory.mktemp("stages"), 1, {}
+    for name, num_documents in (("a", 120), ("b", 90), ("c", 60)):
+        with BinIdxWriter(folder / name, vocab_size=60000) as writer:
+            for _ in range(num_documents):
+                writer.add_document([*range(next_id, next_id + 12), 0])
+                next_id += 12
+        found[name] = str(folder / name)
+    return found
+
+
+def staged(prefixes, *stages) -> StagedSamples:
+    """Stages of (first sample, blend, seq_len)."""
+    (_, blend, seq_len), *later = stages
+    stream = SampleStream([(w, prefixes[n]) for w, n in blend], seq_len=seq_len, seed=1)
+    streams = [(0, stream)]
+    for number, (first, next_blend, next_len) in enumerate(later, 1):
+        begin, last = streams[-1]
+        given = (first - begin) * seq_len // last.seq_len
+        named = [(w, prefixes[n]) for w, n in next_blend]
+        streams.append((first, last.next_stage(named, seq_len=next_len, num_samples=given, number=number)))
+    return StagedSamples(streams)
+
+
+@pytest.mark.parametrize("weights", [[1], [1, 1], [3, 1, 2], [5, 1, 1, 7, 2]])
+def test_blend_counts_are_those_of_the_positions(weights):
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    for count in (0, 1, 7, 100):
+        places = Counter(blend_position(index, sums)[0] for index in range(count))
+        assert blend_counts(count, sums) == [places[position] for position in range(len(weights))]
+
+
+def test_files_go_on_over_a_border(prefixes):
+    """Other weights, one file less and one more, and the first mixture again: within an epoch of each file no
+    token is read twice as an input, and none is left out.
+    """
+    ab, bc = [(0.5, "a"), (0.5, "b")], [(0.25, "b"), (0.75, "c")]
+    samples = staged(prefixes, (0, ab, SEQ_LEN), (64, bc, SEQ_LEN), (128, ab, SEQ_LEN))
+    tokens = samples.batch(0, 64), samples.batch(64, 64), samples.batch(128, 64)
+    inputs = [int(token) for part in tokens for token in part[:, :-1].flatten() if token]
+    assert len(inputs) == len(set(inputs))
+    alone = SampleStream([(1.0, prefixes["a"])], seq_len=SEQ_LEN, seed=1)
+    of_a = [
+        row for part in (tokens[0], tokens[2]) for row in part.tolist() if row in alone.batch(0, 64).tolist()
+    ]
+    assert of_a == alone.batch(0, 64).tolist()
+
+
+def test_the_past_does_not_depend_on_what_comes(prefixes):
+    ab, c = [(0.5, "a"), (0.5, "b")], [(1.0, "c")]
+    one = staged(prefixes, (0, ab, SEQ_LEN), (64, c, SEQ_LEN))
+    two = staged(prefixes, (0, ab, SEQ_LEN), (64, c, SEQ_LEN), (80, ab, 2 * SEQ_LEN))
+    plain = SampleStream([(0.5, prefixes["a"]), (0.5, prefixes["b"])], seq_len=SEQ_LEN, seed=1)
+    assert torch.equal(one.batch(0, 64), plain.batch(0, 64))
+    assert torch.equal(one.batch(64, 16), two.batch(64, 16))
+
+
+def test_longer_samples_count_as_several(prefixes):
+    samples = staged(prefixes, (0, [(1.0, "a")], SEQ_LEN), (32, [(1.0, "b")], 4 * SEQ_LEN))
+    assert [samples.stage_at(index).seq_len for index in (0, 31, 32, 40)] == [8, 8, 32, 32]
+    assert samples.batch(28, 4).shape == (4, 9)
+    long = samples.batch(32, 8)
+    assert long.shape == (2, 33)
+    assert torch.equal(long, torch.cat([samples.batch(32, 4), samples.batch(36, 4)]))
+    assert [samples.origin(index).prefix for index in (31, 35)] == [prefixes["a"], prefixes["b"]]
+    for first, count in ((33, 4), (32, 3), (28, 8)):
+        with pytest.raises(ValueError, match=r"are not those of whole samples of a stage\. Fix: read"):
+            samples.batch(first, count)
+
+
+# The setting
+
+
+def config(stages, **changes):
+    return load_config(
+        {
+            "preset": "cpu", "gpus_per_node": 1, "seq_len": 64, "mbsz": 2, "gbsz": 8, "train_iters": 100,
+            "data_stages": stages if isinstance(stages, str) else json.dumps(stages),
+        } | changes,
+        {},
+    )  # fmt: skip
+
+
+def test_a_file_and_text_are_the_same(tmp_path):
+    file = tmp_path / "stages.yaml"
+    file.write_text("- from_tokens: 4e4\n  seq_len: 128\n- from_samples: 800\n  train_data: 0.5 a 0.5 b\n")
+    found = config(str(file), train_data="x")
+    text = "[{from_tokens: 4e4, seq_len: 128}, {from_samples: 800, train_data: 0.5 a 0.5 b}]"
+    assert found.data_stages == config(text, train_data="x").data_stages
+    assert [tuple(vars(stage).values()) for stage in stages_of(found)] == [
+        (0, "x", 64),
+        (625, "x", 128),
+        (800, "0.5 a 0.5 b", 128),
+    ]
+    assert read_stages(found.data_stages) == found.data_stages
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("gone.yaml", "cannot be read as a file (No such file or directory)"),
+        ("[", "is not YAML"),
+        ("{a: 1}", "must be a list of stages, each with from_samples or from_tokens"),
+        ("[{train_data: a}]", "stage 1 must have one of from_samples and from_tokens"),
+        ("[{from_samples: 8, from_tokens: 8, seq_len: 8}]", "stage 1 must have one of"),
+        ("[{from_samples: 8}]", "stage 1 changes nothing: it needs train_data or seq_len"),
+        ("[{from_samples: 8, weights: 1}]", "stage 1 has 'weights', which is none of from_samples,"),
+        ("[{from_samples: -8, seq_len: 8}]", "stage 1: from_samples=-8 must be a whole number of at least 1"),
+        ("[{from_samples: 8.5, seq_len: 8}]", "stage 1: from_samples=8.5 must be a whole number"),
+        ("[{from_samples: 8, train_data: 3}]", "stage 1: train_data must be text as in TRAIN_DATA"),
+    ],
+)
+def test_what_cannot_be_read(text, rule):
+    with pytest.raises(ConfigError) as error:
+        config(text)
+    assert rule in str(error.value)
+    assert str(error.value).startswith("DATA_STAGES=")
+
+
+@pytest.mark.parametrize(
+    ("stages", "changes", "rule", "fix"),
+    [
+        (
+            [{"from_samples": 80, "seq_len": 128}, {"from_samples": 80, "train_data": "a"}],
+            {},
+            "stage 2 begins at sample 80, the one before at 80",
+            "put the stages in order",
+        ),
+        (
+            [{"from_samples": 84, "train_data": "a"}],
+            {},
+            "stage 1 begins at sample 84, where no batch begins",
+            "let it begin at sample 80 or 88",
+        ),
+        (
+            [{"from_samples": 32, "train_data": "a"}],
+            {"rampup_batch_size": "2 2 20"},
+            "stage 1 begins at sample 32, where no batch begins",
+            "let it begin at sample 30 or 38",
+        ),
+        (
+            [{"from_samples": 800, "train_data": "a"}],
+            {},
+            "stage 1 begins at sample 800, and the run ends after 800",
+            "let it begin earlier, or set TRAIN_ITERS higher",
+        ),
+        (
+            [{"from_samples": 80, "seq_len": 100}],
+            {},
+            "stage 1 has seq_len=100, no multiple of SEQ_LEN=64",
+            "give 64 or 128",
+        ),
+        (
+            [{"from_samples": 80, "seq_len": 192}],
+            {},
+            "counts as 3, and a batch of 8 is no multiple of the 3 samples of a micro-batch times DP=1",
+            "set GBSZ to a multiple of 3, or MBSZ to one of 3",
+        ),
+        (
+            [{"from_samples": 80, "train_data": "0.5 a 0.5 b.jsonl"}],
+            {},
+            "stage 1 has the text b.jsonl, and a stage takes token files",
+            "tokenize it with moe-exp data tokenize",
+        ),
+        (
+            [{"from_samples": 80, "train_data": "a"}],
+            {"data_order": "megatron", "train_data": "a"},
+            "DATA_ORDER=megatron has one order for the whole run",
+            "set DATA_ORDER=stream",
+        ),
+    ],
+)
+def test_stages_that_cannot_run(stages, changes, rule, fix):
+    (line,) = [one for one in check_config(config(stages, **changes)) if one.startswith("DATA_STAGES=")]
+    assert rule in line
+    assert line.endswith(f"Fix: {fix}.")
+
+
+def test_stages_that_can_run():
+    stages = [{"from_samples": 80, "seq_len": 512}, {"from_tokens": 64 * 400, "train_data": "a"}]
+    assert check_config(config(stages)) == []
+    assert check_config(config(stages, gpus_per_node=4, gbsz=16, mbsz=8, tp=2)) == []
+
+
+# Runs
+
+
+def run_settings(prefixes: dict[str, str], folder: Path, **changes):
+    stages = [
+        {"from_samples": 24, "train_data": f"0.3 {prefixes['b']} 0.7 {prefixes['c']}"},
+        {"from_samples": 48, "train_data": prefixes["a"], "seq_len": 64},
+    ]
+    return {
+        "TRAIN_DATA": f"0.5 {prefixes['a']} 0.5 {prefixes['b']}", "SEQ_LEN": 32, "VOCAB_SIZE": 4096,
+        "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 10, "DATA_STAGES": json.dumps(stages), "DATA_DIR": folder,
+    } | changes  # fmt: skip
+
+
+def test_a_run_over_two_borders_and_its_parts(prefixes, tmp_path, runs):
+    """Stopped before and after a border, resumed with workers and on two ranks; then with another past."""
+    settings = run_settings(prefixes, tmp_path)
+    whole = runs.succeed("whole", **settings)
+    assert whole.curve("consumed_samples") == list(range(8, 88, 8))
+    assert whole.curve("consumed_tokens") == list(range(256, 2816, 256))
+    began = [event for event in whole.records("event") if event["event"] == "data_stage"]
+    assert [(event["iteration"], event["stage"], event["seq_len"]) for event in began] == [
+        (4, 1, 32),
+        (7, 2, 64),
+    ]
+    for interval in (3, 6, 8):
+        runs.stopped("parts", EXIT_INTERVAL=interval, **settings)
+    parts = runs.succeed("parts", NUM_WORKERS=1, **settings)
+    for name in ("lm_loss", "grad_norm", "consumed_flops"):
+        assert parts.curve(name) == whole.curve(name), name
+    two = runs.succeed("two", GPUS_PER_NODE=2, EP=2, NUM_WORKERS=1, **settings)
+    assert two.curve("lm_loss") == pytest.approx(whole.curve("lm_loss"), rel=1e-6)
+
+    runs.stopped("past", EXIT_INTERVAL=5, **settings)
+    stages = json.loads(settings["DATA_STAGES"])
+    stages[0]["train_data"] = prefixes["c"]
+    refused = runs.run("past", **settings | {"DATA_STAGES": json.dumps(stages)})
+    assert refused.code == 2
+    assert "stage 1 has begun before sample 40" in refused.text
+    assert "Fix: give back the old stage; later ones may change" in refused.text
+    stages = json.loads(settings["DATA_STAGES"])
+    stages[1] = {"from_samples": 56, "train_data": prefixes["b"]}
+    other = runs.succeed("past", **settings | {"DATA_STAGES": json.dumps(stages)})
+    assert other.curve("lm_loss")[:6] == whole.curve("lm_loss")[:6]
+    assert other.curve("lm_loss")[7] != whole.curve("lm_loss")[7]
