@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from moe_exp.data.samples.batch import Lengths, document_positions
 from moe_exp.layers.megatron.attention import CausalAttention
-from moe_exp.layers.megatron.documents import Documents
+from moe_exp.layers.megatron.documents import Documents, Lengths, document_positions
 
 HEADS, GROUPS, HEAD_SIZE, TOKENS = 8, 4, 64, 4096
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)

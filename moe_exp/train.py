@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,10 +36,9 @@ from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.config.loading import given_values
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import prepared_by_launcher
-from moe_exp.data.samples.batch import context_part, context_ranges, document_lengths, split_batch
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.order import Change
-from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start
+from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.engine import faults, runtime
 from moe_exp.engine.backends import backends_of
@@ -55,7 +53,6 @@ from moe_exp.engine.optimizer_setup import (
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
-from moe_exp.layers.megatron.documents import Documents
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
@@ -66,6 +63,7 @@ from moe_exp.training.exchange import IterationEnd, end_of_iteration
 from moe_exp.training.interval import Interval, PhaseTimers, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.training.metrics import Metrics
+from moe_exp.training.microbatch import forward_step, read_microbatch
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
@@ -75,7 +73,6 @@ from moe_exp.training.samples import (
     compare_data,
     describe_documents,
     read_ahead,
-    read_tokens,
 )
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.watch.hangs import heartbeat
@@ -408,7 +405,8 @@ def forward_backward(
     heartbeat.enter("data")
     with timed(timers, "data"):
         microbatches = [
-            _microbatch(job, stream, first_sample, index, seq_len) for index in range(num_microbatches)
+            read_microbatch(config, job.runtime, stream, first_sample, index, eod_id=job.eod_id)
+            for index in range(num_microbatches)
         ]
     heartbeat.enter("forward_backward")
     with timed(timers, "forward_backward"):
@@ -422,61 +420,6 @@ def forward_backward(
             forward_only=forward_only,
         )
     return [output["lm_loss"] for output in outputs]
-
-
-def _microbatch(job: Job, stream: Samples, first_sample: int, index: int, seq_len: int) -> dict[str, Any]:
-    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples, of `seq_len` tokens.
-
-    Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
-    """
-    config, groups = job.config, job.runtime.groups
-    size = microbatch_samples(config, seq_len)
-    first = microbatch_start(
-        first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
-    )
-    tokens = read_tokens(stream, first, size, vocab_size=config.vocab_size)
-    lengths = None
-    if config.document_mask and job.eod_id is not None:
-        lengths = document_lengths(tokens[:, :-1], job.eod_id)
-    masked_id = job.eod_id if config.eod_mask_loss else None
-    batch = split_batch(tokens.to(job.runtime.device, non_blocking=True), lengths, masked_id)
-    place = {"cp_rank": groups.cp.rank(), "cp_size": groups.cp.size()}
-    part: dict[str, Any] = context_part(batch, **place)
-    part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
-    part["documents"] = None
-    if lengths is not None:
-        part["documents"] = Documents(lengths, part["position_ids"], context_ranges(seq_len, **place))
-    return part
-
-
-def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
-    """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
-    batch = next(data_iterator)
-    output = model(
-        batch["tokens"],
-        batch["position_ids"],
-        attention_mask=None,
-        labels=batch["labels"],
-        packed_seq_params=batch["documents"],
-    )
-    return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"])
-
-
-def lm_loss(loss_mask: Tensor, num_counted: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """This rank's share of a micro-batch's mean cross entropy; context parallel ranks' shares add up to it.
-
-    Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks.
-
-    Args:
-        loss_mask: [B, S], 1 for each token that counts.
-        num_counted: such tokens of the micro-batch on all context parallel ranks, [].
-        losses: cross entropy per token, nats, [B, S].
-    """
-    loss = (losses.float() * loss_mask).sum() / num_counted.clamp(min=1)
-    # Gradients of an infinite loss may be finite, and ranks learn of it by the gradient norm alone: this
-    # makes them NaN, so that every rank skips the step.
-    zero_or_nan = 0 * loss.detach()
-    return loss * (1 + zero_or_nan), {"lm_loss": loss.detach().clone()}
 
 
 @heartbeat.during("evaluation")

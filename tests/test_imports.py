@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "checkpoint": {*FILES, "layers", "data", "engine"},
     "watch": FILES,
     "report": FILES,
-    "training": {*FILES, "layers", "data", "engine", "checkpoint", "watch"},
+    "training": {*LOW, "runs", "layers", "data", "engine", "checkpoint", "watch"},
     "launch": {*FILES, "data", "watch"},
     "inference": {*LOW, "layers", "data", "engine", "checkpoint"},
     "studies": {*FILES, "data", "report", "launch"},

@@ -102,6 +102,10 @@ def guarded(
         if error.errno == errno.ENOSPC:
             return fail(f"{error.filename or 'the disk'}: no space left. Fix: {full_disk}.")
         return fail(f"{error.filename or ''}: {error.strerror or error}".lstrip(": "))
+    except RuntimeError as error:
+        if not str(error).startswith("Symlink loop from "):  # of Path.resolve, before Python 3.13
+            raise
+        return fail(f"{error}. Fix: name another path.")
     except KeyboardInterrupt:
         return 130
 

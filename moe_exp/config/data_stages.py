@@ -14,9 +14,7 @@ rate and batch size go on.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -106,65 +104,6 @@ def stages_of(config: Config) -> list[DataStage]:
     return stages
 
 
-def stage_problems(config: Config) -> Iterator[str]:
-    """Rules that a stage breaks, each as `stage N ...; fix`, for settings that otherwise can run."""
-    from moe_exp.config.ramp import ramp_steps
-    from moe_exp.config.setting_types import blend_members, is_text
-
-    if not config.data_stages:
-        return
-    if config.data_order == "megatron":
-        yield "DATA_ORDER=megatron has one order for the whole run; set DATA_ORDER=stream"
-    stages, total = stages_of(config), sum(step.samples for step in ramp_steps(config))
-    for number, (before, stage) in enumerate(pairwise(stages), 1):
-        for line in _problems(config, before, stage, total):
-            yield f"stage {number} {line}"
-        if bad := [path for _, path in blend_members(stage.train_data) if is_text(path)]:
-            fix = "tokenize it with moe-exp data tokenize"
-            yield f"stage {number} has the text {bad[0]}, and a stage takes token files; {fix}"
-
-
-def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -> Iterator[str]:
-    from moe_exp.config.ramp import batch_size_at
-
-    begins = f"begins at sample {stage.first_sample},"
-    if stage.first_sample <= before.first_sample:
-        yield f"{begins} the one before at {before.first_sample}; put the stages in order"
-        return
-    if stage.first_sample >= total:
-        yield f"{begins} and the run ends after {total}; let it begin earlier, or set TRAIN_ITERS higher"
-        return
-    begin = _batch_start(config, stage.first_sample)
-    if begin != stage.first_sample:
-        after = begin + batch_size_at(config, begin)
-        yield f"{begins} where no batch begins; let it begin at sample {begin} or {after}"
-    factor, rest = divmod(stage.seq_len, config.seq_len)
-    if rest:
-        rule = f"has seq_len={stage.seq_len}, no multiple of SEQ_LEN={config.seq_len}"
-        yield f"{rule}; give {max(1, factor) * config.seq_len} or {(factor + 1) * config.seq_len}"
-        return
-    size, replicas = microbatch_samples(config, stage.seq_len), config.data_parallel_size
-    sizes = {config.gbsz, batch_size_at(config, stage.first_sample)}
-    if size % factor or any(batch % (size * replicas) for batch in sizes):
-        rule = (
-            f"has seq_len={stage.seq_len}, so a sample counts as {factor}, and a batch of {min(sizes)} is no"
-        )
-        rule += f" multiple of the {size} samples of a micro-batch times DP={replicas}"
-        yield f"{rule}; set GBSZ to a multiple of {size * replicas}, or MBSZ to one of {factor}"
-
-
 def microbatch_samples(config: Config, seq_len: int) -> int:
     """Samples of SEQ_LEN tokens in a micro-batch of samples of `seq_len`: MBSZ, or one of the longer ones."""
     return max(config.mbsz, seq_len // config.seq_len)
-
-
-def _batch_start(config: Config, sample: int) -> int:
-    """First sample of the batch that has `sample`."""
-    from moe_exp.config.ramp import ramp_steps
-
-    begin = 0
-    for step in ramp_steps(config, sample + 1):
-        if begin + step.samples > sample:
-            return begin + (sample - begin) // step.batch_size * step.batch_size
-        begin += step.samples
-    return begin

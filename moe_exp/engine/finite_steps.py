@@ -4,7 +4,7 @@ Megatron computes the gradient norm before clipping, identical on every rank: on
 makes it NaN or infinite on all. With bf16 and fp32 it takes the step anyway; with fp16 the loss scaler checks
 the gradients first. Here the step ends once the norm is known, at no cost: it is already on the host.
 
-A loss that is not finite need not have such a gradient; `train.lm_loss` ensures that it does.
+A loss that is not finite need not have such a gradient; `training.microbatch.lm_loss` ensures that it does.
 """
 
 import math

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from moe_exp.config import Config, load_config
-from moe_exp.data.samples.batch import Lengths, document_positions
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_chunk, transformer_config
-from moe_exp.layers.megatron.documents import Documents
+from moe_exp.layers.megatron.documents import Documents, Lengths, document_positions
 
 HEADER = ["attention", "heads", "dtype", "error of logits", "of gradients", "changed logits", "result"]
 _LENGTHS: Lengths = ((16, 1, 47), (20, 44))

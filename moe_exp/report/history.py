@@ -9,7 +9,7 @@ from html import escape
 from typing import Any
 
 from moe_exp.config import TRAITS, Config, module_arguments
-from moe_exp.config.presets import preset_values
+from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.host.quantities import duration
 from moe_exp.report.comparison import in_words
 from moe_exp.report.page_parts import run_name, table
@@ -208,7 +208,7 @@ def _about_rows(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def _same_settings(run: Run) -> str:
     """A command that trains with the settings of this run, those of its preset left out."""
-    if not run.config:
+    if not run.config or run.config.preset not in PRESETS:  # of another version, or damaged
         return "–"
     base = Config(**(preset_values(run.config.preset) | {"preset": run.config.preset}))
     chosen = {

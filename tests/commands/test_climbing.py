@@ -35,9 +35,9 @@ def no_settings(monkeypatch):
 
 def places(path):
     """Settings of a tiny ladder in `path`."""
-    with BinIdxWriter(path / "tokens", vocab_size=4096) as writer:
+    with BinIdxWriter(path / "tokens", vocab_size=2048) as writer:
         for number in range(50):
-            writer.add_document([(number * 7 + i * i) % 4096 for i in range(60)])
+            writer.add_document([(number * 7 + i * i) % 2048 for i in range(60)])
     (path / "mine.yaml").write_text(RUNGS)
     return {"TRAIN_DATA": path / "tokens", "VALID_DATA": path / "tokens", "RUN_DIR": path / "runs"}
 

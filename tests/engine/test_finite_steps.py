@@ -178,15 +178,15 @@ def test_a_norm_that_is_not_finite_is_no_step(norm, updated):
 def test_an_infinite_loss_has_no_finite_gradient():
     import torch
 
-    from moe_exp.train import lm_loss
+    from moe_exp.training.microbatch import lm_loss
 
     losses, mask = torch.tensor([[1.0, torch.inf]], requires_grad=True), torch.ones(1, 2)
-    loss, shown = lm_loss(mask, 1, losses)
+    loss, shown = lm_loss(mask, torch.tensor(2), losses)
     loss.backward()
     assert losses.grad is not None
     assert losses.grad.isnan().all()
     assert shown["lm_loss"] == torch.inf
     losses = torch.tensor([[1.0, 3.0]], requires_grad=True)
-    lm_loss(mask, 2, losses)[0].backward()
+    lm_loss(mask, torch.tensor(4), losses)[0].backward()
     assert losses.grad is not None
     assert losses.grad.tolist() == [[0.25, 0.25]]

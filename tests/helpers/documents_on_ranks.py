@@ -17,6 +17,7 @@ from torch import Tensor
 from helpers.model_on_ranks import EOD, TINY, Found, assembled_job, draw_vectors, parameter_pieces
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.config import load_config
+from moe_exp.data.samples.dataset import Stage
 
 DOUBLE = {
     "document_mask": True,
@@ -35,6 +36,10 @@ class DocumentTokens:
 
     def __init__(self, seq_len: int, vocab_size: int):
         self.seq_len, self.vocab_size = seq_len, vocab_size
+
+    def stage_at(self, index: int) -> Stage:
+        """The only one."""
+        return Stage(0, self.seq_len)
 
     def batch(self, first: int, count: int) -> Tensor:
         """Tokens [count, S+1]."""
@@ -131,8 +136,8 @@ def _packed(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
 
 def _alone(settings: dict[str, Any], port: int) -> dict[str, Any]:
-    from moe_exp.data.samples.batch import document_lengths
     from moe_exp.engine import runtime
+    from moe_exp.layers.megatron.documents import document_lengths
 
     from megatron.core.distributed import finalize_model_grads
 

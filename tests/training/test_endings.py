@@ -134,7 +134,7 @@ def test_exit_file_and_exit_duration(runs):
     assert asked.code == TO_BE_CONTINUED, asked.text
     assert not folder.exit_file.exists()
     assert "the file EXIT is in the run folder" in asked.stdout
-    timed = runs.stopped("asked", EXIT_DURATION=0.02, **settings)  # over by the time of the first iteration
+    timed = runs.stopped("asked", EXIT_DURATION=1e-6, **settings)  # over by the time of the first iteration
     assert "EXIT_DURATION minutes have passed since the launch" in timed.stdout
     stops = [
         (event["reason"], event["iteration"]) for event in timed.records("event") if event["event"] == "stop"

@@ -208,6 +208,7 @@ SITECUSTOMIZE = """
 import os
 if os.environ.get("RANK") == "1":
     import torch
+    import moe_exp  # before megatron
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from moe_exp.checkpoint.optimizer_state import owned_state
     step, calls = ChainedOptimizer.step, []

@@ -16,9 +16,9 @@ from moe_exp.config.checks.fp8 import check_fp8
 from moe_exp.config.checks.moe import check_moe, check_upcycle
 from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
+from moe_exp.config.checks.stages import check_stages
 from moe_exp.config.checks.training import check_optimizer, check_profiling, check_rampup
 from moe_exp.config.choices import EXPERT_BACKENDS, SCHEDULES
-from moe_exp.config.data_stages import stage_problems
 from moe_exp.config.setting_types import names_text, shown
 from moe_exp.config.settings import Config, problem
 
@@ -41,21 +41,11 @@ def check_config(config: Config) -> list[str]:
         *check_optimizer(config),
         *check_profiling(config),
         *_data(config),
-        *_stages(config),
+        *check_stages(config),
         *_retention(config),
         *_dumps(config),
         *_loss_guard(config),
     ]
-
-
-def _stages(c: Config) -> Iterator[str]:
-    try:
-        problems = list(stage_problems(c))
-    except (ValueError, ZeroDivisionError):  # of settings that another check names
-        return
-    for line in problems:
-        rule, _, fix = line.rpartition("; ")
-        yield problem("data_stages", c.data_stages, rule, fix)
 
 
 def _model(c: Config) -> Iterator[str]:

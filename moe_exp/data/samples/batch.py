@@ -6,47 +6,18 @@ Shape suffixes: B samples, S tokens that are read, S1 one more, for the last lab
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 
 import torch
 
-Lengths = tuple[tuple[int, ...], ...]
-
-
-def document_lengths(tokens_BS: torch.Tensor, eod_id: int) -> Lengths:
-    """Tokens of each document in each sample, in order; the end-of-document token belongs to the one it ends.
-
-    Args:
-        tokens_BS: token ids of shape [B, S], on the CPU.
-        eod_id: the token that ends a document.
-
-    Returns:
-        For each sample lengths that add up to S. A document that a sample cuts counts with the part in it.
-    """
-    num_tokens = tokens_BS.size(1)
-    found = []
-    for row in (tokens_BS == eod_id).numpy():
-        ends = [*(row[:-1].nonzero()[0] + 1).tolist(), num_tokens]
-        found.append(tuple(end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)))
-    return tuple(found)
-
-
-def document_positions(lengths: Lengths) -> torch.Tensor:
-    """Of each token in its document, from 0 on: int64 [B, S], from the lengths of `document_lengths`."""
-    counts = torch.tensor([length for one in lengths for length in one])
-    begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
-    places_BS = torch.arange(sum(lengths[0])).repeat(len(lengths), 1)
-    return places_BS - begins.repeat_interleave(counts).view_as(places_BS)
-
 
 def split_batch(
-    tokens_BS1: torch.Tensor, lengths: Lengths | None = None, masked_id: int | None = None
+    tokens_BS1: torch.Tensor, positions_BS: torch.Tensor | None = None, masked_id: int | None = None
 ) -> dict[str, torch.Tensor]:
     """Splits samples into what Megatron's forward step takes.
 
     Args:
         tokens_BS1: token ids of shape [B, S1].
-        lengths: of documents (`document_lengths`), each of which has positions from 0 on; None: each sample.
+        positions_BS: of the tokens in their documents, int64; None: in the samples.
         masked_id: the token that ends a document, after which the next one is not predicted; None: every
             token counts.
 
@@ -55,8 +26,8 @@ def split_batch(
         zeros; all of shape [B, S].
     """
     tokens_BS = tokens_BS1[:, :-1].contiguous()
-    batch_size, num_tokens = tokens_BS.shape
-    positions_BS = document_positions(lengths or ((num_tokens,),) * batch_size)
+    if positions_BS is None:
+        positions_BS = torch.arange(tokens_BS.size(1)).repeat(len(tokens_BS), 1)
     counted = torch.ones_like(tokens_BS, dtype=torch.bool) if masked_id is None else tokens_BS != masked_id
     return {
         "tokens": tokens_BS,

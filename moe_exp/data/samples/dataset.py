@@ -12,9 +12,7 @@ import copy
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate
-from math import lcm
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -22,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from moe_exp.data.samples.blend import blend_counts, blend_position, integer_weights
 from moe_exp.data.tokens.files import Share, TokenFiles, share_range
 
 Int64Array = npt.NDArray[np.int64]
@@ -112,7 +111,7 @@ class SampleStream:
         self._take(blend, self._key)
 
     def _take(self, blend: Sequence[tuple[float, str]], key: str) -> None:
-        self._cumulative_weights = [0, *accumulate(_integer_weights([weight for weight, _ in blend]))]
+        self._cumulative_weights = [0, *accumulate(integer_weights([weight for weight, _ in blend]))]
         self._names: list[tuple[str, int, int]] = []
         for position, (_, prefix) in enumerate(blend):
             times = sum(name[0] == prefix for name in self._names)
@@ -126,7 +125,8 @@ class SampleStream:
                     share=self._share,
                 )
                 self._given[name] = corpus, 0
-        self._corpora = [self._given[name] for name in self._names]
+        self._corpora = [self._given[name][0] for name in self._names]
+        self._before = [self._given[name][1] for name in self._names]
 
     def next_stage(
         self, blend: Sequence[tuple[float, str]], *, seq_len: int, num_samples: int, number: int
@@ -147,7 +147,8 @@ class SampleStream:
         stream = copy.copy(self)
         stream.seq_len, stream._given = seq_len, dict(self._given)
         counts = blend_counts(num_samples, self._cumulative_weights)
-        for name, (corpus, before), count in zip(self._names, self._corpora, counts, strict=True):
+        for name, count in zip(self._names, counts, strict=True):
+            corpus, before = self._given[name]
             stream._given[name] = corpus, before + count
         stream._take(blend, f"{self._key}/stage {number}")
         return stream
@@ -171,8 +172,7 @@ class SampleStream:
             fix = "count samples from the start of the run"
             raise ValueError(f"sample index {index}: must be 0 or more. Fix: {fix}.")
         position, local = blend_position(index, self._cumulative_weights)
-        corpus, before = self._corpora[position]
-        return corpus, before + local
+        return self._corpora[position], self._before[position] + local
 
     def batch(self, first: int, count: int) -> torch.Tensor:
         """Samples `first` to `first + count - 1`: int64 token ids of shape [count, S1]."""
@@ -181,13 +181,13 @@ class SampleStream:
     def fingerprint(self) -> str:
         """Fingerprint of the files, see `fingerprint_of`."""
         digest = hashlib.blake2b(digest_size=8)
-        for corpus, _ in self._corpora:
+        for corpus in self._corpora:
             corpus.add_to(digest)
         return digest.hexdigest()
 
     def content(self) -> str:
         """Hash of the tokens, see `content_of`."""
-        return content_of([corpus.prefix for corpus, _ in self._corpora])
+        return content_of([corpus.prefix for corpus in self._corpora])
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
@@ -229,57 +229,6 @@ def _add_files(digest: hashlib.blake2b, prefix: str, dtype: np.dtype[Any], bound
         digest.update(file.read(4096))
         file.seek(max(0, path.stat().st_size - 4096))
         digest.update(file.read(4096))
-
-
-# Blending
-
-
-def blend_position(index: int, cumulative_weights: Sequence[int]) -> tuple[int, int]:
-    """Which data set sample `index` comes from, and how many samples it gave before.
-
-    The data sets are split in halves again and again. Of the n samples that reach a node, round(n * p) go to
-    its left half, where p is the share of that half. This has a closed form, so random access needs no
-    history. Rounding adds at most 1/2 per level: after any number of samples, each of K data sets is within
-    ceil(log2 K) / 2 samples of its share.
-
-    Args:
-        index: sample number in the blend.
-        cumulative_weights: 0 and the running sums of the weights, integers, so that the result is exact.
-    """
-    low, high = 0, len(cumulative_weights) - 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        left = cumulative_weights[middle] - cumulative_weights[low]
-        total = cumulative_weights[high] - cumulative_weights[low]
-        before, after = ((2 * n * left + total) // (2 * total) for n in (index, index + 1))
-        if after > before:
-            high, index = middle, before
-        else:
-            low, index = middle, index - before
-    return low, index
-
-
-def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
-    """How many of the first `count` samples of a blend come from each data set, see `blend_position`."""
-    if len(cumulative_weights) == 2:
-        return [count]
-    middle = (len(cumulative_weights) - 1) // 2
-    left = cumulative_weights[middle] - cumulative_weights[0]
-    total = cumulative_weights[-1] - cumulative_weights[0]
-    of_left = (2 * count * left + total) // (2 * total)
-    return blend_counts(of_left, cumulative_weights[: middle + 1]) + blend_counts(
-        count - of_left, cumulative_weights[middle:]
-    )
-
-
-def _integer_weights(weights: Sequence[float]) -> list[int]:
-    if bad := [weight for weight in weights if not 0 < weight < float("inf")]:
-        fix = "give another weight or leave the prefix out"
-        raise ValueError(f"weight {bad[0]}: must be greater than 0 and finite. Fix: {fix}.")
-    # By way of the text, so that 0.3 is 3/10 and not the binary fraction next to it.
-    fractions = [Fraction(str(float(weight))) for weight in weights]
-    denominator = lcm(*(fraction.denominator for fraction in fractions))
-    return [int(fraction * denominator) for fraction in fractions]
 
 
 # One data set

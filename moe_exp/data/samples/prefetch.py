@@ -11,6 +11,7 @@ the threads; the workers read files and copy integers, no more.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import signal
@@ -147,12 +148,16 @@ class ReadAhead:
             # Python 3.12 on; see the top of the file for why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
+        # Where nobody closes it: multiprocessing would end the processes by SIGTERM, which they hold back,
+        # and wait for them for ever.
+        atexit.register(self.close)
 
     def close(self) -> None:
         """Ends the processes; a later batch starts new ones."""
         # DataLoader ends them when the iterator goes, which nothing else refers to.
         self._batches = None
         self._next = None
+        atexit.unregister(self.close)
 
 
 @contextmanager

@@ -15,6 +15,34 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+Lengths = tuple[tuple[int, ...], ...]
+
+
+def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
+    """Tokens of each document in each sample, in order; the end-of-document token belongs to the one it ends.
+
+    Args:
+        tokens_BS: token ids of shape [B, S], on the CPU.
+        eod_id: the token that ends a document.
+
+    Returns:
+        For each sample lengths that add up to S. A document that a sample cuts counts with the part in it.
+    """
+    num_tokens = tokens_BS.size(1)
+    found = []
+    for row in (tokens_BS == eod_id).numpy():
+        ends = [*(row[:-1].nonzero()[0] + 1).tolist(), num_tokens]
+        found.append(tuple(end - begin for begin, end in zip([0, *ends[:-1]], ends, strict=True)))
+    return tuple(found)
+
+
+def document_positions(lengths: Lengths) -> Tensor:
+    """Of each token in its document, from 0 on: int64 [B, S], from the lengths of `document_lengths`."""
+    counts = torch.tensor([length for one in lengths for length in one])
+    begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
+    places_BS = torch.arange(sum(lengths[0])).repeat(len(lengths), 1)
+    return places_BS - begins.repeat_interleave(counts).view_as(places_BS)
+
 
 class Segment(NamedTuple):
     """Queries of one document that follow one another on a rank."""
@@ -35,7 +63,7 @@ class Documents:
         ranges: parts [first, end) of a sample that this rank has, in its order; empty: all of it.
     """
 
-    lengths: tuple[tuple[int, ...], ...]
+    lengths: Lengths
     positions_BS: Tensor
     ranges: tuple[tuple[int, int], ...] = ()
 

@@ -21,6 +21,7 @@ EXCLUDE_NODES = "exclude_nodes.txt"  # in RUN_DIR
 
 # SLURM uses short host names; host name characters (RFC 1123) need no quotes.
 _HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9_.-]*[A-Za-z0-9])?")
+_LONGEST_SHOWN = 100  # characters
 
 
 def read_excluded(path: Path) -> list[str]:
@@ -46,7 +47,7 @@ def exclude(path: Path, host: str, reason: str) -> bool:
     with _held(path):
         if host in read_excluded(path):
             return False
-        before = path.read_text(encoding="utf-8") if path.exists() else ""
+        before = _text(path)
         if before and not before.endswith("\n"):
             before += "\n"
         now = datetime.now().astimezone().isoformat(timespec="seconds")
@@ -60,7 +61,7 @@ def readmit(path: Path, hosts: Iterable[str]) -> list[str]:
     if not path.exists():
         return []
     with _held(path):
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = _text(path).splitlines()
         kept = [line for line in lines if line.partition("#")[0].strip() not in gone]
         found = [host for host in read_excluded(path) if host in gone]
         if found:
@@ -78,24 +79,30 @@ def slurm_name(host: str) -> str:
     """Host name without its domain, as SLURM uses it; raises ValueError if it is not valid."""
     if not _HOST.fullmatch(host):
         fix = "give letters, digits, '-', '_' and '.' alone"
-        raise ValueError(f"host={host!r}: is not a host name. Fix: {fix}.")
+        raise ValueError(f"host={host[:_LONGEST_SHOWN]!r}: is not a host name. Fix: {fix}.")
     is_address = re.fullmatch(r"[\d.]+", host)
     return host if is_address else host.partition(".")[0]
 
 
 def _entries(path: Path) -> list[tuple[str, str]]:
     found = []
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(_text(path).splitlines(), start=1):
         host, _, comment = line.partition("#")
         if not host.strip():
             continue
         try:
             found.append((slurm_name(host.strip()), comment.strip()))
         except ValueError:
-            rule = f"line {number} holds {host.strip()!r}, no host name"
+            rule = f"line {number} holds {host.strip()[:_LONGEST_SHOWN]!r}, no host name"
             raise ValueError(f"{path}: {rule}. Fix: one host a line, reasons after #.") from None
     return found
+
+
+def _text(path: Path) -> str:
+    """The file; empty if there is none."""
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path}: is not a file. Fix: name a file with one host a line.")
+    return path.read_text(encoding="utf-8") if path.exists() else ""
 
 
 def _held(path: Path) -> FileLock:

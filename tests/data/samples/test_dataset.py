@@ -16,15 +16,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.data.samples import dataset
-from moe_exp.data.samples.batch import context_part, context_ranges, document_lengths, split_batch
+from moe_exp.data.samples.batch import context_part, context_ranges, split_batch
+from moe_exp.data.samples.blend import blend_position
 from moe_exp.data.samples.dataset import (
     SampleStream,
     _permuted,
     _shuffled,
-    blend_position,
     content_of,
 )
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.layers.megatron.documents import document_lengths, document_positions
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -320,7 +321,7 @@ def test_documents_by_hand():
     tokens = torch.tensor([[5, 0, 0, 6, 7, 0, 8], [1, 2, 3, 4, 5, 0, 9]])
     lengths = document_lengths(tokens[:, :-1], 0)
     assert lengths == ((2, 1, 3), (6,))
-    batch = split_batch(tokens, lengths, masked_id=0)
+    batch = split_batch(tokens, document_positions(lengths), masked_id=0)
     assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
     assert batch["loss_mask"].tolist() == [[1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0]]
     assert document_lengths(tokens[:, :1], 5) == ((1,), (1,))

@@ -30,7 +30,7 @@ def order(fingerprint="00ff", **settings):
 def problems(before, now):
     _, saved = before
     config, current = now
-    return [change.problem for change in order_changes(config, current, saved.facts(), CHECKPOINT)]
+    return [change.problem for change in order_changes(config, current, saved.facts(), CHECKPOINT, 100)]
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_other_order(settings, line):
 def test_other_tokens_of_the_same_lengths():
     config, before = order()
     saved, now = before.facts(), SampleOrder.of(config, "00ff", "bbbb")
-    (change,) = order_changes(config, now, saved, CHECKPOINT)
+    (change,) = order_changes(config, now, saved, CHECKPOINT, 100)
     assert change.problem == (
         f"TRAIN_DATA=0.7 a 0.3 b: its files hold other tokens than those of {CHECKPOINT}, with the"
         f" same lengths of documents (content bbbb instead of aaaa), so the loss would jump."
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_an_older_version_has_no_content():
     config, current = order()
     now = SampleOrder.of(config, "00ff", "bbbb")
     saved = {name: value for name, value in current.facts().items() if name != "content"}
-    assert order_changes(config, now, saved, CHECKPOINT) == []
+    assert order_changes(config, now, saved, CHECKPOINT, 100) == []
     assert is_same_order(now.facts(), saved) and not is_same_order(now.facts(), saved | {"seed": 7})
 
 
@@ -139,7 +139,7 @@ def test_megatrons_order_and_the_number_of_samples():
 def test_fact_that_an_older_checkpoint_does_not_have():
     config, current = order(seed=2)
     saved = {name: value for name, value in order()[1].facts().items() if name != "seed"}
-    assert order_changes(config, current, saved, CHECKPOINT) == []
+    assert order_changes(config, current, saved, CHECKPOINT, 100) == []
 
 
 # Against the samples themselves
@@ -226,4 +226,4 @@ def test_tokenizer_is_compared_where_both_are_known(tmp_path):
     config, current = order(**first)
     saved = order()[1].facts()
     del saved["tokenizer"]
-    assert order_changes(config, current, saved, CHECKPOINT) == []
+    assert order_changes(config, current, saved, CHECKPOINT, 100) == []

@@ -111,7 +111,8 @@ def test_batches_over_a_skip(prefix):
 
 def test_inside_read_ahead(prefix):
     samples = SkippingSamples(SampleStream([(1.0, prefix)], seq_len=10, seed=1), [(3, 5)])
-    ahead = ReadAhead(samples, count=2, starts=lambda first: iter(range(first, 100, 2)), num_workers=1)
+    starts = lambda first: ((start, 2) for start in range(first, 100, 2))  # noqa: E731
+    ahead = ReadAhead(samples, starts=starts, num_workers=1)
     assert torch.equal(torch.cat([ahead.batch(first, 2) for first in (0, 2, 4)]), samples.batch(0, 6))
     assert ahead.origin(4) == samples.origin(4)
     ahead.close()

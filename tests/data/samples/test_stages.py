@@ -12,7 +12,8 @@ import torch
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import read_stages, stages_of
-from moe_exp.data.samples.dataset import SampleStream, blend_counts, blend_position
+from moe_exp.data.samples.blend import blend_counts, blend_position
+from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.tokens import BinIdxWriter
 

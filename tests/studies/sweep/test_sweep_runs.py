@@ -47,9 +47,9 @@ def limit_memory(num_bytes: int) -> None:
 
 def written_tokens(folder: Path) -> Path:
     """Training data of a few thousand tokens."""
-    with BinIdxWriter(folder / "tokens", vocab_size=4096) as writer:
+    with BinIdxWriter(folder / "tokens", vocab_size=2048) as writer:
         for number in range(200):
-            writer.add_document([(number * 7 + i * i) % 4096 for i in range(60)])
+            writer.add_document([(number * 7 + i * i) % 2048 for i in range(60)])
     return folder / "tokens"
 
 

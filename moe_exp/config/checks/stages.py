@@ -1,0 +1,74 @@
+"""Rules of DATA_STAGES; a part of checks.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+
+from moe_exp.config.data_stages import DataStage, microbatch_samples, stages_of
+from moe_exp.config.ramp import batch_size_at, ramp_steps
+from moe_exp.config.setting_types import blend_members, is_text
+from moe_exp.config.settings import Config, problem
+
+
+def check_stages(config: Config) -> Iterator[str]:
+    """A line for every rule that a stage breaks."""
+    try:
+        problems = list(_all_problems(config))
+    except (ValueError, ZeroDivisionError):  # of settings that another check names
+        return
+    for line in problems:
+        rule, _, fix = line.rpartition("; ")
+        yield problem("data_stages", config.data_stages, rule, fix)
+
+
+def _all_problems(config: Config) -> Iterator[str]:
+    """`rule; fix` each, for settings that otherwise can run."""
+    if not config.data_stages:
+        return
+    if config.data_order == "megatron":
+        yield "DATA_ORDER=megatron has one order for the whole run; set DATA_ORDER=stream"
+    stages, total = stages_of(config), sum(step.samples for step in ramp_steps(config))
+    for number, (before, stage) in enumerate(pairwise(stages), 1):
+        for line in _problems(config, before, stage, total):
+            yield f"stage {number} {line}"
+        if bad := [path for _, path in blend_members(stage.train_data) if is_text(path)]:
+            fix = "tokenize it with moe-exp data tokenize"
+            yield f"stage {number} has the text {bad[0]}, and a stage takes token files; {fix}"
+
+
+def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -> Iterator[str]:
+    begins = f"begins at sample {stage.first_sample},"
+    if stage.first_sample <= before.first_sample:
+        yield f"{begins} the one before at {before.first_sample}; put the stages in order"
+        return
+    if stage.first_sample >= total:
+        yield f"{begins} and the run ends after {total}; let it begin earlier, or set TRAIN_ITERS higher"
+        return
+    begin = _batch_start(config, stage.first_sample)
+    if begin != stage.first_sample:
+        after = begin + batch_size_at(config, begin)
+        yield f"{begins} where no batch begins; let it begin at sample {begin} or {after}"
+    factor, rest = divmod(stage.seq_len, config.seq_len)
+    if rest:
+        rule = f"has seq_len={stage.seq_len}, no multiple of SEQ_LEN={config.seq_len}"
+        yield f"{rule}; give {max(1, factor) * config.seq_len} or {(factor + 1) * config.seq_len}"
+        return
+    size, replicas = microbatch_samples(config, stage.seq_len), config.data_parallel_size
+    sizes = {config.gbsz, batch_size_at(config, stage.first_sample)}
+    if size % factor or any(batch % (size * replicas) for batch in sizes):
+        rule = (
+            f"has seq_len={stage.seq_len}, so a sample counts as {factor}, and a batch of {min(sizes)} is no"
+        )
+        rule += f" multiple of the {size} samples of a micro-batch times DP={replicas}"
+        yield f"{rule}; set GBSZ to a multiple of {size * replicas}, or MBSZ to one of {factor}"
+
+
+def _batch_start(config: Config, sample: int) -> int:
+    """First sample of the batch that has `sample`."""
+    begin = 0
+    for step in ramp_steps(config, sample + 1):
+        if begin + step.samples > sample:
+            return begin + (sample - begin) // step.batch_size * step.batch_size
+        begin += step.samples
+    return begin

@@ -1,0 +1,87 @@
+"""A micro-batch on this rank: its samples, Megatron's forward step, and the loss."""
+
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from moe_exp.config import Config
+from moe_exp.config.data_stages import microbatch_samples
+from moe_exp.data.samples.batch import context_part, context_ranges, split_batch
+from moe_exp.data.samples.dataset import Samples
+from moe_exp.data.samples.prefetch import microbatch_start
+from moe_exp.engine.runtime import Runtime
+from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
+from moe_exp.training.samples import read_tokens
+
+
+def read_microbatch(
+    config: Config,
+    runtime: Runtime,
+    stream: Samples,
+    first_sample: int,
+    index: int,
+    *,
+    eod_id: int | None = None,
+) -> dict[str, Any]:
+    """Micro-batch `index` of this data-parallel rank: MBSZ consecutive samples.
+
+    Which samples form a micro-batch does not depend on the data-parallel size, only which rank gets it.
+
+    Args:
+        config: settings of the run.
+        runtime: of this rank.
+        stream: the samples.
+        first_sample: of the iteration.
+        index: from 0.
+        eod_id: the token that ends a document, with DOCUMENT_MASK or EOD_MASK_LOSS.
+    """
+    groups, seq_len = runtime.groups, stream.stage_at(first_sample).seq_len
+    size = microbatch_samples(config, seq_len)
+    first = microbatch_start(
+        first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
+    )
+    tokens = read_tokens(stream, first, size, vocab_size=config.vocab_size)
+    lengths = positions = None
+    if config.document_mask and eod_id is not None:
+        lengths = document_lengths(tokens[:, :-1], eod_id)
+        positions = document_positions(lengths)
+    masked_id = eod_id if config.eod_mask_loss else None
+    batch = split_batch(tokens.to(runtime.device, non_blocking=True), positions, masked_id)
+    place = {"cp_rank": groups.cp.rank(), "cp_size": groups.cp.size()}
+    part: dict[str, Any] = context_part(batch, **place)
+    part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
+    part["documents"] = None
+    if lengths is not None:
+        part["documents"] = Documents(lengths, part["position_ids"], context_ranges(seq_len, **place))
+    return part
+
+
+def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
+    """One micro-batch on one stage, for Megatron's schedule: the output, and its loss function."""
+    batch = next(data_iterator)
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        attention_mask=None,
+        labels=batch["labels"],
+        packed_seq_params=batch["documents"],
+    )
+    return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"])
+
+
+def lm_loss(loss_mask: Tensor, num_counted: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """This rank's share of a micro-batch's mean cross entropy; context parallel ranks' shares add up to it.
+
+    Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks.
+
+    Args:
+        loss_mask: [B, S], 1 for each token that counts.
+        num_counted: such tokens of the micro-batch on all context parallel ranks, [].
+        losses: cross entropy per token, nats, [B, S].
+    """
+    loss = (losses.float() * loss_mask).sum() / num_counted.clamp(min=1)
+    # Gradients of an infinite loss may be finite, and ranks learn of it by the gradient norm alone: this
+    # makes them NaN, so that every rank skips the step.
+    zero_or_nan = 0 * loss.detach()
+    return loss * (1 + zero_or_nan), {"lm_loss": loss.detach().clone()}
