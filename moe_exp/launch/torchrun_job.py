@@ -57,8 +57,10 @@ def port_problem(port: int, rule: str, *, num_nodes: int) -> str:
     return problem("master_port", port, rule, fix)
 
 
-def child_environment(config: Config) -> dict[str, str]:
-    """Ours plus threads per rank, the allocator on a CPU, DETERMINISTIC, and fewer log lines."""
+def child_environment(config: Config, key: str = "") -> dict[str, str]:
+    """Ours plus threads per rank, the allocator on a CPU, DETERMINISTIC, and fewer log lines; `key`: of the
+    rendezvous, shared by all nodes of the job. One node has a key of its own.
+    """
     environ = dict(os.environ)
     environ |= deterministic_environment(config, environ)
     if threads := config.threads_per_rank or (0 if count_gpus() else 1):
@@ -71,7 +73,7 @@ def child_environment(config: Config) -> dict[str, str]:
         # Megatron overlaps collectives with matrix products by launch order, which this preserves (before
         # Blackwell).
         environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    environ[RENDEZVOUS_KEY] = secrets.token_hex(16)  # launch() replaces it by a shared one for several nodes
+    environ[RENDEZVOUS_KEY] = key if config.nnodes > 1 else secrets.token_hex(16)
     return environ
 
 

@@ -21,7 +21,7 @@ from moe_exp.cli import main
 from moe_exp.config import Config, add_arguments, load_config, module_arguments
 from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
-from moe_exp.host.exit_codes import EXIT_CODE_FILE, report_exit_code, reported_exit_code
+from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, report_exit_code, reported_exit_code
 from moe_exp.host.processes import own_command
 from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
 from moe_exp.launch.torchrun_job import child_environment, shared_key, torchrun_command
@@ -538,7 +538,7 @@ def test_exit_code_of_a_rank_that_fails(tmp_path):
 STUCK = """
 import signal, sys, time
 from pathlib import Path
-from moe_exp.host.exit_codes import show_alive
+from moe_exp.host.exit_codes import RENDEZVOUS_KEY, show_alive
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
 Path(sys.argv[1]).touch()
@@ -599,3 +599,12 @@ def test_own_command_is_one_that_the_shell_finds(tmp_path, monkeypatch):
     assert own_command() == ["bin/moe-exp"]
     monkeypatch.setenv("PATH", str(script.parent))
     assert own_command() == ["moe-exp"]
+
+
+def test_all_nodes_of_a_job_have_the_key_that_they_are_given():
+    """Of a preflight node 0's, of a training that in the run folder; one node needs no other."""
+    of_two = {child_environment(cpu(nnodes=2, node_rank=node), "shared")[RENDEZVOUS_KEY] for node in range(2)}
+    assert of_two == {"shared"}
+    alone = {child_environment(cpu(), "shared")[RENDEZVOUS_KEY] for _ in range(2)}
+    assert len(alone) == 2
+    assert "shared" not in alone

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -68,6 +69,7 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
         stack.enter_context(contextlib.closing(nodes))
         door = stack.enter_context(contextlib.closing(Door()))
         here = {"host": own_name(), "address": data_address() or nodes.address, "port": door.port}
+        here |= {"key": secrets.token_hex(16)} if server else {}
         came = nodes.meet("hello", here, seconds)
         if server:
             server.stop_listening()
@@ -81,7 +83,8 @@ def preflight(config: Config, flags: Mapping[str, Any], *, hosts: str = "") -> V
         if any(lost.values()) or len(lost) < config.nnodes:
             return _not_reached(came, lost)
         clock = nodes.clock_offset() if config.node_rank else (0.0, 0.0)
-        report = {"host": here["host"], "clock": clock, **_facts(config), "ranks": run_ranks(config, flags)}
+        report = {"host": here["host"], "clock": clock, **_facts(config)}
+        report["ranks"] = run_ranks(config, flags, came[0]["key"])
         reports = nodes.meet("report", report, _RANKS_SECONDS + _END_SECONDS)
     needed_bytes = checkpoint_bytes(config) if config.save_at_end or config.save_interval else 0
     verdict = judge(reports, slow=config.preflight_slow, needed_bytes=needed_bytes)
@@ -132,13 +135,13 @@ def _not_reached(came: Mapping[int, Mapping[str, Any]], lost: Mapping[int, Mappi
     return verdict
 
 
-def run_ranks(config: Config, flags: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Runs this node's ranks with a timeout, and returns their results in order of rank."""
+def run_ranks(config: Config, flags: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+    """Runs this node's ranks with a timeout, and returns their results in order of rank; `key`: of node 0."""
     first = config.node_rank * config.gpus_per_node
     ranks = range(first, first + config.gpus_per_node)
     with tempfile.TemporaryDirectory(prefix="moe_exp_preflight_") as name:
         folder = Path(name)
-        environ = {**child_environment(config), **_NCCL, RESULTS_FOLDER: name}
+        environ = {**child_environment(config, key), **_NCCL, RESULTS_FOLDER: name}
         with (folder / "log").open("wb") as log, _showing(config, folder, first):
             timed_out = _run(torchrun_command(config, module_arguments(flags), MODULE), environ, log)
         printed = (folder / "log").read_text(encoding="utf-8", errors="replace").splitlines()
