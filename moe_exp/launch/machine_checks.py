@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.choices import EXPERT_BACKENDS
+from moe_exp.config.data_stages import stages_of
 from moe_exp.config.determinism import environment_problems
 from moe_exp.config.setting_types import names_text
 from moe_exp.data.own_text.settings import text_problems
@@ -293,36 +294,40 @@ def _shared_memory(c: Config) -> Iterator[str]:
 
 
 def data_problems(c: Config) -> Iterator[str]:
-    """TRAIN_DATA (or its parts by SPLIT) and VALID_DATA: complete, long enough, within the vocabulary; text
-    that they name is only checked for what its preparation could not use.
+    """TRAIN_DATA (or its parts by SPLIT), VALID_DATA and files of DATA_STAGES: complete, long enough, within the
+    vocabulary; text that they name is only checked for what its preparation could not use.
     """
-    if names_text(c.train_data) or names_text(c.valid_data):
-        yield from text_problems(c)
-        return
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
             shares = parse_split(c.split)[:2]
         except ValueError:
             return  # reported by check_config
-    of_both: list[str] = []
+    of_both: list[tuple[str, str, int, Sequence[Share | None]]] = []
+    if names_text(c.train_data) or names_text(c.valid_data):
+        yield from text_problems(c)
+    else:
+        of_both = [
+            ("train_data", c.train_data, c.seq_len, shares),
+            ("valid_data", c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
+        ]
+    stages = [stage for stage in stages_of(c)[1:] if stage.train_data and not names_text(stage.train_data)]
+    of_both += [("data_stages", stage.train_data, stage.seq_len, [shares[0], None]) for stage in stages]
+    prefixes: dict[str, None] = {}
     are_readable = True
-    for name, blend in (("train_data", c.train_data), ("valid_data", c.valid_data)):
+    for name, blend, seq_len, parts in of_both:
         try:
-            prefixes = [prefix for _, prefix in parse_blend(blend)] if blend else []
+            named = dict.fromkeys(prefix for _, prefix in parse_blend(blend)) if blend else {}
         except ValueError as error:
             yield f"{name.upper()}={error}"  # begins with the value and ends with the fix
             continue
-        bad = [
-            line
-            for prefix in dict.fromkeys(prefixes)
-            for line in _prefix(c, name, prefix, shares if name == "train_data" else [None, (0.0, 1.0)])
-        ]
+        at_length = c.model_copy(update={"seq_len": seq_len})
+        bad = [line for prefix in named for line in _prefix(at_length, name, prefix, parts)]
         yield from bad
         are_readable = are_readable and not bad
-        of_both += prefixes
-    if of_both and are_readable and (c.document_mask or c.eod_mask_loss):
-        yield from check_ends(c, of_both)[0]
+        prefixes |= named
+    if prefixes and are_readable and (c.document_mask or c.eod_mask_loss):
+        yield from check_ends(c, list(prefixes))[0]
 
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:

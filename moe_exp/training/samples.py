@@ -99,7 +99,8 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
     if not (config.document_mask or config.eod_mask_loss):
         return None, config.document_tokens
     train_data, valid_data = _blends(config)
-    prefixes = [prefix for blend in (train_data, valid_data) if blend for _, prefix in parse_blend(blend)]
+    blends = [train_data, valid_data, *(stage.train_data for stage in stages_of(config)[1:])]
+    prefixes = [prefix for blend in blends if blend for _, prefix in parse_blend(blend)]
     problems, eod_id = check_ends(config, prefixes)
     if problems:
         raise ConfigError(problems)

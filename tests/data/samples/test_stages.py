@@ -16,6 +16,7 @@ from moe_exp.data.samples.blend import blend_counts, blend_position
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.launch.machine_checks import data_problems
 
 SEQ_LEN = 8
 
@@ -27,7 +28,7 @@ def prefixes(tmp_path_factory) -> dict[str, str]:
     for name, num_documents in (("a", 120), ("b", 90), ("c", 60)):
         with BinIdxWriter(folder / name, vocab_size=60000) as writer:
             for _ in range(num_documents):
-                writer.add_document([*range(next_id, next_id + 12), 0])
+                writer.add_document(range(next_id, next_id + 12))
                 next_id += 12
         found[name] = str(folder / name)
     return found
@@ -206,6 +207,25 @@ def test_stages_that_can_run():
     stages = [{"from_samples": 80, "seq_len": 512}, {"from_tokens": 64 * 400, "train_data": "a"}]
     assert check_config(config(stages)) == []
     assert check_config(config(stages, gpus_per_node=4, gbsz=16, mbsz=8, tp=2)) == []
+
+
+def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
+    short = tmp_path / "short"
+    with BinIdxWriter(short, vocab_size=60000, eod_id=5) as writer:
+        writer.add_document(range(39))
+    given = [("gone", 64), (str(short), 64), (prefixes["a"], 64)]
+    stages = [
+        {"from_samples": 8 * number, "train_data": path, "seq_len": seq_len}
+        for number, (path, seq_len) in enumerate(given, 1)
+    ]
+    found = list(data_problems(config(stages, train_data=prefixes["a"], vocab_size=60000)))
+    assert [line.partition(":")[0] for line in found] == ["DATA_STAGES=gone", f"DATA_STAGES={short}"]
+    assert "there is no such file" in found[0]
+    assert "has 40 tokens for training, one sample needs SEQ_LEN + 1 = 65" in found[1]
+    masked = {"train_data": prefixes["a"], "vocab_size": 60000, "document_mask": True, "seq_len": 32}
+    assert list(data_problems(config(stages[2:], **masked))) == []
+    (line,) = data_problems(config([stages[1] | {"seq_len": 32}], **masked))
+    assert "documents end with different tokens: 0 in" in line
 
 
 # Runs
