@@ -294,7 +294,7 @@ def _shared_memory(c: Config) -> Iterator[str]:
 
 
 def data_problems(c: Config) -> Iterator[str]:
-    """TRAIN_DATA (or its parts by SPLIT), VALID_DATA and files of DATA_STAGES: complete, long enough, within the
+    """TRAIN_DATA (or its parts by SPLIT), VALID_DATA, DATA_STAGES: complete, long enough, within the
     vocabulary; text that they name is only checked for what its preparation could not use.
     """
     shares: list[Share | None] = [(0.0, 1.0), None]
