@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import bisect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from moe_exp.config import Config
-from moe_exp.config.ramp import ramp_steps
+from moe_exp.config.data_stages import microbatch_samples, stages_of
+from moe_exp.config.ramp import RampStep, ramp_steps
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import time_of
@@ -63,18 +67,38 @@ def cost_of(
     price_per_gpu_hour: float | None = None,
     constants: Constants | None = None,
 ) -> Cost:
-    """Cost of training for TRAIN_ITERS or a token budget, at a price in any currency."""
-    constants, job = constants or load_constants(), Job.of(config)
+    """Cost of training for TRAIN_ITERS or a token budget, at a price in any currency, with DATA_STAGES."""
+    constants = constants or load_constants()
     num_samples = None if num_tokens is None else -(-num_tokens // config.seq_len)
     steps = ramp_steps(config, num_samples)
     seconds = sum(
-        step.num_iterations * time_of(job, hardware, constants.time, batch_size=step.batch_size).total
-        for step in steps
+        num_iterations * time_of(Job.of(at), hardware, constants.time, batch_size=batch_size).total
+        for at, batch_size, num_iterations in _by_stage(config, steps)
     )
     iterations, samples = sum(step.num_iterations for step in steps), sum(step.samples for step in steps)
     gpu_hours = seconds / 3600 * config.world_size
     price = None if price_per_gpu_hour is None else gpu_hours * price_per_gpu_hour
     return Cost(iterations, samples * config.seq_len, seconds, gpu_hours, price)
+
+
+def _by_stage(config: Config, steps: list[RampStep]) -> Iterator[tuple[Config, int, int]]:
+    """Settings, batch size and number of iterations of each part of a run, as its stage has samples."""
+    stages = stages_of(config)
+    begins = [stage.first_sample for stage in stages[1:]]
+    consumed = 0
+    for step in steps:
+        end = consumed + step.samples
+        bounds = [consumed, *(begin for begin in begins if consumed < begin < end), end]
+        for first, last in pairwise(bounds):
+            seq_len = stages[bisect.bisect_right(begins, first)].seq_len
+            factor = seq_len // config.seq_len
+            at = config
+            if factor > 1:
+                mbsz = microbatch_samples(config, seq_len) // factor
+                changes = {"seq_len": seq_len, "mbsz": mbsz, "gbsz": config.gbsz // factor}
+                at = config.model_copy(update=changes)
+            yield at, step.batch_size // factor, (last - first) // step.batch_size
+        consumed = end
 
 
 def with_budget(config: Config, num_tokens: int | None) -> Config:

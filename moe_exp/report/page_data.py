@@ -37,6 +37,7 @@ _EXPERT_CURVES = (
 _WITH_RANGE = ("lm_loss", "grad_norm")
 LOAD_SCALE = 256  # steps per fair share: uint16 reaches 255 fair shares
 _MOST_SPIKES, _MOST_CHANGES = 200, 20
+_CHANGES = ("changed_settings", "data_stage")  # events that are marked on curves
 
 
 def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
@@ -104,17 +105,25 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
 
 
 def _changes(run: Run) -> dict[str, Any]:
-    """The newest resumes with changed settings, each at the record before it, or at the first record."""
-    events = [event for event in run.events if event.get("event") == "changed_settings"][-_MOST_CHANGES:]
+    """The newest resumes with changed settings and begins of data stages, each at the record before it, or at
+    the first record.
+    """
+    events = [event for event in run.events if event.get("event") in _CHANGES][-_MOST_CHANGES:]
     if not run.num_records:
         events = []
     iterations = [number(event.get("iteration")) for event in events]
     before = np.searchsorted(run.train["iteration"], iterations, side="right") - 1
     at = np.maximum(before, 0).astype(int)
     return {
-        "text": [f"{event.get('iteration')}: {_joined(event.get('changes'))}" for event in events],
+        "text": [f"{event.get('iteration')}: {_change(event)}" for event in events],
         **{key: _list(run.train[key][at]) for key in AXES},
     }
+
+
+def _change(event: Mapping[str, Any]) -> str:
+    if event.get("event") == "data_stage":
+        return f"data stage {event.get('stage')}: {event.get('train_data')}, SEQ_LEN {event.get('seq_len')}"
+    return _joined(event.get("changes"))
 
 
 def _joined(texts: object) -> str:

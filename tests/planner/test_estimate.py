@@ -51,3 +51,26 @@ def test_small_batches_of_a_ramp_have_their_own_time():
     constant = cost_of(ramped.model_copy(update={"rampup_batch_size": ""}), A100, constants=PRIORS)
     # The price of a ramp: what an iteration costs whatever its batch is shared by fewer tokens.
     assert constant.seconds / constant.num_tokens < cost.seconds / cost.num_tokens
+
+
+def test_cost_with_stages():
+    """From iteration 100 of 500 on samples are four times as long: batches of a fourth as many, which attention
+    makes slower.
+    """
+    stages = "[{from_samples: 1600, train_data: other}, {from_samples: 3200, seq_len: 8192}]"
+    config = model(SMALL, train_iters=500, decay_iters=500, warmup_iters=5, mbsz=4, data_stages=stages)
+    longer = config.model_copy(update={"seq_len": 8192, "mbsz": 1, "gbsz": config.gbsz // 4})
+    cost = cost_of(config, A100, constants=PRIORS)
+    assert (cost.num_iterations, cost.num_tokens) == (500, 500 * 32 * 2048)
+    assert cost.seconds == pytest.approx(100 * seconds_at(config) + 400 * seconds_at(longer))
+    assert seconds_at(longer) > seconds_at(config)
+
+
+def test_attention_inside_documents_costs_less():
+    config = model(SMALL, train_iters=500, mbsz=2)
+    masked = config.model_copy(update={"document_mask": True, "document_tokens": 512.0})
+    unknown = config.model_copy(update={"document_mask": True})
+    assert flops_per_iteration(unknown) == flops_per_iteration(config)
+    scores = config.num_layers * config.num_heads * config.kv_channels * 2 * 3 * config.gbsz * config.seq_len
+    assert flops_per_iteration(config) - flops_per_iteration(masked) == scores * (2048 - 512)
+    assert seconds_at(masked) < seconds_at(unknown) == seconds_at(config)
