@@ -54,8 +54,8 @@ def test_small_batches_of_a_ramp_have_their_own_time():
 
 
 def test_cost_with_stages():
-    """From iteration 100 of 500 on samples are four times as long: batches of a fourth as many, which attention
-    makes slower.
+    """From iteration 100 of 500 on samples are four times as long, a fourth as many, and attention takes more
+    time.
     """
     stages = "[{from_samples: 1600, train_data: other}, {from_samples: 3200, seq_len: 8192}]"
     config = model(SMALL, train_iters=500, decay_iters=500, warmup_iters=5, mbsz=4, data_stages=stages)
