@@ -399,6 +399,14 @@ class Config(ModelSettings):
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
+    def context_stripes(self) -> int:
+        """Parts of a sequence, each of which all context parallel ranks share: several with documents, so
+        that all ranks have about as many pairs of tokens.
+        """
+        wanted = (4, 2) if self.document_mask and self.cp > 1 else ()
+        return next((number for number in wanted if self.seq_len % (2 * self.cp * number) == 0), 1)
+
+    @property
     def stage_layers(self) -> list[int]:
         """Layers of every pipeline stage, over all its model chunks."""
         if self.pipeline_layers:

@@ -81,6 +81,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         **(_moe_settings(config) if config.use_moe else {}),
         **_recompute_settings(config),
     )
+    settings.context_stripes = config.context_stripes
     if config.use_moe:
         _set_beyond_megatron(settings, config)
     if config.rope_scaling == "yarn" and not config.multi_latent_attention:

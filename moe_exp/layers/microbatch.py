@@ -95,12 +95,14 @@ class MicrobatchCapacity:
         config: of the router.
         group: ranks that hold the other tokens of the micro-batch, or None.
         context_parallel_size: of `group`, see MoELayer.
+        context_stripes: parts of a sequence that its ranks share, see `sequence_blocks`.
     """
 
     settings: MoESettings
     config: RouterConfig
     group: ProcessGroup | None
     context_parallel_size: int
+    context_stripes: int = 1
 
     def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
         """bool [T, K]: the slots of this rank that are kept; `shape`: of the layer's input, without D."""
@@ -121,7 +123,7 @@ class MicrobatchCapacity:
         group, num_tokens = self.group, expert_TK.size(0)
         if group is None or group_size(group) == 1:
             return self._keep(expert_TK, weights_TK)
-        blocks = _sequence_blocks(self.context_parallel_size)
+        blocks = sequence_blocks(self.context_parallel_size, self.context_stripes)
         expert_TK = _sorted(_gather(expert_TK, group), blocks)
         weights_TK = _sorted(_gather(weights_TK, group), blocks)
         # Back to the order of the ranks, of which this one keeps its part.
@@ -177,13 +179,19 @@ class MicrobatchCapacity:
         return max(rows, int(most))
 
 
-def _sequence_blocks(context_parallel_size: int) -> list[int]:
+def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[int]:
     """Blocks of the sequence in the order of the ranks: Megatron gives rank i of C the blocks i and 2C-1-i of
-    2C, for balance.
+    2C, for balance; so does each of several stripes, equal parts of the sequence.
     """
     if context_parallel_size == 1:
         return [0]
-    return [block for i in range(context_parallel_size) for block in (i, 2 * context_parallel_size - 1 - i)]
+    width = 2 * context_parallel_size
+    return [
+        stripe * width + block
+        for i in range(context_parallel_size)
+        for stripe in range(num_stripes)
+        for block in (i, width - 1 - i)
+    ]
 
 
 def _sorted(x_TK: Tensor, blocks: list[int]) -> Tensor:

@@ -52,6 +52,7 @@ class MoELayer(nn.Module):
             None.
         context_parallel_size: of `microbatch_group`, whose ranks then hold the sequence as Megatron splits it
             (see microbatch.py).
+        context_stripes: parts of a sequence that those ranks share.
 
     Attributes:
         statistics: sums for the log, in training.
@@ -71,6 +72,7 @@ class MoELayer(nn.Module):
         shared: nn.Module | None = None,
         microbatch_group: ProcessGroup | None = None,
         context_parallel_size: int = 1,
+        context_stripes: int = 1,
     ):
         super().__init__()
         of_fractions = [loss.kind for loss in settings.losses if LOSSES[loss.kind].needs_fractions]
@@ -83,7 +85,9 @@ class MoELayer(nn.Module):
         self.settings, self.shared = settings, shared
         router.needs_scores = needs_scores(settings.losses)  # else its kernel may run, which has only sums
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
-        self.capacity = MicrobatchCapacity(settings, router.config, microbatch_group, context_parallel_size)
+        self.capacity = MicrobatchCapacity(
+            settings, router.config, microbatch_group, context_parallel_size, context_stripes
+        )
         self.statistics = MoEStatistics(
             router.config.num_experts, [loss.kind for loss in settings.losses], router.weight.device
         )

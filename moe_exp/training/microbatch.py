@@ -48,12 +48,14 @@ def read_microbatch(
         positions = document_positions(lengths)
     masked_id = eod_id if config.eod_mask_loss else None
     batch = split_batch(tokens.to(runtime.device, non_blocking=True), positions, masked_id)
-    place = {"cp_rank": groups.cp.rank(), "cp_size": groups.cp.size()}
-    part: dict[str, Any] = context_part(batch, **place)
+    ranges = context_ranges(
+        seq_len, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), num_stripes=config.context_stripes
+    )
+    part: dict[str, Any] = context_part(batch, ranges)
     part["num_counted"] = batch["loss_mask"].sum()  # on all context parallel ranks
     part["documents"] = None
     if lengths is not None:
-        part["documents"] = Documents(lengths, part["position_ids"], context_ranges(seq_len, **place))
+        part["documents"] = Documents(lengths, part["position_ids"], ranges)
     return part
 
 

@@ -88,6 +88,17 @@ def test_as_documents_one_by_one(kind, num_ranks, layout, alone, packed):
     print(f"largest relative error {assert_equal_to(LIMIT, ours.gradients, right.gradients):.1e}")
 
 
+@pytest.mark.parametrize("policy", ["position", "probs"])
+def test_dropped_tokens_are_the_same_where_ranks_share_stripes(policy):
+    """Each context parallel rank has several pieces of a sequence; the queue of an expert is in its order."""
+    settings = {"moe_type": "moe", "capacity_factor": 0.6, "drop_policy": policy}
+    (one,) = packed_models(1, [settings])
+    (two,) = packed_models(2, [settings | {"cp": 2}])
+    assert_equal_to(LIMIT, two.gradients, one.gradients)
+    (dropless,) = packed_models(1, [{"moe_type": "dmoe"}])
+    assert relative_error(one.losses, dropless.losses) > 1e-6
+
+
 def test_the_proof_fails_without_the_mask(alone):
     (leaking,) = packed_models(1, [_settings("dmoe", LAYOUTS[0])], without_mask=True)
     right = alone("dmoe", 2)

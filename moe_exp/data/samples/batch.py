@@ -37,31 +37,41 @@ def split_batch(
     }
 
 
-def context_ranges(num_tokens: int, *, cp_rank: int, cp_size: int) -> tuple[tuple[int, int], ...]:
-    """A context parallel rank's two of the 2C pieces of each sequence: its own and the one opposite.
+def context_ranges(
+    num_tokens: int, *, cp_rank: int, cp_size: int, num_stripes: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """A context parallel rank's two of the 2C pieces of each stripe of a sequence: its own and the opposite.
 
-    So every rank has as much to do if tokens attend to those before them. Megatron's
-    `get_batch_on_this_cp_rank` gives the same, by arguments that differ between its versions.
+    So every rank has as much to do if tokens attend to those before them; with documents nearly as much if
+    there are several stripes. With one, Megatron's `get_batch_on_this_cp_rank` gives the same, by arguments
+    that differ between its versions.
 
     Args:
-        num_tokens: S, a multiple of 2C if C > 1.
+        num_tokens: S, a multiple of 2C times `num_stripes` if C > 1.
         cp_rank: this rank, below C.
         cp_size: C.
+        num_stripes: equal parts of a sequence, each of which all ranks share.
 
     Returns:
-        First token and the one after the last, of both pieces.
+        First token and the one after the last, of every piece in order.
     """
     if cp_size == 1:
         return ((0, num_tokens),)
-    piece = num_tokens // (2 * cp_size)
-    return tuple((index * piece, (index + 1) * piece) for index in (cp_rank, 2 * cp_size - 1 - cp_rank))
+    piece = num_tokens // (2 * cp_size * num_stripes)
+    places = [
+        2 * cp_size * stripe + part
+        for stripe in range(num_stripes)
+        for part in (cp_rank, 2 * cp_size - 1 - cp_rank)
+    ]
+    return tuple((place * piece, (place + 1) * piece) for place in places)
 
 
-def context_part(batch: Mapping[str, torch.Tensor], *, cp_rank: int, cp_size: int) -> dict[str, torch.Tensor]:
+def context_part(
+    batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
+) -> dict[str, torch.Tensor]:
     """The part of a batch, each [B, S], that a context parallel rank has: [B, S/C], see `context_ranges`."""
-    if cp_size == 1:
+    if len(ranges) == 1:
         return dict(batch)
-    ranges = context_ranges(next(iter(batch.values())).size(1), cp_rank=cp_rank, cp_size=cp_size)
     return {
         name: torch.cat([values[:, first:end] for first, end in ranges], dim=1)
         for name, values in batch.items()

@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.megatron.kv_cache import KeyValueCache
+from moe_exp.layers.microbatch import sequence_blocks
 
 
 def choose_attention(
@@ -79,14 +80,15 @@ class CausalAttention(nn.Module):
             )
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
-        if documents is not None and not documents.are_whole_samples:
+        if documents is not None and not (documents.are_whole_samples and len(documents.ranges) <= 2):
             return self._attend_by_document(query, key, value, documents).flatten(2)
         attend = self._attend if self.cp_group.size() == 1 else self._attend_context_parallel
         return attend(query, key, value).flatten(2)
 
     def _attend_by_document(self, query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
         if self.cp_group.size() > 1:
-            key, value = self._gather_sequence(key), self._gather_sequence(value)
+            num_stripes = len(documents.ranges) // 2
+            key, value = (self._gather_sequence(x, num_stripes) for x in (key, value))
         queries, keys, values = documents.queries_of(query), documents.keys_of(key), documents.keys_of(value)
         if self.use_flash:
             parts = [self._attend_by_flash(torch.cat(queries), torch.cat(keys), torch.cat(values), documents)]
@@ -127,10 +129,12 @@ class CausalAttention(nn.Module):
             outs.append(self._attend(query_block, key[:end], value[:end]))
         return torch.cat(outs)
 
-    def _gather_sequence(self, x: Tensor) -> Tensor:
+    def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
         size = self.cp_group.size()
-        blocks = list(gather_rows(x, sizes=[x.size(0)] * size, group=self.cp_group).chunk(2 * size))
-        return torch.cat(blocks[0::2] + blocks[1::2][::-1])
+        rows = gather_rows(x, sizes=[x.size(0)] * size, group=self.cp_group)
+        blocks = rows.chunk(2 * size * num_stripes)
+        order = sequence_blocks(size, num_stripes)
+        return torch.cat([blocks[order.index(place)] for place in range(len(order))])
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[Sq, B, H, d] against [Sk, B, G, d], to [Sq, B, H, v]; the last query sees the last key."""

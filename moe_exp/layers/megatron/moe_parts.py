@@ -242,6 +242,7 @@ class MegatronMoELayer(MegatronMoE):
             shared=self.shared_experts,
             microbatch_group=groups.tp_cp,
             context_parallel_size=groups.cp.size(),
+            context_stripes=getattr(config, "context_stripes", 1),
         )
         # A tuple, so that parameters are registered only once, under Megatron's names.
         self._token_layer = (layer,)

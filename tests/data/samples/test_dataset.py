@@ -26,6 +26,7 @@ from moe_exp.data.samples.dataset import (
 )
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.layers.megatron.documents import document_lengths, document_positions
+from moe_exp.layers.microbatch import sequence_blocks
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
@@ -300,10 +301,11 @@ def test_batch_is_the_samples_in_order(prefix):
 
 def test_context_parallel_ranks_have_a_piece_and_the_one_as_far_from_the_end():
     batch = {"tokens": torch.arange(24).view(2, 12)}
-    parts = [context_part(batch, cp_rank=rank, cp_size=3)["tokens"].tolist() for rank in range(3)]
+    ranges = [context_ranges(12, cp_rank=rank, cp_size=3) for rank in range(3)]
+    parts = [context_part(batch, of_rank)["tokens"].tolist() for of_rank in ranges]
     assert [rows[0] for rows in parts] == [[0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7]]
     assert parts[1][1] == [14, 15, 20, 21]
-    assert torch.equal(context_part(batch, cp_rank=0, cp_size=1)["tokens"], batch["tokens"])
+    assert torch.equal(context_part(batch, ((0, 12),))["tokens"], batch["tokens"])
 
 
 def test_split_batch_by_hand():
@@ -325,12 +327,22 @@ def test_documents_by_hand():
     assert batch["position_ids"].tolist() == [[0, 1, 0, 0, 1, 2], [0, 1, 2, 3, 4, 5]]
     assert batch["loss_mask"].tolist() == [[1, 0, 0, 1, 1, 0], [1, 1, 1, 1, 1, 0]]
     assert document_lengths(tokens[:, :1], 5) == ((1,), (1,))
-    parts = [context_part(batch, cp_rank=rank, cp_size=3)["position_ids"].tolist() for rank in range(3)]
-    assert parts == [[[0, 2], [0, 5]], [[1, 1], [1, 4]], [[0, 0], [2, 3]]]
-    assert [context_ranges(6, cp_rank=rank, cp_size=3) for rank in (0, 2)] == [
-        ((0, 1), (5, 6)),
-        ((2, 3), (3, 4)),
+    parts = [context_part(batch, context_ranges(6, cp_rank=rank, cp_size=3)) for rank in range(3)]
+    assert [part["position_ids"].tolist() for part in parts] == [
+        [[0, 2], [0, 5]],
+        [[1, 1], [1, 4]],
+        [[0, 0], [2, 3]],
     ]
+
+
+def test_pieces_of_a_context_parallel_rank():
+    assert context_ranges(6, cp_rank=2, cp_size=3) == ((2, 3), (3, 4))
+    striped = [context_ranges(16, cp_rank=rank, cp_size=2, num_stripes=2) for rank in range(2)]
+    assert striped == [((0, 2), (6, 8), (8, 10), (14, 16)), ((2, 4), (4, 6), (10, 12), (12, 14))]
+    for size, stripes in ((2, 1), (2, 4), (4, 2)):
+        place = {"cp_size": size, "num_stripes": stripes}
+        ranks = [context_ranges(2 * size * stripes, cp_rank=rank, **place) for rank in range(size)]
+        assert [first for of_rank in ranks for first, _ in of_rank] == sequence_blocks(size, stripes)
 
 
 @pytest.mark.parametrize("num_blocks", [2**12, 8])

@@ -13,6 +13,7 @@ from helpers.ranks import run_on_ranks
 from moe_exp.data.samples.batch import context_ranges
 from moe_exp.layers.megatron.attention import CausalAttention, choose_attention
 from moe_exp.layers.megatron.documents import Documents, document_positions
+from moe_exp.layers.microbatch import sequence_blocks
 
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
@@ -143,26 +144,33 @@ def explicit_documents(query, key, value, scale):
     return torch.cat(outs, dim=1)
 
 
-def documents_of_rank(rank: int = 0, size: int = 1) -> Documents:
+def documents_of_rank(rank: int = 0, size: int = 1, stripes: int = 1) -> Documents:
     positions = document_positions(LENGTHS)
-    ranges = context_ranges(24, cp_rank=rank, cp_size=size)
+    ranges = context_ranges(24, cp_rank=rank, cp_size=size, num_stripes=stripes)
     return Documents(LENGTHS, torch.cat([positions[:, first:end] for first, end in ranges], dim=1), ranges)
 
 
-def attend_to_documents(shape, use_flash=False):
+def attend_to_documents(shape, use_flash=False, stripes=1):
     group = dist.group.WORLD if dist.is_initialized() else ONE_RANK
+    documents = documents_of_rank(group.rank(), group.size(), stripes)
     query, key, value, grad = (
-        (zigzag(x, group.size(), group.rank()) if group.size() > 1 else x).detach() for x in inputs(*shape)
+        torch.cat([x.detach()[first:end] for first, end in documents.ranges]) for x in inputs(*shape)
     )
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     module = attention(shape[-1], cp=group)
     if use_flash:
         module.use_flash = True
         sys.modules["flash_attn"] = SimpleNamespace(flash_attn_varlen_func=varlen)
-    documents = documents_of_rank(group.rank(), group.size())
     out = module(*leaves, None, packed_seq_params=documents)
     out.backward(grad)
     return out.detach(), *(x.grad for x in leaves)
+
+
+def in_sequence(parts: tuple[torch.Tensor, ...], stripes: int) -> torch.Tensor:
+    """Parts of the ranks, as one sequence."""
+    order = sequence_blocks(len(parts), stripes)
+    blocks = torch.cat(parts).chunk(len(order))
+    return torch.cat([blocks[order.index(place)] for place in range(len(order))])
 
 
 def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, **options):
@@ -178,8 +186,8 @@ def varlen(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, c
 
 
 @pytest.mark.parametrize("use_flash", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-def test_attention_stays_inside_documents(num_ranks, use_flash):
+@pytest.mark.parametrize(("num_ranks", "stripes"), [(1, 1), (2, 1), (2, 3), (4, 1), (4, 3)])
+def test_attention_stays_inside_documents(num_ranks, stripes, use_flash):
     """Also where documents cross the parts of context parallel ranks."""
     shape = (24, len(LENGTHS), 4, 2, 6)
     query, key, value, grad = inputs(*shape)
@@ -188,8 +196,8 @@ def test_attention_stays_inside_documents(num_ranks, use_flash):
     if num_ranks == 1:
         found = attend_to_documents(shape, use_flash)
     else:
-        ranks = run_on_ranks(num_ranks, attend_to_documents, shape, use_flash)
-        found = [undo_zigzag(list(parts)) for parts in zip(*ranks, strict=True)]
+        ranks = run_on_ranks(num_ranks, attend_to_documents, shape, use_flash, stripes)
+        found = [in_sequence(parts, stripes) for parts in zip(*ranks, strict=True)]
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
