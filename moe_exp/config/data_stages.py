@@ -8,7 +8,7 @@
 
 A stage has what the one before has, except what it names. Samples are counted in SEQ_LEN tokens throughout:
 one of F times SEQ_LEN counts as F. So batches have as many tokens as before, and the schedules of learning
-rate and batch size go on.
+rate and batch size continue.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class SampleStream:
     def next_stage(
         self, blend: Sequence[tuple[float, str]], *, seq_len: int, num_samples: int, number: int
     ) -> SampleStream:
-        """The stream that follows this one after `num_samples`; files go on where they are.
+        """The stream that follows this one after `num_samples`; files continue where they are.
 
         With another `seq_len` a file begins a new epoch. What was left of the one before is not read.
 
