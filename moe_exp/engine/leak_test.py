@@ -38,7 +38,7 @@ _LIMITS = {"fp32": 1e-4, "bf16": 0.05}
 
 @dataclass(frozen=True)
 class Leak:
-    """What a kind of attention did.
+    """Result of a kind of attention.
 
     Args:
         kernel: as `backends_of` names it.

@@ -202,8 +202,8 @@ class BatchSchedule:
         self._config = config
 
     def at(self, consumed_samples: int, seq_len: int | None = None) -> tuple[int, int, int]:
-        """Of the next iteration: micro-batches per data parallel rank, samples of one, samples of all; where
-        samples have `seq_len` tokens (DATA_STAGES), but are counted in SEQ_LEN.
+        """Micro-batches per data parallel rank, samples of one, and of all, in the next iteration. Samples
+        have `seq_len` tokens (DATA_STAGES), but are counted in SEQ_LEN.
         """
         config = self._config
         size = microbatch_samples(config, seq_len or config.seq_len)

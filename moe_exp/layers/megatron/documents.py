@@ -37,7 +37,7 @@ def document_lengths(tokens_BS: Tensor, eod_id: int) -> Lengths:
 
 
 def document_positions(lengths: Lengths) -> Tensor:
-    """Of each token in its document, from 0 on: int64 [B, S], from the lengths of `document_lengths`."""
+    """Position of each token in its document, from 0 on: int64 [B, S], by `document_lengths`."""
     counts = torch.tensor([length for one in lengths for length in one])
     begins = torch.tensor([begin for one in lengths for begin in accumulate(one[:-1], initial=0)])
     places_BS = torch.arange(sum(lengths[0])).repeat(len(lengths), 1)
@@ -146,7 +146,7 @@ class RestartingPositions(nn.Module):
         documents: Documents | None = None,
         **options: Any,
     ) -> Any:
-        """What Megatron passes to `forward` next: a number of positions, or the documents."""
+        """The argument that Megatron passes to `forward` next: a number of positions, or the documents."""
         documents = documents or self.documents
         return documents or self.rotary.get_rotary_seq_len(context, transformer, inputs, config, **options)
 
