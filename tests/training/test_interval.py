@@ -82,7 +82,12 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     train.set_megatron_hooks(model, trained)
     stream = RandomTokens(config.seq_len, config.vocab_size)
     job: Any = SimpleNamespace(
-        config=config, runtime=rank, trained=trained, train_stream=stream, batches=BatchSchedule(config)
+        config=config,
+        runtime=rank,
+        trained=trained,
+        train_stream=stream,
+        batches=BatchSchedule(config),
+        eod_id=None,
     )
     interval, progress = Interval(config, rank, model), Progress()
     rows, counts = _count_rows(interval), _counts_of_microbatches(interval)

@@ -146,7 +146,8 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     model = build_model(config, rank)
     train.set_megatron_hooks(model, SimpleNamespace(model=model, optimizer=SimpleNamespace(scale_loss=None)))
     ledger = Ledger(model)
-    job: Any = SimpleNamespace(config=config, runtime=rank, trained=SimpleNamespace(model=model))
+    trained = SimpleNamespace(model=model)
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
     with torch.autograd.graph.saved_tensors_hooks(ledger.pack, lambda entry: entry.tensor):
         train.forward_backward(
             job, RandomTokens(config.seq_len, config.vocab_size), 0, config.num_microbatches

@@ -440,9 +440,8 @@ def train_alone(settings: dict[str, Any]) -> int:
     rank = runtime.start_alone(config)
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
-    job: Any = SimpleNamespace(
-        config=config, runtime=rank, trained=Trained(model, optimizer, build_scheduler(config, optimizer))
-    )
+    trained = Trained(model, optimizer, build_scheduler(config, optimizer))
+    job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
     train.set_megatron_hooks(model, job.trained)
     for _ in range(2):
         for chunk in model:
