@@ -218,7 +218,7 @@ if os.environ.get("RANK") == "1":
         if len(calls) == 3:
             parameters = (owned.parameter for owned in owned_state(self))
             router = next(one for one in parameters if tuple(one.shape) == (8, 64))
-            router.detach().view(torch.int32).view(-1)[0] ^= 1
+            router.detach().view(torch.int32).view(-1)[0] ^= 1 << 12  # the lowest might be rounded away
         return done
     ChainedOptimizer.step = flip
 """

@@ -85,7 +85,7 @@ class Sweeps:
     def run(self, *flags: str, limit: int = 0, **settings: object) -> str:
         """Runs a sweep to its end, exit code 0; returns what it has printed."""
         (self.path / "printed").write_text("")
-        code = self.start(*flags, limit=limit, **settings).wait(300)
+        code = self.start(*flags, limit=limit, **settings).wait(900)
         assert code == 0, self.printed()
         return self.printed()
 
