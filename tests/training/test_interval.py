@@ -268,10 +268,9 @@ def bad_iterations_on_rank(port: int) -> dict[str, Any]:
     interval, progress = Interval(config, rank, build_model(config, rank)), Progress()
     for iteration in range(10):
         is_bad = iteration == 3 or (iteration == 5 and rank.rank == 1)
-        interval.add(
-            [torch.tensor(math.nan if is_bad else 1.0)], num_microbatches=1, batch_size=4, skipped=False
-        )
-        progress.add(config, 4, skipped=False)
+        loss = torch.tensor(math.nan if is_bad else 1.0)
+        interval.add([loss], num_microbatches=1, batch_size=4, flops=1, skipped=False)
+        progress.add(config, 4, flops=1, skipped=False)
     record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
     runtime.stop()
     return dict(record)
