@@ -124,8 +124,8 @@ class MicrobatchCapacity:
         if group is None or group_size(group) == 1:
             return self._keep(expert_TK, weights_TK)
         blocks = sequence_blocks(self.context_parallel_size, self.context_stripes)
-        expert_TK = _sorted(_gather(expert_TK, group), blocks)
-        weights_TK = _sorted(_gather(weights_TK, group), blocks)
+        expert_TK = in_sequence_order(_gather(expert_TK, group), blocks)
+        weights_TK = in_sequence_order(_gather(weights_TK, group), blocks)
         # Back to the order of the ranks, of which this one keeps its part.
         chunks = self._keep(expert_TK, weights_TK).chunk(len(blocks))
         kept_TK = torch.cat([chunks[block] for block in blocks])
@@ -194,7 +194,30 @@ def sequence_blocks(context_parallel_size: int, num_stripes: int = 1) -> list[in
     ]
 
 
-def _sorted(x_TK: Tensor, blocks: list[int]) -> Tensor:
+def context_ranges(
+    num_tokens: int, *, cp_rank: int, cp_size: int, num_stripes: int = 1
+) -> tuple[tuple[int, int], ...]:
+    """A context parallel rank's pieces of each sequence, in its order, see `sequence_blocks`.
+
+    So every rank has as much to do if tokens attend to those before them; with documents nearly as much if
+    there are several stripes. With one, Megatron's `get_batch_on_this_cp_rank` gives the same, by arguments
+    that differ between its versions.
+
+    Args:
+        num_tokens: S, a multiple of 2C times `num_stripes` if C > 1.
+        cp_rank: this rank, below C.
+        cp_size: C.
+        num_stripes: equal parts of a sequence, each of which all ranks share.
+
+    Returns:
+        First token and the one after the last, of every piece in order.
+    """
+    blocks = sequence_blocks(cp_size, num_stripes)
+    each, piece = len(blocks) // cp_size, num_tokens // len(blocks)
+    return tuple((block * piece, (block + 1) * piece) for block in blocks[cp_rank * each :][:each])
+
+
+def in_sequence_order(x_TK: Tensor, blocks: list[int]) -> Tensor:
     """Rows that come in the order of the ranks, in the order of the sequence: equal weights are then ranked
     alike in every layout.
     """

@@ -7,11 +7,12 @@ from torch import Tensor
 
 from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples
-from moe_exp.data.samples.batch import context_part, context_ranges, split_batch
+from moe_exp.data.samples.batch import context_part, split_batch
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
+from moe_exp.layers.microbatch import context_ranges
 from moe_exp.training.samples import read_tokens
 
 

@@ -37,39 +37,11 @@ def split_batch(
     }
 
 
-def context_ranges(
-    num_tokens: int, *, cp_rank: int, cp_size: int, num_stripes: int = 1
-) -> tuple[tuple[int, int], ...]:
-    """A context parallel rank's two of the 2C pieces of each stripe of a sequence: its own and the opposite.
-
-    So every rank has as much to do if tokens attend to those before them; with documents nearly as much if
-    there are several stripes. With one, Megatron's `get_batch_on_this_cp_rank` gives the same, by arguments
-    that differ between its versions.
-
-    Args:
-        num_tokens: S, a multiple of 2C times `num_stripes` if C > 1.
-        cp_rank: this rank, below C.
-        cp_size: C.
-        num_stripes: equal parts of a sequence, each of which all ranks share.
-
-    Returns:
-        First token and the one after the last, of every piece in order.
-    """
-    if cp_size == 1:
-        return ((0, num_tokens),)
-    piece = num_tokens // (2 * cp_size * num_stripes)
-    places = [
-        2 * cp_size * stripe + part
-        for stripe in range(num_stripes)
-        for part in (cp_rank, 2 * cp_size - 1 - cp_rank)
-    ]
-    return tuple((place * piece, (place + 1) * piece) for place in places)
-
-
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """The part of a batch, each [B, S], that a context parallel rank has: [B, S/C], see `context_ranges`."""
+    """The part of a batch, each [B, S], that a context parallel rank has: [B, S/C], its
+    pieces from `first` to `end - 1` each."""
     if len(ranges) == 1:
         return dict(batch)
     return {

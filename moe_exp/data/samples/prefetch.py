@@ -148,8 +148,8 @@ class ReadAhead:
             # Python 3.12 on; see the top of the file for why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
-        # Where nobody closes it: multiprocessing would end the processes by SIGTERM, which they hold back,
-        # and wait for them for ever.
+        # If nobody closes it, multiprocessing sends SIGTERM, which the processes block, and waits for them
+        # without end.
         atexit.register(self.close)
 
     def close(self) -> None:

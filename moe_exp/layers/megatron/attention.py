@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron.documents import Documents
 from moe_exp.layers.megatron.kv_cache import KeyValueCache
-from moe_exp.layers.microbatch import sequence_blocks
+from moe_exp.layers.microbatch import in_sequence_order, sequence_blocks
 
 
 def choose_attention(
@@ -132,9 +132,7 @@ class CausalAttention(nn.Module):
     def _gather_sequence(self, x: Tensor, num_stripes: int = 1) -> Tensor:
         size = self.cp_group.size()
         rows = gather_rows(x, sizes=[x.size(0)] * size, group=self.cp_group)
-        blocks = rows.chunk(2 * size * num_stripes)
-        order = sequence_blocks(size, num_stripes)
-        return torch.cat([blocks[order.index(place)] for place in range(len(order))])
+        return in_sequence_order(rows, sequence_blocks(size, num_stripes))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[Sq, B, H, d] against [Sk, B, G, d], to [Sq, B, H, v]; the last query sees the last key."""

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.data.samples import dataset
-from moe_exp.data.samples.batch import context_part, context_ranges, split_batch
+from moe_exp.data.samples.batch import context_part, split_batch
 from moe_exp.data.samples.blend import blend_position
 from moe_exp.data.samples.dataset import (
     SampleStream,
@@ -26,7 +26,7 @@ from moe_exp.data.samples.dataset import (
 )
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.layers.megatron.documents import document_lengths, document_positions
-from moe_exp.layers.microbatch import sequence_blocks
+from moe_exp.layers.microbatch import context_ranges, sequence_blocks
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 

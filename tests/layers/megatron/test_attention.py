@@ -10,10 +10,9 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
-from moe_exp.data.samples.batch import context_ranges
 from moe_exp.layers.megatron.attention import CausalAttention, choose_attention
 from moe_exp.layers.megatron.documents import Documents, document_positions
-from moe_exp.layers.microbatch import sequence_blocks
+from moe_exp.layers.microbatch import context_ranges, sequence_blocks
 
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
