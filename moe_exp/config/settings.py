@@ -198,6 +198,11 @@ class Config(ModelSettings):
     eod_mask_loss: bool = data(
         False, "leave out the loss of predicting a document's first token from the end of the one before"
     )
+    document_packing: Literal["concatenate", "best_fit"] = data(
+        "concatenate",
+        "how documents become samples; concatenate: all are one text, cut every SEQ_LEN tokens; best_fit: "
+        "whole documents that fill a sample best, cut only if longer",
+    )
     allow_other_data: bool = data(
         False, "resume from a checkpoint of other data or another order, at the same sample number"
     )

@@ -48,7 +48,13 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
 
 
 def _training_stages(config: Config, train_data: str, share: Share) -> Samples:
-    stream = SampleStream(parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=share)
+    stream = SampleStream(
+        parse_blend(train_data),
+        seq_len=config.seq_len,
+        seed=config.seed,
+        share=share,
+        packing=config.document_packing,
+    )
     if not config.data_stages:
         return stream
     _, *later = stages_of(config)

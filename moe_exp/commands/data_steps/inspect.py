@@ -25,6 +25,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     )
     inspect.add_argument("--samples", type=int, default=3, help="documents to show (default: 3)")
     inspect.add_argument("--text-field", default="text", help="field of JSONL with the text (default: text)")
+    about = "tokens of a training sample, for the share of documents that it cuts (default: 4096)"
+    inspect.add_argument("--seq-len", type=int, default=4096, help=about)
     add_json(inspect)
     inspect.set_defaults(run=_inspect)
     check = subparsers.add_parser("verify", help="compare files with their manifest, or with another corpus")
@@ -40,7 +42,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
     from moe_exp.data.inspect.inspection import inspect_path, print_inspection
 
     options = {"tokenizer": arguments.tokenizer, "text_field": arguments.text_field}
-    report = inspect_path(arguments.path, num_samples=arguments.samples, **options)
+    report = inspect_path(arguments.path, num_samples=arguments.samples, seq_len=arguments.seq_len, **options)
     if arguments.json:
         print_json(report)
     else:

@@ -10,13 +10,13 @@ import math
 from collections.abc import Iterator
 
 from moe_exp.config.checks.attention import check_attention
+from moe_exp.config.checks.data import check_packing, check_stages
 from moe_exp.config.checks.divisors import multiples as _multiples
 from moe_exp.config.checks.divisors import must_divide as _must_divide
 from moe_exp.config.checks.fp8 import check_fp8
 from moe_exp.config.checks.moe import check_moe, check_upcycle
 from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
-from moe_exp.config.checks.stages import check_stages
 from moe_exp.config.checks.training import check_optimizer, check_profiling, check_rampup
 from moe_exp.config.choices import EXPERT_BACKENDS, SCHEDULES
 from moe_exp.config.setting_types import names_text, shown
@@ -41,6 +41,7 @@ def check_config(config: Config) -> list[str]:
         *check_optimizer(config),
         *check_profiling(config),
         *_data(config),
+        *check_packing(config),
         *check_stages(config),
         *_retention(config),
         *_dumps(config),

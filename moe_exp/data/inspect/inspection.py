@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from tokenizers import Tokenizer
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.inspect.hashes import Hashes
 from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, check_regular
+from moe_exp.data.samples.packing import cut_documents
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokens import tokenizer_vocab_size
 from moe_exp.host.progress import print_summary, progress, table_console
@@ -34,7 +35,12 @@ _ADVANCE_BYTES = 2**20
 
 
 def inspect_path(
-    path: Path, *, tokenizer: Path | None = None, num_samples: int = 3, text_field: str = "text"
+    path: Path,
+    *,
+    tokenizer: Path | None = None,
+    num_samples: int = 3,
+    text_field: str = "text",
+    seq_len: int = 4096,
 ) -> dict[str, Any]:
     """Reads all of `path` and says what is in it.
 
@@ -44,6 +50,7 @@ def inspect_path(
             have.
         num_samples: documents to show.
         text_field: of JSONL.
+        seq_len: tokens of a training sample, for the share of documents that it cuts.
 
     Returns:
         Plain values as --json prints them; `kind` is `tokens` or `documents`.
@@ -54,7 +61,9 @@ def inspect_path(
     if path.is_dir() or path.name.endswith(DATA_SUFFIXES):
         return inspect_documents(data_files(path), num_samples=num_samples, text_field=text_field)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-    return inspect_tokens(TokenFiles(prefix), tokenizer=tokenizer, num_samples=num_samples)
+    if seq_len < 1:
+        raise ValueError(f"--seq-len={seq_len}: must be 1 or more. Fix: give tokens per sample.")
+    return inspect_tokens(TokenFiles(prefix), tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len)
 
 
 def data_files(path: Path) -> list[Path]:
@@ -106,7 +115,7 @@ class _Tokens:
 
 
 def inspect_tokens(
-    files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3
+    files: TokenFiles, *, tokenizer: Path | None = None, num_samples: int = 3, seq_len: int = 4096
 ) -> dict[str, Any]:
     """See `inspect_path`."""
     vocab_size = tokenizer_vocab_size(tokenizer) if tokenizer else files.tokenizer_fact("vocab_size")
@@ -138,6 +147,7 @@ def inspect_tokens(
         "eods_inside": counts.num_eods - counts.num_ending_with_eod,
         "empty_documents": num_empty + counts.num_only_eod,
         "duplicate_documents": counts.hashes.num_duplicates(),
+        "cut_documents": asdict(cut_documents(lengths, seq_len)),
         "lengths": length_summary(lengths),
         "samples": _token_samples(files, tokenizer, num_samples),
     }
@@ -278,7 +288,13 @@ def _token_rows(report: dict[str, Any]) -> dict[str, object]:
         rows["documents that end with EOD"] = report["end_with_eod"]
         rows["EODs elsewhere"] = report["eods_inside"]
     rows["empty documents"] = report["empty_documents"]
-    return rows | {"duplicates of another document": report["duplicate_documents"]}
+    cut = report["cut_documents"]
+    by_best_fit = f"{cut['best_fit']:.1%} by best fit, with {cut['filler']:.2%} of filler"
+    shares = f"{cut['concatenated']:.1%} concatenated, {by_best_fit}"
+    return rows | {
+        "duplicates of another document": report["duplicate_documents"],
+        f"cut by samples of {cut['seq_len']:,} tokens": shares,
+    }
 
 
 def _document_rows(report: dict[str, Any]) -> dict[str, object]:

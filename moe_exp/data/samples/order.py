@@ -38,6 +38,7 @@ class SampleOrder:
         tokenizer: `tokenizer_fingerprint` of TOKENIZER; None if that is not set.
         content: of the tokens (`dataset.content_of`).
         manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
+        packing: DOCUMENT_PACKING.
         stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
             fingerprint and hash of its files together.
     """
@@ -52,6 +53,7 @@ class SampleOrder:
     tokenizer: str | None = None
     content: str = ""
     manifest: str | None = None
+    packing: str = "concatenate"
     stages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -73,6 +75,7 @@ class SampleOrder:
             tokenizer=tokenizer_fingerprint(config.tokenizer) if config.tokenizer else None,
             content=content,
             manifest=_manifest(config.train_data),
+            packing=config.document_packing,
             stages=[
                 {
                     "first_sample": stage.first_sample,
@@ -95,6 +98,7 @@ def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 
 
 def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
+    saved = {"packing": "concatenate", **saved}  # the only one before it was a setting
     differing = {name for name, value in facts.items() if name in saved and saved[name] != value}
     differing -= {"stages"}  # those to come may change, see `order_changes`
     return differing - {"manifest"} if None in (facts.get("manifest"), saved.get("manifest")) else differing
@@ -160,9 +164,10 @@ def order_changes(
         parts = [f"{share[0]:.4g} to {share[1]:.4g}" for share in (order.share, saved["share"])]
         rule = f"trains on the documents from {parts[0]} of each file, {checkpoint} on those from {parts[1]}"
         changes.append(Change("SPLIT", config.split, rule, "give back the old SPLIT"))
-    for name in ("seed", "seq_len", "data_order"):
-        if name in differing:
-            setting, before = name.upper(), saved[name]
+    settings = {name: name for name in ("seed", "seq_len", "data_order")} | {"packing": "document_packing"}
+    for fact, name in settings.items():
+        if fact in differing:
+            setting, before = name.upper(), saved.get(fact, "concatenate")
             rule = f"{checkpoint} has {setting}={before}"
             changes.append(Change(setting, getattr(config, name), rule, f"set {setting}={before}"))
     if order.tokenizer and saved.get("tokenizer") and "tokenizer" in differing:

@@ -26,7 +26,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
-from moe_exp.data.samples.dataset import Int64Array, Origin, Samples, Stage
+from moe_exp.data.samples.corpus import Int64Array
+from moe_exp.data.samples.dataset import Origin, Samples, Stage
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:

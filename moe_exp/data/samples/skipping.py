@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from moe_exp.data.samples.dataset import Int64Array, Origin, Samples, Stage
+from moe_exp.data.samples.corpus import Int64Array
+from moe_exp.data.samples.dataset import Origin, Samples, Stage
 
 Range = tuple[int, int]
 

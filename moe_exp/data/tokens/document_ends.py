@@ -7,7 +7,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moe_exp.config import Config, problem
-from moe_exp.data.tokens.files import TokenFiles, attended_share
+from moe_exp.data.samples.packing import attended_share
+from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokens import parse_blend
 
 _FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS=false"
@@ -39,6 +40,9 @@ def with_document_tokens(config: Config, blend: str) -> Config:
     if not config.document_mask or config.document_tokens or not blend:
         return config
     members = parse_blend(blend)
-    shares = [(weight, attended_share(TokenFiles(prefix), config.seq_len)) for weight, prefix in members]
+    shares = [
+        (weight, attended_share(TokenFiles(prefix), config.seq_len, config.document_packing))
+        for weight, prefix in members
+    ]
     mean = sum(weight * share for weight, share in shares) / sum(weight for weight, _ in shares)
     return config.model_copy(update={"document_tokens": max(1.0, mean * config.seq_len)})

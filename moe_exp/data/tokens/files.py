@@ -151,15 +151,3 @@ def part_tokens(files: TokenFiles, share: Share, *, by_sequence: bool = False) -
     bounds = files.sequence_bounds if by_sequence else files.document_bounds
     begin, end = share_range(len(bounds) - 1, share)
     return int(bounds[end] - bounds[begin])
-
-
-def attended_share(files: TokenFiles, seq_len: int) -> float:
-    """Pairs of a query and a key in one document over all pairs in a sample, mean over samples, 0 to 1.
-
-    Of samples that are cut from the documents in the order of the file. Shuffled ones have nearly the same.
-    """
-    ends = files.document_bounds[1:]
-    num_tokens = int(ends[-1]) // seq_len * seq_len
-    cuts = np.union1d(ends[ends < num_tokens], np.arange(seq_len, num_tokens + 1, seq_len))
-    lengths = np.diff(cuts, prepend=0).astype(np.float64)
-    return float((lengths**2).sum() / (num_tokens * seq_len)) if num_tokens else 1.0

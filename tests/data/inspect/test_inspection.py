@@ -73,6 +73,13 @@ def test_token_files_by_hand(tmp_path):
         "eods_inside": 1,
         "empty_documents": 1,
         "duplicate_documents": 2,
+        # By best fit: 1 sample of 4097 for the 6 documents that have something to predict.
+        "cut_documents": {
+            "seq_len": 4096,
+            "concatenated": pytest.approx((120 - 7) / 4096 / 7),
+            "best_fit": 0.0,
+            "filler": pytest.approx(1 - 119 / 4097),
+        },
         "lengths": {
             "min": 1,
             "median": 4.0,

@@ -18,12 +18,8 @@ from hypothesis import strategies as st
 from moe_exp.data.samples import dataset
 from moe_exp.data.samples.batch import context_part, split_batch
 from moe_exp.data.samples.blend import blend_position
-from moe_exp.data.samples.dataset import (
-    SampleStream,
-    _permuted,
-    _shuffled,
-    content_of,
-)
+from moe_exp.data.samples.corpus import permuted, shuffled
+from moe_exp.data.samples.dataset import SampleStream, content_of
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.layers.megatron.documents import document_lengths, document_positions
 from moe_exp.layers.microbatch import context_ranges, sequence_blocks
@@ -45,7 +41,9 @@ def write(prefix, lengths, first_id=1):
 def epoch_text(stream, number=0):
     """The tokens of one epoch in the order in which its windows were cut, and the order of the windows."""
     corpus = stream._corpora[0]
-    text = corpus._read(corpus._epoch(number), start=0, stop=int(corpus._bounds[-1]))
+    bounds = corpus.files.document_bounds
+    documents = corpus._epoch(number).documents
+    text = np.concatenate([corpus._tokens[bounds[one] : bounds[one + 1]] for one in documents])
     windows = [stream.sample(number * corpus.num_windows + i) for i in range(corpus.num_windows)]
     starts = [
         next(
@@ -207,15 +205,15 @@ def test_pickled_stream_gives_the_same_samples(prefix):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 700), st.integers(0, 2**64 - 1))
 def test_permutations(size, key):
-    assert sorted(_permuted(i, size, key) for i in range(size)) == list(range(size))
-    assert sorted(_shuffled(size, key)) == list(range(size))
+    assert sorted(permuted(i, size, key) for i in range(size)) == list(range(size))
+    assert sorted(shuffled(size, key)) == list(range(size))
 
 
 def test_permutations_are_near_uniform():
     """Where each of 8 elements lands over 4000 keys: chi-squared with 49 degrees of freedom is over 100 once
     in 10^5 draws.
     """
-    for permute in (lambda key: [_permuted(i, 8, key) for i in range(8)], lambda key: _shuffled(8, key)):
+    for permute in (lambda key: [permuted(i, 8, key) for i in range(8)], lambda key: shuffled(8, key)):
         counts = np.zeros((8, 8))
         for key in range(4000):
             counts[np.arange(8), permute(key * 0x9E3779B97F4A7C15 % 2**64)] += 1

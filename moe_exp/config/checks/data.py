@@ -1,4 +1,4 @@
-"""Rules of DATA_STAGES; a part of checks.py."""
+"""Rules of DATA_STAGES and DOCUMENT_PACKING; a part of checks.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from moe_exp.config.data_stages import DataStage, microbatch_samples, stages_of
 from moe_exp.config.ramp import batch_size_at, ramp_steps
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.config.settings import Config, problem
+
+
+def check_packing(config: Config) -> Iterator[str]:
+    """A line for each setting that DOCUMENT_PACKING=best_fit does not go with."""
+    if config.document_packing != "best_fit":
+        return
+    if not config.eod_mask_loss:
+        rule = "fills samples up with end-of-document tokens, whose loss must not count"
+        yield problem("document_packing", "best_fit", rule, "set EOD_MASK_LOSS=true")
+    if config.data_order == "megatron":
+        rule = "is an order of our own, and DATA_ORDER=megatron Megatron's"
+        yield problem("document_packing", "best_fit", rule, "set DATA_ORDER=stream")
 
 
 def check_stages(config: Config) -> Iterator[str]:
