@@ -119,18 +119,25 @@ def settings_of(variant: str, num_ranks: int, layout: str) -> dict[str, Any]:
     return MODEL | {"gpus_per_node": num_ranks} | VARIANTS[variant] | LAYOUTS[num_ranks][layout]
 
 
-def build_all(jobs: list[tuple[dict[str, Any], int]]) -> list[dict[str, Any]]:
-    """On one rank: builds the model of every job (settings, port), one after the other."""
+def build_all(jobs: list[tuple[list[dict[str, Any]], int]]) -> list[list[dict[str, Any]]]:
+    """On one rank: builds the models of every job (settings of each, all of one layout, and a port)."""
     return in_turn(_build, jobs)
 
 
-def _build(settings: dict[str, Any], port: int) -> dict[str, Any]:
+def _build(models: list[dict[str, Any]], port: int) -> list[dict[str, Any]]:
     from moe_exp.engine import runtime
+
+    os.environ["MASTER_PORT"] = str(port)
+    configs = [load_config(settings, {}) for settings in models]
+    rank = runtime.start(configs[0])  # what takes the time is the process groups
+    built = [_build_one(config, rank) for config in configs]
+    runtime.stop()
+    return built
+
+
+def _build_one(config: Any, rank: Any) -> dict[str, Any]:
     from moe_exp.engine.model import build_chunk, transformer_config
 
-    config = load_config(settings, {})
-    os.environ["MASTER_PORT"] = str(port)
-    rank = runtime.start(config)
     chunks = [
         build_chunk(config, transformer_config(config), rank, stage) for stage in range(config.vpp or 1)
     ]
@@ -140,9 +147,7 @@ def _build(settings: dict[str, Any], port: int) -> dict[str, Any]:
         for is_expert in (False, True)
     }
     pieces = [piece for chunk in chunks for piece in _pieces(chunk, rank.groups, tied=config.tie_embeddings)]
-    built = {"pp_rank": rank.groups.pp.rank(), "pieces": pieces, "dense": sizes[False], "expert": sizes[True]}
-    runtime.stop()
-    return built
+    return {"pp_rank": rank.groups.pp.rank(), "pieces": pieces, "dense": sizes[False], "expert": sizes[True]}
 
 
 def _pieces(chunk: Any, groups: Any, *, tied: bool) -> Pieces:
@@ -199,10 +204,20 @@ def built() -> Callable[[str, int, str], list[dict[str, Any]]]:
 
     @cache
     def all_of(num_ranks: int) -> dict[tuple[str, str], list[dict[str, Any]]]:
-        names = [(variant, layout) for variant, ranks, layout in CASES if ranks == num_ranks]
-        jobs = [(settings_of(variant, num_ranks, layout), free_port()) for variant, layout in names]
+        found = {}
+        variants = {
+            layout: [variant for variant, ranks, of in CASES if (ranks, of) == (num_ranks, layout)]
+            for layout in LAYOUTS[num_ranks]
+        }
+        jobs = [
+            ([settings_of(variant, num_ranks, layout) for variant in names], free_port())
+            for layout, names in variants.items()
+        ]
         by_rank = run_on_ranks(num_ranks, build_all, jobs, join=False, timeout=240)
-        return {name: [results[index] for results in by_rank] for index, name in enumerate(names)}
+        for job, (layout, names) in enumerate(variants.items()):
+            for place, variant in enumerate(names):
+                found[variant, layout] = [results[job][place] for results in by_rank]
+        return found
 
     return lambda variant, num_ranks, layout: all_of(num_ranks)[variant, layout]
 
@@ -218,9 +233,9 @@ def test_same_initial_weights(variant, num_ranks, layout, built):
 
 def test_another_seed_draws_other_weights():
     settings = settings_of("moe_shared", 1, "one")
-    jobs = [(settings | {"seed": seed}, free_port()) for seed in (1, 2)]
+    jobs = [([settings | {"seed": seed}], free_port()) for seed in (1, 2)]
     (both,) = run_on_ranks(1, build_all, jobs, join=False)
-    for (name, _, one), (_, _, other) in zip(*(built["pieces"] for built in both), strict=True):
+    for (name, _, one), (_, _, other) in zip(*(built["pieces"] for (built,) in both), strict=True):
         assert torch.equal(one, other) == (one.dim() == 1), name  # norms begin at 1
 
 
