@@ -3,6 +3,7 @@
 # were tuned. Resumes; one core each, so two parts can run at the same time.
 #   bash bench/recipes.sh changes        about two hours on one core
 #   bash bench/recipes.sh balance        half an hour: the coefficient of the balancing loss
+#   bash bench/recipes.sh documents      half an hour: documents that do not see each other
 #   bash bench/recipes.sh tuning 32      batch size 32 (also 16 and 64); about an hour on one core. A part:
 #                                        LEARNING_RATES="15 22" MODELS=dmoe RUN_NAME=more bash bench/recipes.sh tuning 16
 #   cp runs/recipe_changes/results.json docs/recipes/changes.json   # tuning_32, balance likewise
@@ -37,6 +38,16 @@ balance() {
   RUN_NAME=recipe_balance moe-exp compare --runs dmoe \
     --variant aux_4:AUX_LOSS_COEFF=1e-4 --variant aux_3:AUX_LOSS_COEFF=1e-3 --variant aux_2:AUX_LOSS_COEFF=1e-2 \
     --variant aux_1:AUX_LOSS_COEFF=1e-1
+}
+
+# Documents that do not see each other, and whole ones. With EOD_MASK_LOSS the loss is over fewer tokens, so
+# that eod_* compare with each other only.
+documents() {
+  RUN_NAME=recipe_documents TRAIN_ITERS=250 moe-exp compare --repeats 3 --runs dmoe,dense \
+    --variant masked:DOCUMENT_MASK=true --variant dense_masked:USE_MOE=false,DOCUMENT_MASK=true \
+    --variant eod:EOD_MASK_LOSS=true --variant eod_masked:EOD_MASK_LOSS=true,DOCUMENT_MASK=true \
+    --variant eod_packed:EOD_MASK_LOSS=true,DOCUMENT_PACKING=best_fit \
+    --variant eod_masked_packed:EOD_MASK_LOSS=true,DOCUMENT_MASK=true,DOCUMENT_PACKING=best_fit
 }
 
 # The tokens of 1,000 iterations of 32 samples, at each batch size.

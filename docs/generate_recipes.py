@@ -149,15 +149,36 @@ def changes_table() -> list[str]:
     results = read_result(COMPARISONS, "changes")
     for name, variant in results.items():
         base = results["dense" if name.startswith("dense") else "dmoe"]
-        losses, base_losses = (numbers(of, "valid_loss") for of in (variant, base))
         paces = [np.nanmedian(numbers(of, "tokens_per_second")) for of in (base, variant)]
-        apart = losses - base_losses
-        apart = apart[np.isfinite(apart)]
-        half = half_interval(apart.std(ddof=1), len(apart), len(apart) - 1)
-        cells = [f"{signed(apart.mean())} ± {half:.4f}", f"{paces[0] / paces[1]:.2f}×"]
-        loss = f"{np.nanmean(losses):.4f}"
-        rows.append([changed(name, variant, base), loss, *(["", ""] if variant is base else cells)])
+        cells = [loss_of(variant), difference_of(variant, base), f"{paces[0] / paces[1]:.2f}×"]
+        rows.append([changed(name, variant, base), *([*cells[:1], "", ""] if variant is base else cells)])
     return aligned(rows)
+
+
+def documents_table() -> list[str]:
+    """Validation loss with documents apart or whole, against the base whose loss is over the same tokens."""
+    rows = [["change", "validation loss", "difference"]]
+    results = read_result(COMPARISONS, "documents")
+    bases = {"dense": results.get("dense"), "eod": results.get("eod")}
+    for name, variant in results.items():
+        base = bases.get(name.split("_")[0], results["dmoe"])
+        is_base = variant is base
+        label = changed(name, variant, results["dmoe"] if name == "eod" else base)
+        rows.append([label, loss_of(variant), "" if is_base else difference_of(variant, base)])
+    return aligned(rows)
+
+
+def loss_of(variant: dict[str, Any]) -> str:
+    """Mean validation loss over seeds."""
+    return f"{np.nanmean(numbers(variant, 'valid_loss')):.4f}"
+
+
+def difference_of(variant: dict[str, Any], base: dict[str, Any]) -> str:
+    """Mean difference of validation losses with the same seeds, and its interval."""
+    apart = numbers(variant, "valid_loss") - numbers(base, "valid_loss")
+    apart = apart[np.isfinite(apart)]
+    half = half_interval(apart.std(ddof=1), len(apart), len(apart) - 1)
+    return f"{signed(apart.mean())} ± {half:.4f}"
 
 
 def numbers(variant: dict[str, Any], name: str) -> np.ndarray:
@@ -222,6 +243,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "changes": changes_table,
     "tuning": tuning_table,
     "balance": balance_table,
+    "documents": documents_table,
     "claims": claims_table,
     "ladders": ladders_table,
 }

@@ -4,6 +4,8 @@ one by one, in float64, in every layout of tests/test_topology.py.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 from helpers.documents_on_ranks import documents_alone, packed_models
 from helpers.model_on_ranks import Found
+from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to, relative_error
 from test_topology import LAYOUTS, Layout
 
@@ -32,8 +35,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "recompute": {"recompute": "full", "rotary_fraction": 0.5, "qkv_bias": True},
     "yarn": YARN | {"normalization": "LayerNorm", "qk_norm": True},
 }
+TP2_CP2 = Layout(2, 1, "none", 1, 1, 2)
 CASES = [  # of one layout after each other, see `in_turn`
-    (kind, ranks, layout) for ranks in (1, 2, 4) for layout in LAYOUTS if layout.fits(ranks) for kind in KINDS
+    (kind, ranks, layout)
+    for ranks in (1, 2, 4)
+    for layout in (*LAYOUTS, TP2_CP2)
+    if layout.fits(ranks)
+    for kind in KINDS
 ]
 FAST = [case for case in CASES if case[0] in ("dense", "dmoe", "latent") and case[1] < 4] + [
     case for case in CASES if case[0] not in ("dense", "dmoe", "latent") and case[1] == 1
@@ -89,6 +97,27 @@ def test_as_documents_one_by_one(kind, num_ranks, layout, alone, packed):
     torch.testing.assert_close(ours.losses, right.losses, rtol=LIMIT, atol=0)
     assert all(gradient.dtype == torch.float64 for gradient in ours.gradients.values())
     print(f"largest relative error {assert_equal_to(LIMIT, ours.gradients, right.gradients):.1e}")
+
+
+def leaks(without_mask: bool) -> tuple[int, str]:
+    """On a rank: exit code and output of `moe-exp doctor --leak-test`."""
+    from moe_exp.cli import main
+    from moe_exp.layers.megatron.documents import Documents
+
+    if without_mask:
+        Documents.are_whole_samples = property(lambda self: True)  # type: ignore[assignment,method-assign]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(["doctor", "--leak-test"])
+    return code, printed.getvalue()
+
+
+@pytest.mark.parametrize("without_mask", [False, True])
+def test_doctor_finds_what_leaks(without_mask):
+    ((code, printed),) = run_on_ranks(1, leaks, without_mask, join=False)
+    assert code == int(without_mask), printed
+    assert printed.count("documents see each other") == (4 if without_mask else 0)
+    rows = [line.split()[-2] for line in printed.splitlines() if line.rstrip(" │|").endswith(("ok", "leaks"))]
+    assert len(rows) == 4, printed
 
 
 @pytest.mark.parametrize("policy", ["position", "probs"])

@@ -23,8 +23,8 @@ _SHORTEST = 2  # tokens: one to predict the next from
 
 
 class Item(NamedTuple):
-    """What each sample of a group has of one length: `each` pieces, those of the group's first sample from
-    `first` on among all pieces of that length.
+    """Pieces of one length: `each` in every sample of a group, of all pieces of this length those from
+    `first` on in its first sample.
     """
 
     length: int
@@ -154,7 +154,7 @@ def _cut(lengths: Int64Array, seq_len: int) -> tuple[Int64Array, Int64Array]:
 
 @dataclass(frozen=True)
 class CutDocuments:
-    """What samples of `seq_len` tokens do to the documents of a file.
+    """Shares of the documents of a file that samples cut.
 
     Args:
         seq_len: tokens per sample.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from moe_exp.data.samples.blend import blend_counts, blend_position
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.host.exit_codes import FAILED
 from moe_exp.launch.machine_checks import data_problems
 
 SEQ_LEN = 8
@@ -242,10 +244,32 @@ def run_settings(prefixes: dict[str, str], folder: Path, **changes):
     } | changes  # fmt: skip
 
 
-def test_a_run_over_two_borders_and_its_parts(prefixes, tmp_path, runs):
-    """Stopped before and after a border, resumed with workers and on two ranks; then with another past."""
-    settings = run_settings(prefixes, tmp_path)
-    whole = runs.succeed("whole", **settings)
+# Kills the rank that reads the sample DIES_AT.
+DYING = """
+import os
+import signal
+if "RANK" in os.environ:
+    from moe_exp.data.samples.stages import StagedSamples
+    batch = StagedSamples.batch
+    def die(self, first, count):
+        if first == int(os.environ["DIES_AT"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch(self, first, count)
+    StagedSamples.batch = die
+"""
+
+
+@pytest.fixture(scope="module")
+def settings(prefixes, tmp_path_factory):
+    return run_settings(prefixes, tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def whole(settings, session_runs):
+    return session_runs.succeed("stages", **settings)
+
+
+def test_stages_begin_where_they_say(whole):
     assert whole.curve("consumed_samples") == list(range(8, 88, 8))
     assert whole.curve("consumed_tokens") == list(range(256, 2816, 256))
     began = [event for event in whole.records("event") if event["event"] == "data_stage"]
@@ -253,14 +277,32 @@ def test_a_run_over_two_borders_and_its_parts(prefixes, tmp_path, runs):
         (4, 1, 32),
         (7, 2, 64),
     ]
-    for interval in (3, 6, 8):
-        runs.stopped("parts", EXIT_INTERVAL=interval, **settings)
-    parts = runs.succeed("parts", NUM_WORKERS=1, **settings)
+
+
+@pytest.mark.parametrize(
+    "dies_at", [24, *(pytest.param(at, marks=pytest.mark.slow) for at in (16, 32, 40, 48, 72))]
+)
+def test_killed_on_both_sides_of_a_border(dies_at, whole, settings, runs, tmp_path):
+    """Borders are at 24 and 48, and checkpoints at every 16. Resumed on the same layout, with workers, and on
+    two ranks.
+    """
+    (tmp_path / "sitecustomize.py").write_text(DYING)
+    process = runs.start(
+        "killed", PYTHONPATH=tmp_path, DIES_AT=dies_at, SAVE_INTERVAL=2, MAX_RESTARTS=0, **settings
+    )
+    killed = runs.end("killed", process)
+    assert killed.code == FAILED
+    assert killed.curve("consumed_samples")[-1] == dies_at
+    shutil.copytree(killed.folder.path, runs.folder("two").path)
+    resumed = runs.succeed("killed", NUM_WORKERS=1, **settings)
     for name in ("lm_loss", "grad_norm", "consumed_flops"):
-        assert parts.curve(name) == whole.curve(name), name
+        assert resumed.curve(name) == whole.curve(name), name
     two = runs.succeed("two", GPUS_PER_NODE=2, EP=2, NUM_WORKERS=1, **settings)
+    assert len(two.records()) == 10
     assert two.curve("lm_loss") == pytest.approx(whole.curve("lm_loss"), rel=1e-6)
 
+
+def test_a_past_stage_is_kept_and_a_future_one_may_change(prefixes, whole, settings, runs):
     runs.stopped("past", EXIT_INTERVAL=5, **settings)
     stages = json.loads(settings["DATA_STAGES"])
     stages[0]["train_data"] = prefixes["c"]

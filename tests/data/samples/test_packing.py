@@ -18,6 +18,7 @@ from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.packing import attended_share, best_fit, cut_documents, piece_counts
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter
+from moe_exp.host.exit_codes import BAD_INPUT
 
 LENGTHS = [5, 2, 17, 9, 1, 3, 40, 12, 8, 26, 3, 35] * 10
 
@@ -181,3 +182,24 @@ def test_refused_with_the_fix(others, said):
     (line,) = check_config(config)
     assert line.startswith("DOCUMENT_PACKING=best_fit: ")
     assert line.endswith(f"Fix: {said}.")
+
+
+@pytest.mark.parametrize(
+    "order",
+    [{"DOCUMENT_PACKING": "best_fit"}, pytest.param({"DATA_ORDER": "megatron"}, marks=pytest.mark.slow)],
+)
+def test_a_run_and_its_parts(order, runs):
+    """Documents apart in both orders of samples: resumed with workers, and on context parallel ranks."""
+    settings = {"DOCUMENT_MASK": True, "EOD_MASK_LOSS": True, "TRAIN_ITERS": 6, **order}
+    whole = runs.succeed("whole", **settings)
+    runs.stopped("parts", EXIT_INTERVAL=3, **settings)
+    parts = runs.succeed("parts", NUM_WORKERS=1, **settings)
+    for name in ("lm_loss", "grad_norm", "consumed_flops"):
+        assert parts.curve(name) == whole.curve(name), name
+    two = runs.succeed("two", GPUS_PER_NODE=2, CP=2, **settings)
+    assert two.curve("lm_loss") == pytest.approx(whole.curve("lm_loss"), rel=1e-5)
+    if "DOCUMENT_PACKING" in order:
+        other = runs.run("parts", **settings | {"DOCUMENT_PACKING": "concatenate", "TRAIN_ITERS": 8})
+        assert other.code == BAD_INPUT
+        assert "DOCUMENT_PACKING=concatenate: the checkpoint at iteration 6" in other.stderr
+        assert "has DOCUMENT_PACKING=best_fit" in other.stderr

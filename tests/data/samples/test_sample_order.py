@@ -60,6 +60,8 @@ def test_same_order(settings):
         ({"seq_len": 32}, f"SEQ_LEN=32: {CHECKPOINT} has SEQ_LEN=64, {LOST}. Fix: set SEQ_LEN=64, {FIX}"),
         ({"data_order": "megatron"}, f"DATA_ORDER=megatron: {CHECKPOINT} has DATA_ORDER=stream, {LOST}. "
             f"Fix: set DATA_ORDER=stream, {FIX}"),
+        ({"document_packing": "best_fit"}, f"DOCUMENT_PACKING=best_fit: {CHECKPOINT} has "
+            f"DOCUMENT_PACKING=concatenate, {LOST}. Fix: set DOCUMENT_PACKING=concatenate, {FIX}"),
     ],
 )  # fmt: skip
 def test_other_order(settings, line):
@@ -83,6 +85,14 @@ def test_a_checkpoint_of_an_older_version_has_no_content():
     saved = {name: value for name, value in current.facts().items() if name != "content"}
     assert order_changes(config, now, saved, CHECKPOINT, 100) == []
     assert is_same_order(now.facts(), saved) and not is_same_order(now.facts(), saved | {"seed": 7})
+
+
+def test_a_checkpoint_of_an_older_version_has_concatenated_documents():
+    config, now = order(document_packing="best_fit")
+    saved = {name: value for name, value in order()[1].facts().items() if name != "packing"}
+    (change,) = order_changes(config, now, saved, CHECKPOINT, 100)
+    assert change.fix == "set DOCUMENT_PACKING=concatenate"
+    assert order_changes(*order(), saved, CHECKPOINT, 100) == []
 
 
 def test_other_manifests_where_a_sample_of_the_tokens_is_the_same(tmp_path):
