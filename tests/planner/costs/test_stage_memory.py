@@ -429,8 +429,11 @@ def test_a_full_device_is_too_small():
     assert found.cached == 0
 
 
-def train_alone(settings: dict[str, Any]) -> int:
-    """In a process of its own: the largest resident size of the process over two iterations."""
+BYTES_BEFORE = 340e6  # of a process with the build of torch for CPUs, when it begins
+
+
+def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
+    """In a process of its own: its resident size when it begins, and the largest over two iterations."""
     from moe_exp import train
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
@@ -438,6 +441,7 @@ def train_alone(settings: dict[str, Any]) -> int:
 
     config = load_config(settings, {})
     rank = runtime.start_alone(config)
+    begin = _resident_bytes("VmRSS")
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
@@ -452,9 +456,12 @@ def train_alone(settings: dict[str, Any]) -> int:
         )
         optimizer.step()
     runtime.stop()
-    (line,) = [
-        line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")
-    ]
+    return begin, _resident_bytes("VmHWM")
+
+
+def _resident_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (line,) = [line for line in lines if line.startswith(f"{name}:")]
     return int(line.split()[1]) * 1024
 
 
@@ -479,8 +486,9 @@ PROCESSES = {
 def test_the_size_of_a_process_that_trains(settings):
     config = load_config(WIDE | settings, {})
     (found,) = memory_of(Job.of(config), load_hardware("CPU"), load_constants().memory)
-    (measured,) = run_on_ranks(1, train_alone, WIDE | settings, join=False, timeout=400)
-    assert found.total == pytest.approx(measured, rel=0.1)
+    ((begin, largest),) = run_on_ranks(1, train_alone, WIDE | settings, join=False, timeout=400)
+    # Before the model is there, a build of torch with CUDA has 180 MB more than the planner counts.
+    assert found.total == pytest.approx(largest - begin + BYTES_BEFORE, rel=0.1)
 
 
 def test_processors_have_no_cuda_context():
