@@ -60,7 +60,8 @@ def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -
     begin = _batch_start(config, stage.first_sample)
     if begin != stage.first_sample:
         after = begin + batch_size_at(config, begin)
-        yield f"{begins} where no batch begins; let it begin at sample {begin} or {after}"
+        fits = [begin, after] if begin > before.first_sample else [after]
+        yield f"{begins} where no batch begins; let it begin at sample {' or '.join(map(str, fits))}"
     factor, rest = divmod(stage.seq_len, config.seq_len)
     if rest:
         rule = f"has seq_len={stage.seq_len}, no multiple of SEQ_LEN={config.seq_len}"

@@ -161,6 +161,12 @@ def test_what_cannot_be_read(text, rule):
             "stage 1 begins at sample 84, where no batch begins",
             "let it begin at sample 80 or 88",
         ),
+        (  # shorter than a batch
+            [{"from_samples": 80, "seq_len": 128}, {"from_samples": 84, "train_data": "a"}],
+            {},
+            "stage 2 begins at sample 84, where no batch begins",
+            "let it begin at sample 88",
+        ),
         (
             [{"from_samples": 32, "train_data": "a"}],
             {"rampup_batch_size": "2 2 20"},
