@@ -5,6 +5,7 @@ it has no backward pass).
     # four documents a sample on average, by sequence length; 3 min on 2 cores
     python bench/bench_documents.py
     python bench/bench_documents.py --documents 16 --lengths 4096
+    python bench/bench_documents.py --documents 1.1 --lengths 256    # a border in some samples
 
 Documents are drawn: their ends are uniform, so that some are long. Ratios are medians over alternating pairs.
 """
@@ -29,11 +30,12 @@ HEADS, GROUPS, HEAD_SIZE, TOKENS = 8, 4, 64, 4096
 ONE_RANK = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
 
 
-def drawn_lengths(batch: int, seq_len: int, num_documents: int, generator: torch.Generator) -> Lengths:
-    """Samples of `num_documents` documents with ends at random places."""
+def drawn_lengths(batch: int, seq_len: int, mean: float, generator: torch.Generator) -> Lengths:
+    """Samples of `mean` documents on average, as evenly as possible, with ends at random places."""
     found = []
-    for _ in range(batch):
-        ends = torch.randperm(seq_len - 1, generator=generator)[: num_documents - 1].sort().values + 1
+    for sample in range(batch):
+        num_ends = int((sample + 1) * (mean - 1)) - int(sample * (mean - 1))
+        ends = torch.randperm(seq_len - 1, generator=generator)[:num_ends].sort().values + 1
         edges = torch.tensor([0, *ends.tolist(), seq_len])
         found.append(tuple(edges.diff().tolist()))
     return tuple(found)
@@ -102,7 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--documents", type=int, default=4, help="in a sample (default: 4)")
+    parser.add_argument("--documents", type=float, default=4, help="in a sample, on average (default: 4)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="SEQ_LENs")
     parser.add_argument("--rounds", type=int, default=15, help="turns of all (default: 15)")
     arguments = parser.parse_args()

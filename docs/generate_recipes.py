@@ -162,9 +162,8 @@ def documents_table() -> list[str]:
     bases = {"dense": results.get("dense"), "eod": results.get("eod")}
     for name, variant in results.items():
         base = bases.get(name.split("_")[0], results["dmoe"])
-        is_base = variant is base
-        label = changed(name, variant, results["dmoe"] if name == "eod" else base)
-        rows.append([label, loss_of(variant), "" if is_base else difference_of(variant, base)])
+        label = changed(name, variant, results["dmoe"] if base is bases["eod"] else base)
+        rows.append([label, loss_of(variant), "" if variant is base else difference_of(variant, base)])
     return aligned(rows)
 
 
