@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 from moe_exp.layers.kernels.launch import INTERPRETED, missing
 
@@ -25,6 +26,7 @@ def at_real_size(*values: object) -> object:
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.empty and its relatives give NaN, or the largest integer: what a kernel leaves out shows."""
+    _device_constructors()  # torch keeps what it finds the first time; `torch.device` as a context needs it
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, _filled(getattr(owner, name)))
 
