@@ -40,8 +40,9 @@ def split_batch(
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:
-    """The part of a batch, each [B, S], that a context parallel rank has: [B, S/C], its
-    pieces from `first` to `end - 1` each."""
+    """The part of a batch, each [B, S], that a context parallel rank has: tokens `first` to `end - 1` of each
+    of its `ranges`, together [B, S/C].
+    """
     if len(ranges) == 1:
         return dict(batch)
     return {

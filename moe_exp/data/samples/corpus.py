@@ -8,14 +8,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens.files import Share, TokenFiles, share_range
+from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles, share_range
 
-Int64Array = npt.NDArray[np.int64]
 _Word = TypeVar("_Word", int, npt.NDArray[Any])
 
 _MASK64 = 0xFFFFFFFFFFFFFFFF
@@ -65,10 +65,10 @@ class Corpus:
 
     def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
         self.prefix, self.seq_len, self.key, self.shuffle = prefix, seq_len, key, shuffle
-        self.files = TokenFiles(prefix)
-        self._bounds = self.files.document_bounds
+        files = TokenFiles(prefix)  # not kept: it has the bounds of sequences, too
+        self.dtype, self._bounds = files.dtype, files.document_bounds
         self._first, self._end = share_range(len(self._bounds) - 1, share)
-        self._filler = 0  # of windows that pieces do not fill
+        self._filler = self._filler_of(files)
         if (windows := self._count_windows()) < 1:
             num_tokens = int(self._bounds[self._end] - self._bounds[self._first])
             part = f" in the documents from {share[0]:.4g} to {share[1]:.4g} of it"
@@ -76,7 +76,7 @@ class Corpus:
             rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self.num_windows = windows
-        self._tokens = np.memmap(f"{prefix}.bin", self.files.dtype, mode="r")
+        self._tokens = np.memmap(f"{prefix}.bin", self.dtype, mode="r")
         self._epochs: dict[int, Epoch] = {}
 
     def window(self, index: int) -> Int64Array:
@@ -111,7 +111,15 @@ class Corpus:
             self._epochs[number] = self._order(self._first + documents, window_key)
         return self._epochs[number]
 
+    def add_to(self, digest: hashlib.blake2b) -> None:
+        """Adds what identifies the files. About half a second for 50 million documents."""
+        add_files(digest, self.prefix, self.dtype, self._bounds)
+
     # What is different where windows are made otherwise.
+
+    def _filler_of(self, files: TokenFiles) -> int:
+        """The token of places in a window that no piece fills; here there are none."""
+        return 0
 
     def _count_windows(self) -> int:
         return (int(self._bounds[self._end] - self._bounds[self._first]) - 1) // self.seq_len
@@ -130,6 +138,17 @@ class Corpus:
             begin = int(self._bounds[document + 1]) - (end - start)
             yield Piece(document, begin, begin + count)
             start += count
+
+
+def add_files(digest: hashlib.blake2b, prefix: str, dtype: np.dtype[Any], bounds: Int64Array) -> None:
+    """Adds to `digest` what identifies token files: sizes, lengths of documents, first and last bytes."""
+    digest.update(f"{dtype.name} {len(bounds)} {bounds[-1]}".encode())
+    digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
+    path = Path(f"{prefix}.bin")
+    with path.open("rb") as file:
+        digest.update(file.read(4096))
+        file.seek(max(0, path.stat().st_size - 4096))
+        digest.update(file.read(4096))
 
 
 # Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would

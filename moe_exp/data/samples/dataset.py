@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from moe_exp.data.samples.blend import blend_counts, blend_position, integer_weights
-from moe_exp.data.samples.corpus import Corpus, Int64Array
+from moe_exp.data.samples.corpus import Corpus, add_files
 from moe_exp.data.samples.packing import PackedCorpus
-from moe_exp.data.tokens.files import Share, TokenFiles
+from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles
 
 Packing = Literal["concatenate", "best_fit"]
 
@@ -181,7 +181,10 @@ class SampleStream:
 
     def fingerprint(self) -> str:
         """Fingerprint of the files, see `fingerprint_of`."""
-        return fingerprint_of([corpus.prefix for corpus in self._corpora])
+        digest = hashlib.blake2b(digest_size=8)
+        for corpus in self._corpora:
+            corpus.add_to(digest)
+        return digest.hexdigest()
 
     def content(self) -> str:
         """Hash of the tokens, see `content_of`."""
@@ -196,14 +199,7 @@ def fingerprint_of(prefixes: Sequence[str]) -> str:
     digest = hashlib.blake2b(digest_size=8)
     for prefix in prefixes:
         files = TokenFiles(prefix)
-        bounds = files.document_bounds
-        digest.update(f"{files.dtype.name} {len(bounds)} {bounds[-1]}".encode())
-        digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
-        path = Path(f"{prefix}.bin")
-        with path.open("rb") as file:
-            digest.update(file.read(4096))
-            file.seek(max(0, path.stat().st_size - 4096))
-            digest.update(file.read(4096))
+        add_files(digest, prefix, files.dtype, files.document_bounds)
     return digest.hexdigest()
 
 

@@ -26,9 +26,8 @@ import numpy as np
 import torch
 from filelock import FileLock
 
-from moe_exp.data.samples.corpus import Int64Array
 from moe_exp.data.samples.dataset import Origin, Stage, content_of, fingerprint_of
-from moe_exp.data.tokens.files import TokenFiles, parse_split, part_tokens
+from moe_exp.data.tokens.files import Int64Array, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokens import parse_blend
 
 from megatron.core.datasets.blended_dataset import BlendedDataset

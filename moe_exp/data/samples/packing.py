@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_exp.data.samples.corpus import Corpus, Epoch, Int64Array, Piece, hash_of, shuffled
-from moe_exp.data.tokens.files import Share, TokenFiles
+from moe_exp.data.samples.corpus import Corpus, Epoch, Piece, hash_of, shuffled
+from moe_exp.data.tokens.files import Int64Array, TokenFiles
 
 _SHORTEST = 2  # tokens: one to predict the next from
 
@@ -94,9 +94,8 @@ class PackedCorpus(Corpus):
     last token of a piece is the first of the next. Documents of one token are left out.
     """
 
-    def __init__(self, prefix: str, *, seq_len: int, key: str, shuffle: bool, share: Share):
-        super().__init__(prefix, seq_len=seq_len, key=key, shuffle=shuffle, share=share)
-        self._filler = self.files.end_of_document[0] or 0
+    def _filler_of(self, files: TokenFiles) -> int:
+        return files.end_of_document[0] or 0
 
     def _count_windows(self) -> int:
         lengths = np.diff(self._bounds[self._first : self._end + 1])
@@ -173,7 +172,7 @@ class CutDocuments:
 def cut_documents(lengths: Int64Array, seq_len: int) -> CutDocuments:
     """Both ways of making samples of documents of these lengths, in tokens."""
     counts = piece_counts(lengths, seq_len)
-    num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
+    num_samples = _num_samples(counts)
     num_filled = int((counts * np.arange(len(counts))).sum())
     return CutDocuments(
         seq_len=seq_len,
@@ -181,6 +180,10 @@ def cut_documents(lengths: Int64Array, seq_len: int) -> CutDocuments:
         best_fit=float((lengths > seq_len + 1).mean()) if len(lengths) else 0.0,
         filler=1 - num_filled / (num_samples * (seq_len + 1)) if num_samples else 0.0,
     )
+
+
+def _num_samples(counts: Int64Array) -> int:
+    return sum(group.count for group in best_fit(counts, len(counts) - 1))
 
 
 def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate") -> float:
@@ -191,7 +194,7 @@ def attended_share(files: TokenFiles, seq_len: int, packing: str = "concatenate"
     bounds = files.document_bounds
     if packing == "best_fit":
         counts = piece_counts(np.diff(bounds), seq_len)
-        num_samples = sum(group.count for group in best_fit(counts, seq_len + 1))
+        num_samples = _num_samples(counts)
         squares = np.minimum(np.arange(len(counts)), seq_len).astype(np.float64) ** 2
         return float((counts * squares).sum() / (num_samples * seq_len**2)) if num_samples else 1.0
     ends = bounds[1:]

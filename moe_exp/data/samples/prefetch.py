@@ -26,8 +26,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_exp.config import PREFETCHED_MICROBATCHES
-from moe_exp.data.samples.corpus import Int64Array
 from moe_exp.data.samples.dataset import Origin, Samples, Stage
+from moe_exp.data.tokens.files import Int64Array
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
@@ -149,8 +149,7 @@ class ReadAhead:
             # Python 3.12 on; see the top of the file for why a fork is safe here.
             warnings.filterwarnings("ignore", message=".*use of fork.*", category=DeprecationWarning)
             self._batches = iter(loader)
-        # If nobody closes it, multiprocessing sends SIGTERM, which the processes block, and waits for them
-        # without end.
+        # Otherwise multiprocessing sends SIGTERM at exit, which the processes block, and joins them forever.
         atexit.register(self.close)
 
     def close(self) -> None:

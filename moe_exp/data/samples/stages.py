@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_exp.data.samples.corpus import Int64Array
 from moe_exp.data.samples.dataset import Origin, SampleStream, Stage
+from moe_exp.data.tokens.files import Int64Array
 
 
 class StagedSamples:

@@ -41,7 +41,7 @@ def write(prefix, lengths, first_id=1):
 def epoch_text(stream, number=0):
     """The tokens of one epoch in the order in which its windows were cut, and the order of the windows."""
     corpus = stream._corpora[0]
-    bounds = corpus.files.document_bounds
+    bounds = corpus._bounds
     documents = corpus._epoch(number).documents
     text = np.concatenate([corpus._tokens[bounds[one] : bounds[one + 1]] for one in documents])
     windows = [stream.sample(number * corpus.num_windows + i) for i in range(corpus.num_windows)]
