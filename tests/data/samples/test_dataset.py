@@ -15,27 +15,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.token_files import VOCAB_SIZE, write
 from moe_exp.data.samples import dataset
 from moe_exp.data.samples.batch import context_part, split_batch
 from moe_exp.data.samples.blend import blend_position
 from moe_exp.data.samples.corpus import permuted, shuffled
 from moe_exp.data.samples.dataset import SampleStream, content_of
-from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.layers.megatron.documents import document_lengths, document_positions
 from moe_exp.layers.microbatch import context_ranges, sequence_blocks
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-
-VOCAB_SIZE = 60000
-
-
-def write(prefix, lengths, first_id=1):
-    """Documents of the given lengths (EOD included); every token but EOD has an id of its own."""
-    with BinIdxWriter(prefix, vocab_size=VOCAB_SIZE) as writer:
-        for length in lengths:
-            writer.add_document(range(first_id, first_id + length - 1))
-            first_id += length - 1
-    return str(prefix)
 
 
 def epoch_text(stream, number=0):

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.ranks import run_on_ranks
+from helpers.token_files import write
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
 from moe_exp.data.tokens.files import TokenFiles, parse_split, share_range
-from moe_exp.data.tokens.tokens import BinIdxWriter
 
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -29,15 +29,6 @@ from megatron.core.datasets.utils import get_blend_from_list
 
 SEQ_LEN = 16
 LENGTHS = [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10  # 1250 tokens, 78 samples
-
-
-def write(prefix, lengths, first_id=1):
-    """Documents of the given lengths (EOD included); every token but EOD has an id of its own."""
-    with BinIdxWriter(prefix, vocab_size=60000) as writer:
-        for length in lengths:
-            writer.add_document(range(first_id, first_id + length - 1))
-            first_id += length - 1
-    return str(prefix)
 
 
 def order(train, **changes):

@@ -11,26 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers.token_files import write
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.inspect.inspection import inspect_path
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.packing import attended_share, best_fit, cut_documents, piece_counts
 from moe_exp.data.tokens.files import TokenFiles
-from moe_exp.data.tokens.tokens import EOD_ID, BinIdxWriter
+from moe_exp.data.tokens.tokens import EOD_ID
 from moe_exp.host.exit_codes import BAD_INPUT
 
 LENGTHS = [5, 2, 17, 9, 1, 3, 40, 12, 8, 26, 3, 35] * 10
-
-
-def write(prefix, lengths):
-    """Every token but the end of a document has an id of its own."""
-    first_id = 1
-    with BinIdxWriter(prefix, vocab_size=60000) as writer:
-        for length in lengths:
-            writer.add_document(range(first_id, first_id + length - 1))
-            first_id += length - 1
-    return str(prefix)
 
 
 @pytest.fixture
