@@ -18,7 +18,7 @@ Models, data and run folders:
     mesh_model.py         a torch-native MoE language model around our layer
     planner/              planned (models, devices, constants), built_ranks (any rank of a world of any size,
                           on torch's meta device)
-    spiking_data.py       token files on which the loss spikes
+    token_files.py        whose tokens all differ; on which the loss spikes
     run_folders.py        run folders as a trainer leaves them
     watch/watched_run.py  a run folder and a squeue as the watchdog sees them
     checkpoint/           ckpt_files (without ranks), small_job (inside ranks), legs (training in legs),

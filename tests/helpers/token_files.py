@@ -1,19 +1,68 @@
-"""Token files whose tokens are all different, so that a sample shows where it comes from."""
+"""Token files: whose tokens all differ; that a tiny model learns at once, and with corrupt samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from helpers.checkpoint.small_job import VOCAB, small_settings
+from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
-VOCAB_SIZE = 60000
+DISTINCT_VOCAB = 60000
+SEQ_LEN, GBSZ = 16, 4
+# The loss falls from 5.6 to below 1 in the first half.
+SETTINGS: dict[str, Any] = {
+    "seq_len": SEQ_LEN,
+    "gbsz": GBSZ,
+    "lr": 0.01,
+    "min_lr": 0.001,
+    "warmup_iters": 5,
+    "decay_iters": 100,
+    "train_iters": 100,
+    "num_workers": 0,
+}
 
 
-def write(prefix: str | Path, lengths: Iterable[int], first_id: int = 1) -> str:
-    """Documents of the given lengths (EOD included); every token but EOD has an id of its own."""
-    with BinIdxWriter(prefix, vocab_size=VOCAB_SIZE) as writer:
+def write_distinct(prefix: str | Path, lengths: Iterable[int], first_id: int = 1) -> str:
+    """Documents of the given lengths (EOD included); every token but EOD has an id of its own.
+
+    So a sample shows where it comes from.
+    """
+    with BinIdxWriter(prefix, vocab_size=DISTINCT_VOCAB) as writer:
         for length in lengths:
             writer.add_document(range(first_id, first_id + length - 1))
             first_id += length - 1
     return str(prefix)
+
+
+def write_corpus(folder: Path, num_documents: int = 1000) -> Path:
+    """Documents of one window each, that count up in steps of one; returns the prefix."""
+    with BinIdxWriter(folder / "tokens", vocab_size=VOCAB) as writer:
+        for number in range(num_documents):
+            writer.add_document([1 + (number * 7 + place) % 60 for place in range(SEQ_LEN - 1)])
+    return folder / "tokens"
+
+
+def corrupt(prefix: Path, samples: range, seed: int = 1234) -> list[int]:
+    """Overwrites samples of a run by random tokens, where they lie in the .bin; returns their documents."""
+    stream = SampleStream([(1.0, str(prefix))], seq_len=SEQ_LEN, seed=seed)
+    documents = [stream.origin(number).documents[0] for number in samples]
+    path = prefix.with_suffix(".bin")
+    tokens = np.fromfile(path, dtype=np.uint16)
+    for document in documents:
+        # But for the first token, which is the last label of the window before.
+        first = document * SEQ_LEN
+        tokens[first + 1 : first + SEQ_LEN] = np.random.default_rng(document).integers(
+            100, VOCAB, SEQ_LEN - 1
+        )
+    tokens.tofile(path)
+    return documents
+
+
+def spiking_settings(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """Settings of a run on it."""
+    return small_settings(folder, name, **SETTINGS) | changes

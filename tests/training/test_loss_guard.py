@@ -11,7 +11,7 @@ import pytest
 
 from helpers.checkpoint.small_job import end_run, records, small_settings, start_run, write_tokens
 from helpers.ranks import free_port, run_on_ranks
-from helpers.spiking_data import GBSZ, corrupt, spiking_settings, write_corpus
+from helpers.token_files import GBSZ, corrupt, spiking_settings, write_corpus
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config import Config

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.spiking_data import SEQ_LEN, write_corpus
+from helpers.token_files import SEQ_LEN, write_corpus
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.training.samples import read_tokens
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.token_files import VOCAB_SIZE, write
+from helpers.token_files import DISTINCT_VOCAB, write_distinct
 from moe_exp.data.samples import dataset
 from moe_exp.data.samples.batch import context_part, split_batch
 from moe_exp.data.samples.blend import blend_position
@@ -47,14 +47,16 @@ def epoch_text(stream, number=0):
 
 @pytest.fixture
 def prefix(tmp_path):
-    return write(tmp_path / "part", [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10)
+    return write_distinct(tmp_path / "part", [5, 2, 17, 9, 3, 40, 12, 8, 26, 3] * 10)
 
 
 # Without shuffle
 
 
 def test_file_order_by_hand(tmp_path):
-    stream = SampleStream([(1.0, write(tmp_path / "part", [4, 1, 3, 4]))], seq_len=5, seed=0, shuffle=False)
+    stream = SampleStream(
+        [(1.0, write_distinct(tmp_path / "part", [4, 1, 3, 4]))], seq_len=5, seed=0, shuffle=False
+    )
     # 1 2 3 0 | 0 | 4 5 0 | 6 7 8 0: 12 tokens are two windows of 5 and a remainder; the label of 4 is the
     # first of the next.
     assert stream.sample(0).tolist() == [1, 2, 3, 0, 0, 4]
@@ -64,7 +66,7 @@ def test_file_order_by_hand(tmp_path):
 
 
 def test_smallest_data_set_is_one_window(tmp_path):
-    prefix = write(tmp_path / "part", [3, 3])
+    prefix = write_distinct(tmp_path / "part", [3, 3])
     assert SampleStream([(1.0, prefix)], seq_len=5, seed=0, shuffle=False).sample(7).tolist() == [
         1,
         2,
@@ -116,7 +118,7 @@ def test_every_token_once_per_epoch(tmp_path_factory, lengths, seq_len, seed, ep
     if sum(lengths) <= seq_len:
         return
     stream = SampleStream(
-        [(1.0, write(tmp_path_factory.mktemp("data") / "part", lengths))], seq_len=seq_len, seed=seed
+        [(1.0, write_distinct(tmp_path_factory.mktemp("data") / "part", lengths))], seq_len=seq_len, seed=seed
     )
     num_windows = (sum(lengths) - 1) // seq_len
     samples = [stream.sample(epoch * num_windows + i) for i in range(num_windows)]
@@ -161,8 +163,8 @@ def test_same_prefix_twice_in_a_blend_is_shuffled_apart(prefix):
 def test_sample_does_not_depend_on_what_was_read_before(tmp_path_factory, indices):
     folder = tmp_path_factory.mktemp("data")
     blend = [
-        (0.7, write(folder / "a", [7, 3, 20] * 9)),
-        (0.3, write(folder / "b", [11, 5] * 9, first_id=1000)),
+        (0.7, write_distinct(folder / "a", [7, 3, 20] * 9)),
+        (0.3, write_distinct(folder / "b", [11, 5] * 9, first_id=1000)),
     ]
     stream = SampleStream(blend, seq_len=8, seed=3)
     for index in indices:
@@ -172,7 +174,7 @@ def test_sample_does_not_depend_on_what_was_read_before(tmp_path_factory, indice
 
 def test_order_is_the_same_on_every_host_and_numpy(tmp_path):
     """Pinned: a change of it would feed a resumed run other data."""
-    stream = SampleStream([(1.0, write(tmp_path / "part", [3] * 6))], seq_len=4, seed=1234)
+    stream = SampleStream([(1.0, write_distinct(tmp_path / "part", [3] * 6))], seq_len=4, seed=1234)
     # 17 // 4 = 4 windows are an epoch; the fifth sample is the first of the next one.
     pinned = [[0, 11, 12, 0, 7], [7, 8, 0, 3, 4], [6, 0, 1, 2, 0], [9, 10, 0, 5, 6], [1, 2, 0, 5, 6]]
     assert [stream.sample(i).tolist() for i in range(5)] == pinned
@@ -244,8 +246,8 @@ def test_shares_hold_far_into_a_run():
 
 def test_blend_reads_each_file_by_its_weight(tmp_path):
     blend = [
-        (0.25, write(tmp_path / "a", [50] * 20)),
-        (0.75, write(tmp_path / "b", [50] * 20, first_id=5000)),
+        (0.25, write_distinct(tmp_path / "a", [50] * 20)),
+        (0.75, write_distinct(tmp_path / "b", [50] * 20, first_id=5000)),
     ]
     samples = SampleStream(blend, seq_len=8, seed=1).batch(0, 100)
     assert int((samples.amax(dim=1) >= 5000).sum()) == 75
@@ -336,7 +338,7 @@ def test_pieces_of_a_context_parallel_rank():
 def test_content_notices_other_tokens_where_the_fingerprint_does_not(tmp_path, monkeypatch, num_blocks):
     monkeypatch.setattr(dataset, "_BLOCK_BYTES", 64)
     monkeypatch.setattr(dataset, "_NUM_BLOCKS", num_blocks)  # with 8 of them, 1 byte in 40 is read
-    prefix = write(tmp_path / "a", [8192] * 2)
+    prefix = write_distinct(tmp_path / "a", [8192] * 2)
     stream = SampleStream([(1.0, prefix)], seq_len=4, seed=0)
     before = stream.fingerprint(), stream.content()
     assert stream.content() == content_of([prefix]) != content_of([prefix, prefix])
@@ -351,9 +353,11 @@ def test_content_notices_other_tokens_where_the_fingerprint_does_not(tmp_path, m
 
 
 def test_fingerprint_tells_files_apart(tmp_path):
-    def fingerprint(*lengths, first_id=1, name="part", vocab_size=VOCAB_SIZE):
+    def fingerprint(*lengths, first_id=1, name="part", vocab_size=DISTINCT_VOCAB):
         (tmp_path / name).mkdir(exist_ok=True)
-        blend = [(1.0, write(tmp_path / name / str(i), part, first_id)) for i, part in enumerate(lengths)]
+        blend = [
+            (1.0, write_distinct(tmp_path / name / str(i), part, first_id)) for i, part in enumerate(lengths)
+        ]
         return SampleStream(blend, seq_len=4, seed=0).fingerprint()
 
     same = fingerprint([5, 6, 7])

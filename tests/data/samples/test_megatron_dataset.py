@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.ranks import run_on_ranks
-from helpers.token_files import write
+from helpers.token_files import write_distinct
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import INDEX_FOLDER, MegatronOrder, _build, megatron_samples
 from moe_exp.data.tokens.files import TokenFiles, parse_split, share_range
@@ -43,6 +43,11 @@ def order(train, **changes):
     return MegatronOrder(train=train, **(values | changes))
 
 
+def blend_of_two(folder):
+    a, b = write_distinct(folder / "a", LENGTHS), write_distinct(folder / "b", LENGTHS, first_id=5000)
+    return f"0.7 {a} 0.3 {b}"
+
+
 @pytest.fixture
 def alone(tmp_path):
     """This process as the only rank of a job, as BlendedDataset asks for one."""
@@ -61,7 +66,7 @@ def token_stream(prefix, document_order):
 @pytest.mark.parametrize("num_samples", [70, 300, 390])
 def test_samples_are_the_token_stream(num_samples, tmp_path):
     """Less than an epoch, four epochs of which the last is shuffled apart, and five."""
-    prefix = write(tmp_path / "part", LENGTHS)
+    prefix = write_distinct(tmp_path / "part", LENGTHS)
     samples, _ = megatron_samples(order(prefix, num_train_samples=num_samples), tmp_path)
     (folder,) = (path for path in (tmp_path / INDEX_FOLDER).iterdir() if path.is_dir())
     documents, places = (
@@ -89,7 +94,7 @@ def test_same_samples_as_megatron_by_itself(alone, tmp_path):
     """GPTDatasetConfig as Megatron-LM fills it, through its own builder: a blend in three parts, of which we
     leave out the test part.
     """
-    blend = f"0.7 {write(tmp_path / 'a', LENGTHS)} 0.3 {write(tmp_path / 'b', LENGTHS, first_id=5000)}"
+    blend = blend_of_two(tmp_path)
     ours = megatron_samples(order(blend, split="8,1,1", num_valid_samples=20), tmp_path)
     config = GPTDatasetConfig(
         random_seed=1234, sequence_length=SEQ_LEN, blend=get_blend_from_list(blend.split()), split="8,1,1",
@@ -109,7 +114,7 @@ def test_same_samples_as_megatron_by_itself(alone, tmp_path):
 
 def test_blend_holds_its_weights(alone, tmp_path):
     """Both orders; 10,000 samples, 0.7 and 0.3, within 0.1 % of the whole."""
-    a, b = write(tmp_path / "a", LENGTHS), write(tmp_path / "b", LENGTHS, first_id=5000)
+    a, b = write_distinct(tmp_path / "a", LENGTHS), write_distinct(tmp_path / "b", LENGTHS, first_id=5000)
     text = f"0.7 {a} 0.3 {b}"
     megatrons, _ = megatron_samples(order(text, num_train_samples=10_000), tmp_path)
     for samples in (megatrons, SampleStream([(0.7, a), (0.3, b)], seq_len=SEQ_LEN, seed=1)):
@@ -118,7 +123,7 @@ def test_blend_holds_its_weights(alone, tmp_path):
 
 
 def test_prefixes_without_weights(alone, tmp_path):
-    a, b = write(tmp_path / "a", LENGTHS), write(tmp_path / "b", LENGTHS * 3, first_id=5000)
+    a, b = write_distinct(tmp_path / "a", LENGTHS), write_distinct(tmp_path / "b", LENGTHS * 3, first_id=5000)
     samples, _ = megatron_samples(order(f"{a} {b}", num_train_samples=300), tmp_path)
     assert sum(int(samples.sample(index).max()) >= 5000 for index in range(300)) == pytest.approx(225, abs=3)
     expected = (
@@ -135,14 +140,14 @@ def test_prefixes_without_weights(alone, tmp_path):
 def test_other_text_at_the_same_prefix(tmp_path):
     """Megatron alone takes the old index for the new tokens; here they have one of their own."""
     prefix, by_path = str(tmp_path / "part"), tmp_path / "by_path"
-    write(prefix, LENGTHS)
+    write_distinct(prefix, LENGTHS)
     wanted = order(prefix)
     first = megatron_samples(wanted, tmp_path)[0].batch(0, 300)
     by_path.mkdir()
     _build(wanted, by_path)
     names = sorted(path.name for path in by_path.iterdir())
     other = list(reversed(LENGTHS)) * 2
-    write(prefix, other, first_id=20000)
+    write_distinct(prefix, other, first_id=20000)
     second = megatron_samples(wanted, tmp_path)[0].batch(0, 300)
     assert int(second[second > 0].min()) >= 20000
     assert _follow_documents(second)
@@ -152,7 +157,7 @@ def test_other_text_at_the_same_prefix(tmp_path):
     assert len(np.unique(stale.document_index)) == len(LENGTHS) < len(other)
     with pytest.raises(IndexError, match=r"does not match the shape of the indexed tensor \[16\]"):
         [stale[i] for i in range(300)]
-    write(prefix, LENGTHS)
+    write_distinct(prefix, LENGTHS)
     assert megatron_samples(wanted, tmp_path)[0].batch(0, 300).equal(first)
 
 
@@ -163,7 +168,7 @@ def _follow_documents(samples):
 
 
 def test_index_that_was_not_finished_is_built_again(tmp_path):
-    prefix = write(tmp_path / "part", LENGTHS)
+    prefix = write_distinct(tmp_path / "part", LENGTHS)
     expected = megatron_samples(order(prefix), tmp_path)[0].batch(0, 300)
     (folder,) = (path for path in (tmp_path / INDEX_FOLDER).iterdir() if path.is_dir())
     building = folder.with_name(folder.name + ".building")
@@ -184,7 +189,7 @@ def samples_on_a_rank(text, folder):
 
 
 def test_ranks_build_it_once_and_see_the_same(alone, tmp_path):
-    text = f"0.7 {write(tmp_path / 'a', LENGTHS)} 0.3 {write(tmp_path / 'b', LENGTHS, first_id=5000)}"
+    text = blend_of_two(tmp_path)
     expected = samples_on_a_rank(text, str(tmp_path / "one"))
     for train, valid in run_on_ranks(2, samples_on_a_rank, text, str(tmp_path / "two")):
         assert np.array_equal(train, expected[0])
@@ -212,7 +217,7 @@ def test_parts_are_those_of_megatron(parts, count):
 
 
 def test_parts_share_no_document(tmp_path):
-    prefix = write(tmp_path / "part", LENGTHS)
+    prefix = write_distinct(tmp_path / "part", LENGTHS)
     bounds = TokenFiles(prefix).document_bounds
     assert bounds.tolist() == [0, *np.cumsum(LENGTHS).tolist()]
     megatrons = megatron_samples(order(prefix, split="70,20,10", num_valid_samples=100), tmp_path)
@@ -229,7 +234,7 @@ def test_parts_share_no_document(tmp_path):
     ("split", "what"), [("96,4", "49 tokens for validation"), ("1,50", "7 tokens for training")]
 )
 def test_part_smaller_than_a_sample(split, what, tmp_path):
-    prefix = write(tmp_path / "part", LENGTHS)
+    prefix = write_distinct(tmp_path / "part", LENGTHS)
     seq_len = 16 if split == "1,50" else 64
     with pytest.raises(
         ValueError,
@@ -239,7 +244,7 @@ def test_part_smaller_than_a_sample(split, what, tmp_path):
 
 
 def test_nothing_for_validation(tmp_path):
-    prefix = write(tmp_path / "part", LENGTHS)
+    prefix = write_distinct(tmp_path / "part", LENGTHS)
     with pytest.raises(
         ValueError,
         match=(
@@ -255,7 +260,10 @@ def test_nothing_for_validation(tmp_path):
 
 
 def test_files_for_validation(tmp_path):
-    train, valid = write(tmp_path / "train", LENGTHS), write(tmp_path / "valid", LENGTHS, first_id=5000)
+    train, valid = (
+        write_distinct(tmp_path / "train", LENGTHS),
+        write_distinct(tmp_path / "valid", LENGTHS, first_id=5000),
+    )
     samples = megatron_samples(order(train, valid=valid, num_valid_samples=20), tmp_path)
     assert samples[0].batch(0, 300).max() < 5000 <= samples[1].batch(0, 20).max()
     assert (
@@ -267,7 +275,7 @@ def test_files_for_validation(tmp_path):
 
 @pytest.mark.parametrize("index", [-1, 312])
 def test_sample_that_is_not_there(index, tmp_path):
-    samples, _ = megatron_samples(order(write(tmp_path / "part", LENGTHS)), tmp_path)
+    samples, _ = megatron_samples(order(write_distinct(tmp_path / "part", LENGTHS)), tmp_path)
     assert len(samples) == 312
     with pytest.raises(
         ValueError,
@@ -279,7 +287,7 @@ def test_sample_that_is_not_there(index, tmp_path):
 
 
 def test_truncated_file(tmp_path):
-    prefix = write(tmp_path / "part", LENGTHS)
+    prefix = write_distinct(tmp_path / "part", LENGTHS)
     with Path(f"{prefix}.bin").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(

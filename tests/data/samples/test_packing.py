@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.token_files import write
+from helpers.token_files import write_distinct
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.inspect.inspection import inspect_path
@@ -26,7 +26,7 @@ LENGTHS = [5, 2, 17, 9, 1, 3, 40, 12, 8, 26, 3, 35] * 10
 
 @pytest.fixture
 def prefix(tmp_path):
-    return write(tmp_path / "part", LENGTHS)
+    return write_distinct(tmp_path / "part", LENGTHS)
 
 
 def stream_of(prefix, seq_len=16, seed=1, **options):
