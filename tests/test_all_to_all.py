@@ -187,6 +187,7 @@ def torchrun(ranks: int) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
+@pytest.mark.slow
 def test_under_torchrun():
     code, out, err = torchrun(2)
     assert code == 0, err

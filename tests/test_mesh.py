@@ -167,6 +167,7 @@ def main() -> int:
         return 0 if equal else 1
 
 
+@pytest.mark.slow
 def test_under_torchrun():
     result = torchrun(2, __file__, DP=1, SHARD=2, TP=1)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -177,6 +178,7 @@ def test_under_torchrun():
     ("dp", "shard", "tp", "ep"),
     [
         (1, 1, 2, 1),
+        (1, 2, 1, 1),
         pytest.param(1, 2, 1, 2, marks=pytest.mark.slow),
         pytest.param(2, 1, 1, 1, marks=pytest.mark.slow),
         pytest.param(2, 2, 1, 1, marks=pytest.mark.slow),

@@ -126,7 +126,8 @@ def iterations_alike(run: EndedRun, expected: EndedRun) -> int:
     Where two experts are equally good but for rounding, as happens once in tens of thousands of choices, the
     layouts may differ in it, and from then on in everything.
     """
-    counts = list(zip(tokens_per_expert(run), tokens_per_expert(expected), strict=True))
+    right = tokens_per_expert(expected)[: len(run.records())]
+    counts = list(zip(tokens_per_expert(run), right, strict=True))
     alike = next((number for number, (ours, right) in enumerate(counts) if ours != right), len(counts))
     if alike < len(counts):
         ours, right = ([count for layer in layers for count in layer] for layers in counts[alike])
@@ -147,8 +148,8 @@ def dropped(run: EndedRun) -> list[list[float]]:
 def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, record_property):
     expected = reference(kind, layout.num_layers)
     settings = {**settings_of(kind), **layout.settings, "NUM_LAYERS": layout.num_layers}
-    run = runs.succeed("run", GPUS_PER_NODE=num_ranks, **settings)
-    assert run.curve("iteration") == expected.curve("iteration") == list(range(1, 21))
+    run = runs.succeed("run", GPUS_PER_NODE=num_ranks, TRAIN_ITERS=12, **settings)
+    assert run.curve("iteration") == expected.curve("iteration")[:12] == list(range(1, 13))
     names = [name for name in TOLERANCES if expected.curve(name)[0] is not None]
     alike = iterations_alike(run, expected)
     deviations = {name: deviation(run, expected, name, alike) for name in names}
@@ -158,8 +159,8 @@ def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, r
     assert dropped(run)[:alike] == dropped(expected)[:alike]
     # Absolute: the importance loss of a router that is nearly balanced is a small difference of large
     # numbers.
-    pairs = zip(run.curve("aux_losses"), expected.curve("aux_losses"), strict=True)
-    for losses, right in list(pairs)[:alike]:
+    pairs = zip(run.curve("aux_losses")[:alike], expected.curve("aux_losses")[:alike], strict=True)
+    for losses, right in pairs:
         assert losses == pytest.approx(right, abs=1e-5)
 
 

@@ -214,7 +214,7 @@ def test_text_that_is_found_wrong_while_it_is_read(place):
 def test_a_run_on_a_folder_of_text_is_found_again_by_eval(place, tmp_path):
     runs = Runs(tmp_path / "runs", tmp_path / "data")
     text = {"TRAIN_DATA": tmp_path / "text", "VOCAB_SIZE": "", "EVAL_INTERVAL": 2, "EVAL_ITERS": 1}
-    ended = runs.succeed("own", "--train-iters", "2", **text)
+    ended = runs.succeed("own", TRAIN_ITERS=2, **text)
     assert "VOCAB_SIZE=512: vocabulary of the tokenizer for " in ended.text
     assert f"{tmp_path / 'text'}: preparing 40 files" in ended.text
     (valid,) = ended.records("valid")

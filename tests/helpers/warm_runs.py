@@ -7,6 +7,7 @@ passes signals on.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -100,6 +101,7 @@ def _wait(left: dict[int, int], poll: Callable[[bool], bool] | None) -> int:
 def _rank(environ: Mapping[str, str], arguments: list[str]) -> NoReturn:
     os.environ.clear()
     os.environ.update(environ)
+    logging.root.handlers.clear()  # the launcher's
     code: Any = 1
     try:
         from moe_exp import train

@@ -47,9 +47,9 @@ def steps(layer: MoELayer, function) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("backend", "mode"),
     [
-        ("loop", "dropless"),
+        pytest.param("loop", "dropless", marks=pytest.mark.slow),
         ("loop", "dropped"),
-        ("torch", "dropless"),
+        pytest.param("torch", "dropless", marks=pytest.mark.slow),
         ("torch", "padded"),
         pytest.param("triton", "dropless", marks=pytest.mark.slow),
     ],

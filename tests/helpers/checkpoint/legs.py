@@ -27,7 +27,7 @@ VOCAB = 128
 MODEL: dict[str, Any] = {
     **SMALL, "num_layers": 4, "hidden_size": 32, "ffn_hidden_size": 48, "moe_ffn_hidden_size": 24,
     "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 8, "topk": 2,
-    "mbsz": 1, "gbsz": 8, "train_iters": 20, "warmup_iters": 10, "decay_iters": 20, "lr": 1e-3,
+    "mbsz": 2, "gbsz": 8, "train_iters": 20, "warmup_iters": 10, "decay_iters": 20, "lr": 1e-3,
     "aux_loss_coeff": 0.01, "z_loss_coeff": 1e-3, "eval_interval": 0, "dtype": "fp32", "num_workers": 0,
 }  # fmt: skip
 

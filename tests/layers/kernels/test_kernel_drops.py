@@ -6,11 +6,19 @@ import torch
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 from moe_exp.layers.capacity import keep_first, keep_full_tiles, keep_most_probable
 from moe_exp.layers.dispatcher.row_order import pad_by_expert
+from moe_exp.layers.kernels import drops
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch, padded_order, padded_order_torch
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
-SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), (9000, 1, 1), at_real_size(32768, 8, 64)]
+# Blocks are smaller here, so that the last but one has several.
+SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), (1300, 1, 1), at_real_size(32768, 8, 64)]
+
+
+@pytest.fixture(autouse=DEVICE == "cpu")
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(drops, "_BLOCK", 256)
+    monkeypatch.setattr(drops, "_BLOCK_ROWS", 512)
 
 
 def weights(kind: str, *shape: int) -> torch.Tensor:
