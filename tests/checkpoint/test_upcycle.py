@@ -250,7 +250,7 @@ SETTINGS = {
     "hidden_size": 64,
     "ffn_hidden_size": 96,
     "seq_len": 64,
-    "mbsz": 1,
+    "mbsz": 2,
     "gbsz": 8,
     "dtype": "fp32",
     "num_workers": 0,  # on a host with GPUs too: ranks of run_on_ranks may not have processes of their own

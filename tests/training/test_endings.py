@@ -118,6 +118,7 @@ def test_signal_before_the_agent_can_answer_it(runs):
 
     while not any(is_agent(pid) for pid in descendants_of(process.pid)):
         assert process.poll() is None, runs.printed("early")
+        time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
     early = runs.end("early", process)
     assert early.code == TO_BE_CONTINUED, early.text
