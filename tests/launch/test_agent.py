@@ -9,20 +9,21 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-from helpers.ranks import free_port
+from helpers.ranks import free_port, start_process
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.host.exit_codes import HEARTBEATS
+from moe_exp.launch import agent as launch_agent
 from moe_exp.launch.agent import Agent
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import append_event, read_metrics
@@ -91,8 +92,20 @@ time.sleep(60)
 """
 
 
+def run_agent(arguments: list[str], environ: dict[str, str], errors: Path, first_delay: float) -> None:
+    """In a process of its own, as `python -m moe_exp.launch.agent` does."""
+    os.setsid()
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    os.environ.clear()
+    os.environ.update(environ)
+    launch_agent._FIRST_DELAY_SECONDS = first_delay
+    sys.exit(launch_agent.main(arguments))
+
+
 class Nodes:
-    """Agents of some nodes, all of them on this host."""
+    """Agents of some nodes, all of them on this host. They wait for `first_delay` seconds before they start
+    ranks without progress again, then twice as long.
+    """
 
     def __init__(
         self,
@@ -103,29 +116,23 @@ class Nodes:
         num_ranks: int = 2,
         max_restarts: int = 0,
         is_full: bool = False,
+        first_delay: float = 0.5,
     ):
         self.folder, self.metrics, self._is_full = folder, folder / "metrics.jsonl", is_full
+        self._first_delay = first_delay
         (folder / "rank.py").write_text(RANK)
         (folder / "plan.json").write_text(json.dumps(plan))
         self._options = ["--nnodes", num_nodes, "--nproc-per-node", num_ranks, "--max-restarts", max_restarts]
         self._options += ["--master-addr", "localhost", "--master-port", free_port()]
         self.agents = [self.start(node) for node in range(num_nodes)]
 
-    def start(self, node: int) -> subprocess.Popen[str]:
+    def start(self, node: int) -> Any:
         """The agent of one node."""
-        command = [
-            sys.executable,
-            "-m",
-            "moe_exp.launch.agent",
-            *map(str, self._options),
-            "--node-rank",
-            str(node),
-            str(self.folder / "rank.py"),
-        ]
+        arguments = [*map(str, self._options), "--node-rank", str(node), str(self.folder / "rank.py")]
         places = {"MOE_EXP_EXIT_CODE_FILE": self.folder / f"code{node}", "MOE_EXP_METRICS_FILE": self.metrics}
         environ = clean_environ(PYTHONPATH=ROOT, OMP_NUM_THREADS=1, **places)
-        with (Path("/dev/full") if self._is_full else self.folder / f"err{node}").open("a") as err:
-            return subprocess.Popen(command, env=environ, stderr=err, text=True, start_new_session=True)
+        errors = Path("/dev/full") if self._is_full else self.folder / f"err{node}"
+        return start_process(run_agent, arguments, environ, errors, self._first_delay)
 
     def wait_for(self, *names: str) -> None:
         """Returns once files of these names are there."""
@@ -136,12 +143,13 @@ class Nodes:
 
     def end(self) -> list[int]:
         """Exit codes of the agents."""
-        try:
-            return [agent.wait(timeout=90) for agent in self.agents]
-        except subprocess.TimeoutExpired:
-            for agent in self.agents:
-                agent.kill()
-            raise AssertionError(f"did not end:\n{self.errors()}") from None
+        for process in self.agents:
+            process.join(90)
+        codes = [process.exitcode for process in self.agents]
+        for process in self.agents:
+            process.kill()
+        assert None not in codes, f"did not end:\n{self.errors()}"
+        return codes
 
     def errors(self) -> str:
         """What the agents have printed."""
@@ -196,7 +204,7 @@ def test_what_a_user_can_fix_ends_all_nodes_with_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_failures_without_progress_are_slowed_down_and_counted(tmp_path):
-    nodes = Nodes(tmp_path, {"0.1": "error in the data", "1": "die"}, max_restarts=1)
+    nodes = Nodes(tmp_path, {"0.1": "error in the data", "1": "die"}, max_restarts=1, first_delay=5.0)
     assert nodes.end() == [1]
     failed = [(event["rank"], event["cause"]) for event in nodes.events("rank_failed")]
     assert failed[0] == (1, "ValueError: error in the data")
@@ -228,7 +236,7 @@ def test_agent_of_a_node_comes_back(tmp_path):
         int, Path(f"/proc/{nodes.agents[1].pid}/task/{nodes.agents[1].pid}/children").read_text().split()
     )
     nodes.agents[1].kill()
-    nodes.agents[1].wait()
+    nodes.agents[1].join()
     os.kill(rank, signal.SIGKILL)
     nodes.agents[1] = nodes.start(1)
     assert nodes.end() == [0, 0], nodes.errors()
@@ -239,7 +247,7 @@ def test_agent_of_a_node_comes_back(tmp_path):
 def test_failure_while_the_job_stops_is_not_started_again(tmp_path):
     nodes = Nodes(tmp_path, {}, max_restarts=5)
     nodes.wait_for("round0_rank0", "round0_rank1")
-    nodes.agents[0].send_signal(signal.SIGTERM)  # these ranks die of it
+    os.kill(nodes.agents[0].pid, signal.SIGTERM)  # these ranks die of it
     assert nodes.end() == [1]
     assert nodes.events("restart") == []
     assert not (tmp_path / "code0").exists()
@@ -319,14 +327,14 @@ def test_a_hang_that_ends_the_run_is_not_called_a_rank_that_has_failed(tmp_path,
 
 def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
     """Node 1 waits for node 0, which does not hurry, as none has trained."""
-    nodes = Nodes(tmp_path, {"0": "76", "1": "0"}, num_nodes=2, num_ranks=1)
+    nodes = Nodes(tmp_path, {"0": "76", "1": "0"}, num_nodes=2, num_ranks=1, first_delay=5.0)
     nodes.wait_for("code0", "code1")
     deadline = time.monotonic() + 90
     while "as they have asked to" not in nodes.errors() or psutil.Process(nodes.agents[1].pid).children():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     time.sleep(0.5)  # node 1 says nothing when it begins to wait
-    nodes.agents[1].send_signal(signal.SIGTERM)
+    os.kill(nodes.agents[1].pid, signal.SIGTERM)
     start = time.monotonic()
     assert nodes.end() == [1, 1], nodes.errors()
     assert time.monotonic() - start < 30  # and not after the time in which nodes have to come
