@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.loading import explain, given_values, with_file
 from moe_exp.host.exit_codes import BAD_INPUT, FINISHED, REASONS_FILE, TO_BE_CONTINUED
-from moe_exp.host.files import read_json, read_yaml
+from moe_exp.host.files import expanded, read_json, read_yaml
 from moe_exp.runs.records import EXPERT_KEYS, TRAIN_KEYS, VALID_KEYS, Record, read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
@@ -42,7 +42,7 @@ class Run:
     """
 
     def __init__(self, path: str | os.PathLike[str]):
-        self.path = Path(path).expanduser()
+        self.path = expanded(path)
         self._folder = RunFolder(self.path)
 
     def __repr__(self) -> str:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
+
+from moe_exp.host.files import expanded, regular
 
 if TYPE_CHECKING:
     from moe_exp.config.settings import Config
@@ -53,7 +54,7 @@ def read_stages(value: object) -> str:
         return ""
     if not text.startswith(("[", "-", "{")):
         try:
-            text = Path(text).expanduser().read_text(encoding="utf-8")
+            text = regular(expanded(text)).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or "is not text"
             raise ValueError(f"cannot be read as a file ({reason})") from None

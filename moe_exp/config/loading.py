@@ -19,6 +19,7 @@ from moe_exp.config.settings import Config, ConfigError, problem, sections
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
 from moe_exp.host.devices import count_gpus
 from moe_exp.host.exit_codes import complain
+from moe_exp.host.files import expanded
 
 
 def add_arguments(
@@ -119,7 +120,7 @@ def _without_following(values: Mapping[str, str], config: Config) -> dict[str, s
 
 def settings_path(text: str) -> Path:
     """The file that --config names, itself or by its run folder."""
-    path = Path(text).expanduser()
+    path = expanded(text)
     return inside if (inside := path / "config.yaml").is_file() else path
 
 

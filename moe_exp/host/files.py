@@ -56,6 +56,13 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """`path` with the home folder for a leading ~, as a shell gives it: as it is where there is no such user,
+    of which `Path.expanduser` makes an error.
+    """
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def regular(path: Path) -> Path:
     """Returns `path` if it is a regular file, else OSError: reading e.g. a pipe could block."""
     if not stat.S_ISREG(path.stat().st_mode):

@@ -24,6 +24,7 @@ from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
+from moe_exp.host.files import expanded
 from moe_exp.inference.eval_report import Evaluation, Row, print_evaluation
 from moe_exp.inference.expert_usage import LayerUsage, RouterCounts
 from moe_exp.inference.held_out import Cut, HeldOut, Int64Array
@@ -82,7 +83,7 @@ class Plan:
 
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
     """Checks a request without loading weights, and `check_ids` its tokens; ValueError with all problems."""
-    folder = one_checkpoint(Path(request.checkpoint).expanduser())
+    folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
     problems = _number_problems(request, saved)
     config = config_for_use(
@@ -153,7 +154,7 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
     sources, problems = [], []
     for prefix in prefixes:
         try:
-            source = HeldOut(str(Path(prefix).expanduser()), cut)
+            source = HeldOut(str(expanded(prefix)), cut)
         except ValueError as error:
             problems.append(str(error))
             continue

@@ -20,6 +20,7 @@ from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, problem
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
+from moe_exp.host.files import expanded
 from moe_exp.inference.jobs import Request, planned_quietly, run_rank
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
@@ -77,7 +78,7 @@ def plan_generation(request: GenerateRequest) -> Plan:
     if request.max_new_tokens < 1:
         fix = "give the number of tokens to generate"
         raise ValueError(problem("max_new_tokens", request.max_new_tokens, "must be at least 1", fix))
-    folder = one_checkpoint(Path(request.checkpoint).expanduser())
+    folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
     config = config_for_use(folder, request.layout, dtype=request.dtype or None)
     tokenizer = tokenizer_for(saved, request.tokenizer, allow_special=request.allow_special)

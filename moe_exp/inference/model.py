@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import setting_error
 from moe_exp.engine import runtime
+from moe_exp.host.files import expanded
 from moe_exp.inference.generate import Generated, GenerateRequest, continue_prompts, plan_generation
 from moe_exp.inference.jobs import batch_size_of
 from moe_exp.inference.layout import Layout, config_for_use
@@ -41,7 +41,7 @@ class Model:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, dtype: str = "", tokenizer: str = ""):
-        self.folder = one_checkpoint(Path(path).expanduser())
+        self.folder = one_checkpoint(expanded(path))
         self._dtype, self._tokenizer = dtype, tokenizer
         check_files(self.folder)
         self.config = config_for_use(self.folder, Layout(), dtype=dtype or None)

@@ -19,7 +19,7 @@ from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, problem
 from moe_exp.engine.runtime import Runtime
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, expanded
 from moe_exp.inference.jobs import Request, advancing, batch_size_of, planned_quietly, run_rank
 from moe_exp.inference.layout import Layout, config_for_use
 from moe_exp.inference.loading import load_model
@@ -71,7 +71,7 @@ class Plan:
 
 def plan_scoring(request: ScoreRequest) -> Plan:
     """Checks a request without loading weights or writing files; ValueError with one line."""
-    folder = one_checkpoint(Path(request.checkpoint).expanduser())
+    folder = one_checkpoint(expanded(request.checkpoint))
     saved = saved_config(folder)
     config = config_for_use(
         folder,

@@ -33,6 +33,7 @@ from moe_exp.host.exit_codes import (
     RENDEZVOUS_KEY,
     complain,
 )
+from moe_exp.host.files import expanded
 from moe_exp.host.processes import own_command, signals_handled
 from moe_exp.launch.machine_checks import (
     check_environment,
@@ -111,7 +112,7 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     Raises:
         ConfigError: it is no run folder, or `flags` name another one.
     """
-    path = Path(folder).expanduser()
+    path = expanded(folder)
     path = path if path.name not in ("", "..") else path.resolve()
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")

@@ -380,3 +380,20 @@ def test_a_name_that_is_not_utf8_is_named_in_one_line(tmp_path):
 def test_from_hf_takes_a_model(tmp_path):
     """What the hostile ones are made from is a good one."""
     assert answer(["convert", "from-hf", str(hub_model(tmp_path / "model")), str(tmp_path / "out")]).code == 0
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["train", "--dry-run", "--config"],
+        ["plan", "search", "--config"],
+        ["data", "prepare"],
+        ["generate", "--prompt", "a", "--checkpoint"],
+        ["eval", "--checkpoint"],
+    ],
+    ids=" ".join,
+)
+def test_a_home_folder_of_no_user_is_a_path_that_is_not_there(argv):
+    found = answer([*argv, "~no_such_user/x"])
+    assert found.code in (1, 2) and found.err.count("\n") == 1, found.err
+    assert "~no_such_user/x: does not exist" in found.err or "there is no such file" in found.err

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from moe_exp.data.documents import files_below
 from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIXES, check_regular
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, expanded
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
@@ -177,7 +177,7 @@ def resolve_source(
 
 
 def _local_source(name: str) -> Source | None:
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.exists():
         return None
     path = Path(os.path.abspath(path))  # noqa: PTH100  # resolve() would name it after a link's target

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_exp.config import ConfigError
+from moe_exp.host.files import expanded
 
 PASSWORD_VARIABLE = "SMTP_PASSWORD"
 WEBHOOK_VARIABLE = "WATCH_WEBHOOK"
@@ -186,7 +187,7 @@ def channels_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> list[
     found = _mail(options, environ, problems), _webhook(options, environ, problems)
     channels: list[Channel] = [channel for channel in found if channel is not None]
     if options.get("alert_file"):
-        path = Path(options["alert_file"]).expanduser().absolute()
+        path = expanded(options["alert_file"]).absolute()
         channels.append(AlertFile(path))
         if not path.parent.is_dir():
             rule, fix = "its folder is not there", "make it, or name another file"
@@ -252,7 +253,7 @@ def _secret(file: str | None, variable: str, name: str, problems: list[str]) -> 
     if not file:
         return variable
     try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").split("\n")
+        lines = expanded(file).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "") or type(error).__name__
         rule, fix = f"cannot be read ({reason})", "name a file that holds the secret, with mode 600"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError
+from moe_exp.host.files import expanded
 from moe_exp.watch.watchdog.alerts import channels_of
 from moe_exp.watch.watchdog.memory import default_folder, memory_file
 from moe_exp.watch.watchdog.rules import Limits
@@ -42,7 +43,7 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
             )
     if options.get("every") is not None and not options["every"] > 0:
         problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
-    folder = Path(options.get("state") or default_folder()).expanduser()
+    folder = expanded(options.get("state") or default_folder())
     for path in run_dirs:
         if memory_file(folder, Path(path)).exists():
             continue  # it was a run at an earlier check: if it is missing now, somebody has to be alerted

@@ -128,6 +128,8 @@ def test_a_file_and_text_are_the_same(tmp_path):
     ("text", "rule"),
     [
         ("gone.yaml", "cannot be read as a file (No such file or directory)"),
+        ("~no_such_user/x", "cannot be read as a file (No such file or directory)"),
+        ("/dev/null", "cannot be read as a file (is not a regular file)"),
         ("[", "is not YAML"),
         ("{a: 1}", "must be a list of stages, each with from_samples or from_tokens"),
         ("[{train_data: a}]", "stage 1 must have one of from_samples and from_tokens"),
