@@ -126,8 +126,8 @@ def iterations_alike(run: EndedRun, expected: EndedRun) -> int:
     Where two experts are equally good but for rounding, as happens once in tens of thousands of choices, the
     layouts may differ in it, and from then on in everything.
     """
-    right = tokens_per_expert(expected)[: len(run.records())]
-    counts = list(zip(tokens_per_expert(run), right, strict=True))
+    of_expected = tokens_per_expert(expected)[: len(run.records())]
+    counts = list(zip(tokens_per_expert(run), of_expected, strict=True))
     alike = next((number for number, (ours, right) in enumerate(counts) if ours != right), len(counts))
     if alike < len(counts):
         ours, right = ([count for layer in layers for count in layer] for layers in counts[alike])

@@ -39,12 +39,20 @@ def run_warm(environ: Mapping[str, str], out: Path, err: Path, *, timeout: float
     return process.exitcode
 
 
-def _launch(environ: dict[str, str], out: Path, err: Path) -> None:
+def become_program(environ: Mapping[str, str], err: Path, out: Path | None = None) -> None:
+    """Gives this forked process a session, an environment and streams of its own, which are appended to."""
     os.setsid()
     for path, descriptor in ((out, 1), (err, 2)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND), descriptor)
+        if path is not None:
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environ)
+
+
+def _launch(environ: dict[str, str], out: Path, err: Path) -> None:
+    for path in (out, err):
+        path.write_text("")
+    become_program(environ, err, out)
     from moe_exp.cli import main
     from moe_exp.launch import launch
 

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
 from helpers.ranks import free_port, start_process
+from helpers.warm_runs import become_program
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp.host.exit_codes import HEARTBEATS
 from moe_exp.launch import agent as launch_agent
@@ -94,10 +95,7 @@ time.sleep(60)
 
 def run_agent(arguments: list[str], environ: dict[str, str], errors: Path, first_delay: float) -> None:
     """In a process of its own, as `python -m moe_exp.launch.agent` does."""
-    os.setsid()
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
-    os.environ.clear()
-    os.environ.update(environ)
+    become_program(environ, errors)
     launch_agent._FIRST_DELAY_SECONDS = first_delay
     sys.exit(launch_agent.main(arguments))
 

@@ -11,7 +11,7 @@ from moe_exp.layers.kernels.drops import keep_within, keep_within_torch, padded_
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
 
-# Blocks are smaller here, so that the last but one has several.
+# On a CPU blocks are smaller, so that the last but one has several.
 SHAPES = [(0, 2, 3), (1, 1, 1), (21, 2, 4), (60, 3, 9), (1300, 1, 1), at_real_size(32768, 8, 64)]
 
 
