@@ -105,8 +105,11 @@ def test_a_rank_that_is_killed_is_named_and_nobody_waits_for_it(tmp_path, sabota
     assert ended.returncode == 1, ended.stderr
     (node,) = json.loads(ended.stdout)["nodes"]
     assert node["grade"] == "failed"
-    (text,) = [finding["text"] for finding in node["findings"] if "rank 1 " in finding["text"]]
-    assert text.startswith("rank 1 (cpu): step memory: ended there"), node["findings"]
+    # Others may say that it was slow before, on a busy host.
+    starts = [
+        finding["text"].startswith("rank 1 (cpu): step memory: ended there") for finding in node["findings"]
+    ]
+    assert starts.count(True) == 1, node["findings"]
 
 
 @pytest.mark.slow
