@@ -175,7 +175,7 @@ _install() {
         torch="torch==$("$_venv/bin/python" -c "$torch")"
         pins=("$torch")
     elif [ -n "$lacks_torch" ]; then
-        torch="$(grep '^torch==' constraints.txt)"
+        torch="$(grep '^torch==' constraints.txt || echo torch)" # without a pin: the newest
         if _wants_cpu_build && _say "installing $torch, a CPU build from $_cpu_index" &&
             _pip --no-deps --index-url "$_cpu_index" "$torch"; then # what it needs follows below
             :
