@@ -4,6 +4,8 @@
     # 20 random halves, and each section of the measured runs left out; a minute
     python bench/planner/bench_planner.py
     python bench/planner/bench_planner.py --halves 100 --runs mine.csv
+    # published runs, each cluster predicted with constants of the others; four minutes
+    python bench/planner/bench_planner.py --public
 
 Half of the runs are fitted, the other half predicted: relative errors, and the share of pairs of runs on the
 same device whose times differ by 5% or more and which the prediction puts in the right order. Then every
@@ -19,6 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
+
+from public_scores import report, scored_runs, write_constants
 
 from moe_exp.host.progress import progress
 from moe_exp.planner.fit.calibration import calibrate, log_memory_ratio, log_time_ratio
@@ -86,7 +90,16 @@ def main() -> None:
     parser.add_argument("--halves", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--runs", type=Path, default=MEASURED_RUNS)
+    about = "score published runs; --write: also fit the package's constants of recent devices to them"
+    parser.add_argument("--public", action="store_true", help=about)
+    parser.add_argument("--write", action="store_true", help="with --public")
     arguments = parser.parse_args()
+    if arguments.public:
+        found = scored_runs()
+        print("\n".join(report(found)))
+        if arguments.write:
+            write_constants(found)
+        return
     runs = [run for run in read_runs(arguments.runs) if run.memory_gib or run.seconds]
     print(
         "| left out | memory mean | worst mean | max | time mean | worst mean | max | order | worst |\n"

@@ -71,6 +71,14 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "plan calibrate": ("moe-exp plan calibrate --runs runs.csv --out profile.json",),
     "plan predict": ("moe-exp plan predict --runs runs.csv --out predicted.csv",),
     "plan hardware": ("moe-exp plan hardware",),
+    "plan explain": (
+        "moe-exp plan explain --preset qwen3-30b-a3b --gpus 32 --gpu H100 --pp 4 --ep 8 --svg step.svg",
+    ),
+    "plan roofline": ("moe-exp plan roofline --preset mixtral-8x7b --gpus 64 --gpu B200 --ep 8",),
+    "plan compare-hardware": (
+        "moe-exp plan compare-hardware --preset qwen3-30b-a3b --gpus 64 --gbsz 1024 --prices H100=2,B200=4",
+    ),
+    "plan nearest": ("moe-exp plan nearest --preset qwen3-30b-a3b --gpus 64 --gpu H100 --ep 8",),
     "report": (
         "moe-exp report runs/dense runs/moe                   # report.html; 'runs/*' for all runs",
         "moe-exp report runs/moe --watch                      # follow a run in the terminal",

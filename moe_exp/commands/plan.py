@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import ExactParser, add_json, print_json
+from moe_exp.commands.plan_views import add_views
 from moe_exp.config import Config, add_arguments, problem, setting_error
 from moe_exp.planner.hardware import DEFAULT_GPU
 
@@ -52,6 +53,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
     _add_calibrate(commands)  # type: ignore[arg-type]
     _add_predict(commands)  # type: ignore[arg-type]
+    add_views(commands, _add_settings, _loaded)  # type: ignore[arg-type]
     hardware = commands.add_parser(
         "hardware",
         help="list known devices, their figures and the sources of these",
@@ -131,19 +133,25 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from moe_exp.config import load_config
     from moe_exp.planner.run_plan import plan_run
     from moe_exp.planner.tables import PlanPrinter
 
     failures = _failures(arguments)
-    hardware, constants = _hardware_and_constants(arguments)
-    flags = _settings(arguments, hardware)
-    config = _as_of_data(load_config(flags), flags)
+    config, hardware, constants = _loaded(arguments)
     plan = plan_run(config, hardware, constants, **_budget(arguments), failures=failures)
     if arguments.json:
         print_json(plan.report)
     else:
         PlanPrinter(sys.stdout).run(plan.report, plan.prediction, plan.cost, plan.goodput)
+
+
+def _loaded(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
+    """Settings, device and constants of a plan of one layout."""
+    from moe_exp.config import load_config
+
+    hardware, constants = _hardware_and_constants(arguments)
+    flags = _settings(arguments, hardware)
+    return _as_of_data(load_config(flags), flags), hardware, constants
 
 
 _FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")

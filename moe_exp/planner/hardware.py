@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from moe_exp.host.files import read_json
 PROFILES = Path(__file__).parent / "profiles"
 DEFAULT_GPU = "A100-80GB"
 _ALIASES = {
-    "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB"
+    "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB",
+    "gb200": "GB200-186GB", "b300": "B300-288GB", "gb300": "GB300-288GB", "mi300x": "MI300X-192GB",
 }  # fmt: skip
-_ARCHITECTURES = ("volta", "ampere", "hopper", "blackwell", "cpu")
+_ARCHITECTURES = ("volta", "ampere", "hopper", "blackwell", "cdna3", "cpu")
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,18 @@ class Hardware:
     # share of the network's bandwidth that rings of many nodes reach, in that of the measured clusters
     network_share: float
     matrix_share: float  # share of dense_flops that large products reach, in that of an A100
+    # devices that are connected as those of one node are: 72 for NVL72; 0: those of a node
+    gpus_per_link_domain: int = 0
+    watts: float = 1000.0  # power limit, where the speed of products depends on it: Blackwell
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether it is newer than Ampere: `TimeConstants` has other constants for such devices."""
+        return self.architecture in ("hopper", "blackwell", "cdna3")
+
+    def link_domain(self, gpus_per_node: int) -> int:
+        """Devices that are connected as those of a node are, with nodes of `gpus_per_node`."""
+        return max(self.gpus_per_link_domain, gpus_per_node)
 
     @property
     def is_cpu(self) -> bool:
@@ -47,7 +60,7 @@ class Hardware:
     @property
     def runs_kernels(self) -> bool:
         """Whether it is a GPU of compute capability 8.0 or newer, which `layers/kernels` asks for."""
-        return self.architecture not in ("volta", "cpu")
+        return self.architecture not in ("volta", "cdna3", "cpu")
 
 
 def hardware_names() -> list[str]:
@@ -87,6 +100,8 @@ def _read(path: Path) -> Hardware:
         raise ValueError(f"{path}: is not a JSON object. Fix: write it as the profiles of the package are.")
     values: dict[str, Any] = {}
     for field in fields(Hardware):
+        if field.name not in content and field.default is not MISSING:
+            continue
         if field.name not in content:
             raise ValueError(
                 f"{path}: {field.name} is missing. Fix: write it as the profiles of the package have it."
@@ -111,7 +126,7 @@ def _value_problem(name: str, value: Any) -> str:
         if has_types and all(map(_is_positive, value.values())):
             return ""
         return "must have a number more than 0 for each of fp32, bf16 and fp16"
-    elif name in ("num_units", "gpus_per_node"):
+    elif name in ("num_units", "gpus_per_node", "gpus_per_link_domain"):
         holds, rule = holds and isinstance(value, int), "a number more than 0, and whole"
     return "" if holds else f"must be {rule}"
 

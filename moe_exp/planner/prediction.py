@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,17 @@ class Constants:
     memory_error: float  # relative error that nine of ten runs stay within which were left out of the fit
     time_error: float  # the same of the time
     hardware: tuple[str, ...]  # devices that the fit had runs of
+    # errors of published runs by kind (`kind_of`), each with constants of other clusters; empty: unknown
+    published: Mapping[str, PublishedError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PublishedError:
+    """Errors of the time of published runs of one kind."""
+
+    kind: str  # see `kind_of`
+    rows: int  # number of runs
+    mean_error: float  # relative
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,7 @@ class Prediction:
     time_error: float  # the same of the time
     # whether the constants were fitted to runs on this device: the errors say nothing about another one
     is_calibrated: bool
+    published: PublishedError | None = None  # of runs of this kind, where the device is like those of theirs
 
     @property
     def peak_stage(self) -> int:
@@ -81,6 +94,10 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
             memory_error=_error(content["fit"]["memory"]),
             time_error=_error(content["fit"]["time"]),
             hardware=tuple(content["hardware"]),
+            published={
+                kind: PublishedError(kind, int(of["rows"]), float(of["mean_error"]))
+                for kind, of in content["fit"].get("published", {}).items()
+            },
         )
     except (ValueError, KeyError, TypeError):
         raise ValueError(
@@ -94,10 +111,22 @@ def _error(fit: dict[str, float]) -> float:
 
 
 def _filled(kind: type[Any], values: dict[str, float]) -> Any:
-    numbers = {field.name: float(values[field.name]) for field in fields(kind)}
+    # a profile of an older version lacks constants that came later
+    numbers = {of.name: float(values.get(of.name, of.metadata["prior"])) for of in fields(kind)}
+    if not values.keys() & numbers.keys():
+        raise ValueError("no constant has a value")
     if not all(0 < number < float("inf") for number in numbers.values()):
         raise ValueError("a constant is not more than 0")
     return kind(**numbers)
+
+
+def kind_of(job: Job, hardware: Hardware) -> str:
+    """Kind of a run, by which published errors are given: `MoE within NVLink, FP8`."""
+    config = job.config
+    in_domain = config.ep * config.etp <= hardware.link_domain(config.gpus_per_node)
+    model = ("MoE within NVLink" if in_domain else "MoE across nodes") if config.use_moe else "dense"
+    narrow = "NVFP4" if job.engine.is_nvfp4 else "FP8"
+    return f"{model}, {narrow if config.fp8 != 'none' else 'bf16'}"
 
 
 def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:
@@ -110,4 +139,5 @@ def predict(job: Job, hardware: Hardware, constants: Constants | None = None) ->
         memory_error=constants.memory_error,
         time_error=constants.time_error,
         is_calibrated=hardware.name in constants.hardware,
+        published=constants.published.get(kind_of(job, hardware)) if hardware.is_recent else None,
     )

@@ -46,6 +46,7 @@ def describe_run(
             "memory": prediction.memory_error,
             "time": prediction.time_error,
             "is_calibrated": prediction.is_calibrated,
+            "published": asdict(prediction.published) if prediction.published else None,
         },
         "checkpoint_bytes": checkpoint_bytes(config),
         "filling_batch": candidate.filling_batch,

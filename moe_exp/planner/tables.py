@@ -216,6 +216,8 @@ def short_stages(stage_layers: Sequence[int]) -> str:
 
 def error_words(prediction: Prediction) -> str:
     """How sure the time is."""
+    if not prediction.is_calibrated and (of := prediction.published):
+        return f"({of.rows} published runs of this kind, {of.kind}, were {of.mean_error:.0%} off on average)"
     if not prediction.is_calibrated:
         return "(no measured runs of this device in the fit)"
     return f"(nine of ten runs left out of the fit were within {prediction.time_error:.0%})"

@@ -102,7 +102,7 @@ def test_it_says_what_it_counts(plan):
         ),
         ("--expert-backend", "te", "--fp8", "hybrid"): (
             "FP8",
-            "experts and other layers, by the peak of FP8 and the casts; not compared with a GPU",
+            "experts and other layers, by the peak of FP8 and the casts; its memory has not been measured",
         ),
         ("--cross-entropy", "triton"): (
             "cross entropy",

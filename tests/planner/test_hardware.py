@@ -8,7 +8,13 @@ from moe_exp.planner.hardware import PROFILES, hardware_names, load_hardware
 
 
 def test_profiles_of_the_package():
-    assert hardware_names() == ["A100-80GB", "B200-180GB", "CPU", "H100-80GB", "H200-141GB", "V100-32GB"]
+    gpus = ["A100-80GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB", "H100-80GB", "H200-141GB"]
+    assert hardware_names() == sorted([*gpus, "CPU", "MI300X-192GB", "V100-32GB"])
+
+
+def test_nodes_that_nvlink_connects():
+    assert [load_hardware(name).link_domain(4) for name in ("GB200", "GB300", "V100")] == [72, 72, 4]
+    assert load_hardware("B300").link_domain(8) == 8
 
 
 @pytest.mark.parametrize("name", hardware_names())
@@ -17,7 +23,7 @@ def test_every_number_has_a_source(name):
     assert content.pop("name") == name and content.pop("architecture")
     assert all(set(entry) == {"value", "source"} and entry["source"] for entry in content.values())
     hardware = load_hardware(name)
-    assert hardware.name == name and set(hardware.dense_flops) - {"fp8"} == {"fp32", "bf16", "fp16"}
+    assert hardware.name == name and set(hardware.dense_flops) - {"fp8", "fp4"} == {"fp32", "bf16", "fp16"}
 
 
 def test_short_names():

@@ -27,13 +27,12 @@ Checked on a processor against the tensors that autograd saves, on GPUs against 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import fp8_parts, planned_backend, priced
 from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.shapes import padded_slots
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,6 @@ def width_of(job: Job) -> int:
     return 4 if job.precision == "fp32" else 2
 
 
-def padded_slots(config: Config, tokens: float) -> float:
-    """Rows that a rank's experts compute with PAD_TO_CAPACITY, when each rank has `tokens` of the
-    micro-batch.
-
-    Every rank gives every expert the capacity of its tokens (layers/moe_layer.py). With TP or CP it gives
-    more if a rank keeps more than its share, which is not counted here.
-    """
-    share = tokens * config.topk / config.num_experts
-    capacity = max(config.min_capacity, math.ceil(share * (config.expert_capacity_factor or 1.0)))
-    return config.num_experts * config.etp * min(capacity, tokens)
-
-
 class _Account:
     """The sums. A rank has `_tokens` between the products of a layer, its heads work on `_all_tokens`."""
 
@@ -103,6 +90,11 @@ class _Account:
         experts = self._experts() if self._has_moe else 0.0
         moe = attention + experts if self._has_moe else 0.0
         recomputed = 0.0
+        if modules := self._job.engine.recompute:
+            saved = {name: size for name, size in self._saved().items() if name in modules}
+            recomputed = max(saved.values(), default=0.0)
+            moe -= sum(size for name, size in saved.items() if name != "mlp") if moe else 0.0
+            dense -= sum(saved.values()) if dense else 0.0
         if config.recompute == "full":
             shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is what was kept
             recomputed = max(dense, moe) - shared
@@ -120,6 +112,17 @@ class _Account:
             layer_work=self._work(),
             output_work=self._loss_work(logits),
         )
+
+    def _saved(self) -> dict[str, float]:
+        """Bytes that a layer does not keep if a module of `Engine.recompute` is computed again."""
+        query, key, value, result = self._channels
+        heads = self._width * self._all_tokens / self._tp
+        return {
+            "layernorm": 2 * self._input * self._tokens * self._hidden,
+            "mla_up_proj": heads * (query + key + value),
+            "core_attn": heads * result,
+            "mlp": self._all_tokens * self._mlp(self._config.ffn_hidden_size / self._tp),
+        }
 
     def _loss(self, logits: float) -> float:
         """Kept by the cross entropy: targets with probabilities and a mask, or with logits and log-sums."""

@@ -71,7 +71,9 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
             for name, counts in zip(("experts", "other layers"), fp8_parts(config), strict=True)
             if counts
         ]
-        words["FP8"] = f"{' and '.join(what)}, by the peak of FP8 and the casts; not compared with a GPU"
+        words["FP8"] = (
+            f"{' and '.join(what)}, by the peak of FP8 and the casts; its memory has not been measured"
+        )
     return words
 
 

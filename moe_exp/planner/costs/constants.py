@@ -51,3 +51,52 @@ class TimeConstants:
         1.02, 0.05, "time of the software up to 2022-02-24, in that of a few days later"
     )
     software_c: float = constant(1.05, 0.05, "the same of June 2022")
+    # Of devices newer than Ampere, and of the programs that run on them: none of the above is used there.
+    recent_matrix: float = constant(0.85, 0.1, "matrix_efficiency there")
+    blackwell_matrix: float = constant(1.0, 0.3, "the same of Blackwell, by that of Hopper")
+    blackwell_fp8: float = constant(1.0, 0.15, "fp8_matrix and fp4_matrix of Blackwell, by those of Hopper")
+    power: float = constant(0.7, 0.2, "exponent of the power limit in the speed of Blackwell's products")
+    recent_depth: float = constant(400.0, 0.5, "half_depth there")
+    recent_memory: float = constant(0.8, 0.1, "memory_efficiency there")
+    blackwell_memory: float = constant(0.8, 0.15, "the same of Blackwell, by that of Hopper")
+    grouped_matrix: float = constant(
+        0.8, 0.2, "matrix_efficiency of the experts' products, by that of others"
+    )
+    fp8_matrix: float = constant(1.0, 0.1, "share of its peak that FP8 reaches, by that of bf16")
+    fp4_matrix: float = constant(0.9, 0.15, "the same of NVFP4")
+    elementwise: float = constant(
+        1.0, 0.4, "bytes of norms, residuals and activations, by those of fused ones"
+    )
+    clamped_swiglu: float = constant(2.0, 0.7, "bytes of the activation of GPT-OSS, by those of SwiGLU")
+    slot_bytes: float = constant(1.0, 0.4, "bytes of gathering rows for experts, by those of fused kernels")
+    static_rows: float = constant(0.8, 0.3, "time of rows and activations with a fixed number of rows")
+    permute_bytes: float = constant(1.0, 0.5, "the same of an all-to-all, beside those")
+    cast_bytes: float = constant(1.0, 0.3, "bytes of FP8 casts, by those of a fused kernel for each")
+    attention_share: float = constant(0.65, 0.15, "share of the peak that flash attention reaches")
+    fp8_attention: float = constant(0.7, 0.15, "the same in FP8, by that in bf16")
+    host_dense: float = constant(1.5e-3, 0.4, "seconds of the host for attention, norms and MLP of a layer")
+    host_moe: float = constant(2e-3, 0.4, "seconds of the host for router and exchange of a layer")
+    host_expert: float = constant(3e-4, 0.5, "seconds of the host for each expert of a rank")
+    host_fp8: float = constant(1.5, 0.3, "the same with FP8, by that without")
+    host_grace: float = constant(1.2, 0.1, "seconds of a Grace processor as host, by those of an x86")
+    host_graph: float = constant(
+        0.1, 0.5, "seconds of the host for what is in a CUDA graph, by those without"
+    )
+    host_serial: float = constant(0.15, 0.5, "share of the shorter of host and device that does not overlap")
+    recent_iteration: float = constant(1e-2, 0.3, "iteration_seconds there")
+    link_ring: float = constant(0.67, 0.1, "share of NVLink that rings of ranks reach")
+    network_ring: float = constant(0.7, 0.2, "share of the network that rings of ranks reach")
+    stage_exposed: float = constant(0.3, 0.7, "share of messages between stages that nothing hides")
+    tensor_exposed: float = constant(0.5, 0.3, "share of tensor parallel traffic that overlap does not hide")
+    context_exposed: float = constant(
+        0.3, 0.5, "share of context parallel traffic that attention does not hide"
+    )
+    link_all_to_all: float = constant(0.68, 0.1, "share of NVLink that an all-to-all of NCCL reaches")
+    link_deduplicated: float = constant(0.85, 0.1, "share of NVLink that DeepEP and HybridEP reach")
+    network_exchange: float = constant(0.88, 0.1, "share of the network that a token exchange reaches")
+    exchange_seconds: float = constant(5e-5, 0.5, "seconds of a token exchange of no bytes")
+    exchange_exposed: float = constant(0.3, 0.4, "share of an overlapped exchange that stays visible")
+    sharded_exposed: float = constant(0.3, 0.5, "share of FSDP's traffic that products do not hide")
+    skew: float = constant(
+        1.15, 0.1, "time of experts and exchange with the router's load, by a balanced one"
+    )

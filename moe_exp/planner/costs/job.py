@@ -11,7 +11,9 @@ from functools import cached_property
 from typing import Literal
 
 from moe_exp.config import Config
+from moe_exp.planner.costs.engine import OURS, Engine
 from moe_exp.planner.costs.params import RankParameters, parameters_of_stages
+from moe_exp.planner.costs.shapes import Shape, products
 
 Sharding = Literal["none", "zero1", "distributed"]
 MeasuredBy = Literal["nvidia-smi", "allocated", "rss"]
@@ -37,6 +39,7 @@ class Job:
     # what a memory figure means: `nvidia-smi` includes context, NCCL buffers and fragmentation, `allocated`
     # is the peak of torch's allocator, `rss` that of the resident size of a CPU process
     measured_by: MeasuredBy = "nvidia-smi"
+    engine: Engine = OURS  # the program, as far as settings do not say it
 
     @classmethod
     def of(cls, config: Config) -> Job:
@@ -60,6 +63,11 @@ class Job:
     def parameters(self) -> list[RankParameters]:
         """Parameters that a rank of every pipeline stage holds."""
         return parameters_of_stages(self.config, self.stage_layers, learned_positions=self.learned_positions)
+
+    @cached_property
+    def products(self) -> dict[str, list[Shape]]:
+        """Products of its layers, see `shapes.products`."""
+        return products(self)
 
     @cached_property
     def num_microbatches(self) -> int:

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_exp.config import Config, problem
-from moe_exp.planner.costs.activations import padded_slots
 from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import Device, Pass
+from moe_exp.planner.costs.shapes import Shape, num_slots, num_tokens, shared_rows
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
 _SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask
 _RESIDUAL_BYTES = (24, 36)  # per token and hidden channel: two norms, two residuals, biases, dropout
+_HEAD_BYTES = (4, 6)  # per channel of queries and keys: rotation, or a norm
 _ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
 _SLOT_BYTES = (12, 16)  # per slot and hidden channel of an MoE layer: rows gathered for the experts, and back
+# share of those that Megatron's all-to-all adds: rows are sorted again by local expert, there and back
+_PERMUTE_SHARE = 0.6
 _LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, maximum, exponentials, gradient
+_FUSED_LOGIT_BYTES = (4, 6)  # the same of one kernel: logits are read, their gradient is written over them
 # Bytes per weight and micro-batch for adding a gradient to those before it.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
 # FP8: input, weight and gradient of the output are read in bf16 and written twice, by rows and by columns.
 _CAST_BYTES = 4
-_FUSED_ACCUMULATION_BYTES = 8  # fp32 sums, added to by the product itself
 # Flash attention leaves out the masked half, computes scores again for gradients, and is slower a FLOP.
-_FLASH_FORWARD, _FLASH_BACKWARD = 0.5 * 1.3, 0.5 * 1.3 * 2.5
+_FLASH_FORWARD, _FLASH_BACKWARD = 0.5, 0.5 * 2.5
+# share of the residual bytes above that norms read and write
+_NORMS_OF_RESIDUAL = 0.4
+# Share of the host's seconds of a layer's part that a CUDA graph of a scope saves: estimates, by kernels.
+_GRAPHED = {"attn": 1.0, "mlp": 1.0, "moe_router": 0.3, "moe_preprocess": 0.2}
+_ATTENTION_SHARE = 0.7  # of host_dense, an estimate, by kernels
 # share of layer_seconds for each expert of a loop: 0.1 ms, from reference runs with and without grouped GEMM
 _LOOPED_EXPERT = 0.125
 
@@ -34,126 +43,149 @@ class LayerTimes:
     """Seconds of a micro-batch, without collectives.
 
     Attributes:
-        dense, moe: a layer without experts, and one with them.
-        moe_part: the MoE part of it alone, for recomputation.
-        activation: the experts' activation alone.
-        output: output layer and loss.
+        parts: of a layer: norms, projections, up_projections and core of attention, mlp or router, rows,
+            experts, activation and shared_expert; and the output layer with the loss.
+        starts_dense, starts_moe: of kernels, where they are not counted as those of the host.
+        host_dense, host_moe: seconds of the host for a layer without experts, and for one with them.
     """
 
-    dense: Pass
-    moe: Pass
-    moe_part: Pass
-    activation: Pass
-    output: Pass
+    parts: dict[str, Pass]
+    starts_dense: float
+    starts_moe: float
+    host_dense: float
+    host_moe: float
+
+    def layer(self, is_moe: bool) -> Pass:
+        """A layer, with experts or without."""
+        starts = self.starts_moe if is_moe else self.starts_dense
+        of = [self.parts[name] for name in ATTENTION + (MOE if is_moe else MLP)]
+        return Pass(starts + sum(one[0] for one in of), 2 * starts + sum(one[1] for one in of))
+
+    def repeated(self, is_moe: bool) -> dict[str, float]:
+        """Forward seconds of what may be computed again, by RECOMPUTE and by the modules of `Engine`."""
+        forward = {name: one.forward for name, one in self.parts.items()}
+        moe = sum(forward[name] for name in MOE) + self.starts_moe - self.starts_dense
+        return {
+            "none": 0.0,
+            "moe_act": forward["activation"] if is_moe else 0.0,
+            "selective": moe if is_moe else 0.0,  # which leaves the dense layers of an MoE model alone
+            "full": self.layer(is_moe).forward,
+            "layernorm": forward["norms"] * _NORMS_OF_RESIDUAL,
+            "mla_up_proj": forward["up_projections"],
+            "core_attn": forward["core"],
+            "mlp": 0.0 if is_moe else forward["mlp"],
+        }
+
+
+ATTENTION = ("norms", "projections", "up_projections", "core")
+MLP, MOE = ("mlp",), ("router", "rows", "experts", "activation", "shared_expert")
 
 
 def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTimes:
     """Times of all kinds of layers of a job."""
-    config, tokens = job.config, num_tokens(job.config)
+    config, tokens, nothing = job.config, num_tokens(job.config), Pass(0, 0)
     if any(fp8_parts(config)) and not device.fp8_speedup:
         rule = "the device has no FP8 peak (dense_flops of its profile)"
         raise ValueError(problem("fp8", config.fp8, rule, "choose another --gpu, or set FP8=none"))
-    start = Pass(constants.layer_seconds, 2 * constants.layer_seconds)
-    common = start + _attention(job, device, tokens)
-    common += device.moved(_shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES)
-    moe_part = activation = Pass(0, 0)
+    elementwise = constants.elementwise if device.is_recent else 1.0
+    parts = {name: _linears(job, device, shapes) for name, shapes in job.products.items()}
+    parts["core"] = _core(job, device, constants)
+    parts["norms"] = (
+        device.moved(shared_rows(job, tokens) * config.hidden_size, _RESIDUAL_BYTES) * elementwise
+    )
+    if device.is_recent:
+        parts["norms"] += device.moved(tokens * _rotated(config) / config.tp, _HEAD_BYTES) * elementwise
+        elementwise *= constants.clamped_swiglu if config.use_moe and job.engine.window else 1.0
+    ways = 2 if config.gated else 1
+
+    def activated(elements: float, bytes_each: tuple[float, float] = _ACTIVATION_BYTES) -> Pass:
+        return device.moved(elements, bytes_each) * elementwise
+
+    parts["mlp"] += activated(tokens * ways * config.ffn_hidden_size / config.tp)
+    parts |= {"rows": nothing, "activation": nothing}
     if config.use_moe:
-        activated = _slots(job, tokens) * config.expert_ffn_size / config.etp
-        activation = device.moved(activated, _ACTIVATION_BYTES)
-        moe_part = activation + _moe(job, device, tokens, constants)
-    dense = common + _mlp(job, device, tokens, config.ffn_hidden_size / config.tp)
-    output = _linear(job, device, tokens, config.padded_vocab_size / config.tp, config.hidden_size)
-    output += device.moved(tokens * config.padded_vocab_size / config.tp, _LOGIT_BYTES)
-    return LayerTimes(dense, common + moe_part, moe_part, activation, output)
+        slots = num_slots(job, tokens)
+        parts["activation"] = activated(slots * config.expert_ffn_size / config.etp)
+        parts["shared_expert"] += activated(tokens * ways * config.shared_expert_size / config.tp)
+        parts["rows"] = device.moved(slots * config.hidden_size, _SLOT_BYTES)
+        if device.is_recent:
+            is_sorted = config.ep > 1 and config.dispatcher in ("auto", "alltoall")
+            extra = _PERMUTE_SHARE * constants.permute_bytes if is_sorted else 0.0
+            parts["rows"] *= constants.slot_bytes + extra
+            parts["experts"] *= 1 / constants.grouped_matrix
+            if job.engine.static_rows:
+                parts |= {name: parts[name] * constants.static_rows for name in ("rows", "activation")}
+            skew = 1.0 if job.engine.balanced else constants.skew
+            parts |= {name: parts[name] * skew for name in MOE}
+    is_fused = device.is_recent and config.cross_entropy == "triton"
+    logit_bytes = _FUSED_LOGIT_BYTES if is_fused else _LOGIT_BYTES
+    parts["output"] += device.moved(tokens * config.padded_vocab_size / config.tp, logit_bytes)
+    starts = 0.0 if device.is_recent else constants.layer_seconds
+    looped = _LOOPED_EXPERT * config.num_experts / config.ep if config.expert_backend == "loop" else 0
+    return LayerTimes(parts, starts, starts * (2 + looped), *_host_seconds(job, device, constants))
 
 
-def num_tokens(config: Config) -> float:
-    """Tokens of a micro-batch on a context parallel rank."""
-    return config.mbsz * config.seq_len / config.cp
+def _host_seconds(job: Job, device: Device, constants: TimeConstants) -> tuple[float, float]:
+    """Seconds of the host for a layer without and one with experts: it starts kernels one by one, but for
+    those of a CUDA graph.
+    """
+    if not device.is_recent:
+        return 0.0, 0.0
+    config, graphs = job.config, job.engine.graphs
+
+    def started(seconds: float, *scopes: str) -> float:
+        captured = sum(_GRAPHED[scope] for scope in scopes if scope in graphs) if "all" not in graphs else 1.0
+        return seconds * (1 - captured * (1 - constants.host_graph))
+
+    attention = started(_ATTENTION_SHARE * constants.host_dense, "attn")
+    mlp = started((1 - _ATTENTION_SHARE) * constants.host_dense, "mlp")
+    of_fp8 = constants.host_fp8 if fp8_parts(config)[0] else 1.0
+    experts = started(constants.host_expert * of_fp8 * config.num_experts / config.ep)
+    moe = started(constants.host_moe, "moe_router", "moe_preprocess") + experts
+    return (attention + mlp) * device.host_share, (attention + moe) * device.host_share
 
 
-def _shared_rows(job: Job, tokens: float) -> float:
-    return tokens / job.config.tp if job.sequence_parallel else tokens
+def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
+    """Products, their gradients, and the weights' gradients added up."""
+    is_fused = job.sharding == "distributed" and not device.is_cpu
+    num_bytes: float = _ACCUMULATION_BYTES[job.precision]
+    if is_fused:
+        num_bytes = 2 * job.engine.gradient_bytes
+    forward = backward = 0.0
+    for rows, columns, depth, count, is_fp8 in shapes:
+        once, twice = device.linear(rows, columns, depth, count)
+        if is_fp8:
+            speedup = device.fp4_speedup if job.engine.is_nvfp4 else device.fp8_speedup
+            # weights that come in FP8 are not cast
+            cast_weights = columns if job.engine.gathered_bytes > 1 else 0
+            casts = device.moved((rows + cast_weights) * depth * count, (_CAST_BYTES, 0)).forward
+            forward += casts * device.cast_share
+            backward += device.moved(rows * columns * count, (0, _CAST_BYTES)).backward * device.cast_share
+            once, twice = once / speedup, twice / speedup
+        forward += once
+        backward += twice + columns * depth * count * num_bytes / device.bandwidth
+    return Pass(forward, backward)
 
 
-def _slots(job: Job, tokens: float) -> float:
-    """Slots (a token's use of an expert) of a rank's experts, all used alike or padded to capacity."""
-    config = job.config
-    factor, rows = config.expert_capacity_factor, _shared_rows(job, tokens)
-    if factor is not None and config.pad_to_capacity:
-        return padded_slots(config, rows)
-    return rows * config.topk * config.etp * min(factor or 1.0, 1.0)
+def _rotated(config: Config) -> float:
+    """Channels of queries and keys, twice if they have norms, too."""
+    keys = config.num_heads if config.multi_latent_attention else config.num_query_groups
+    return (config.num_heads + keys) * config.kv_channels * (2 if config.qk_norm else 1)
 
 
-def _linear(
-    job: Job,
-    device: Device,
-    rows: float,
-    columns: float,
-    depth: float,
-    count: float = 1,
-    *,
-    fp8: bool = False,
-) -> Pass:
-    """A product [rows, depth] x [depth, columns], its gradients, and the weight's gradient added up."""
-    fused = job.sharding == "distributed" and not device.is_cpu
-    num_bytes = _FUSED_ACCUMULATION_BYTES if fused else _ACCUMULATION_BYTES[job.precision]
-    added = Pass(0, columns * depth * count * num_bytes / device.bandwidth)
-    products = device.linear(rows, columns, depth, count)
-    if fp8:
-        products = Pass(products.forward / device.fp8_speedup, products.backward / device.fp8_speedup)
-        added += device.moved((rows + columns) * depth * count, (_CAST_BYTES, 0))
-        added += device.moved(rows * columns * count, (0, _CAST_BYTES))
-    return products + added
-
-
-def _attention(job: Job, device: Device, tokens: float) -> Pass:
-    config = job.config
-    heads, width = config.num_heads / config.tp, config.num_heads * config.kv_channels / config.tp
-    values = heads * config.v_head_dim if config.multi_latent_attention else width
-    fp8 = fp8_parts(config)[1]
-    total = _linear(job, device, tokens, config.hidden_size, values, fp8=fp8)
-    for columns, depth in projections(config, width, heads, tp=config.tp):
-        total += _linear(job, device, tokens, columns, depth, fp8=fp8)
-    # Every query of the rank with every key of its sequence, or of its document.
-    batch, queries, keys = config.mbsz * heads, config.seq_len / config.cp, attended_tokens(config)
-    channels = config.kv_channels
+def _core(job: Job, device: Device, constants: TimeConstants) -> Pass:
+    """Scores and weighted values: every query of the rank with every key of its sequence, or document."""
+    config, engine = job.config, job.engine
+    batch, queries = config.mbsz * config.num_heads / config.tp, config.seq_len / config.cp
+    keys, channels = attended_tokens(config), float(config.kv_channels)
     if not job.fused_attention:
         scores = device.linear(queries, keys, channels, batch) + device.linear(queries, channels, keys, batch)
-        return total + scores + device.moved(batch * queries * keys, _SCORE_BYTES)
-    once = 4 * batch * queries * keys * channels / device.flops
-    return total + Pass(once * _FLASH_FORWARD, once * _FLASH_BACKWARD)
-
-
-def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:
-    """(columns, depth) of the products before the scores, of a rank's query channels and heads."""
-    hidden, latent, rank = config.hidden_size, config.kv_lora_rank, config.q_lora_rank
-    if not config.multi_latent_attention:
-        return [(query + 2 * config.num_query_groups * config.kv_channels / tp, hidden)]
-    up = heads * (config.qk_head_dim + config.v_head_dim)
-    queries = [(rank, hidden), (query, rank)] if rank else [(query, hidden)]
-    return [(latent + config.qk_pos_emb_head_dim, hidden), (up, latent), *queries]
-
-
-def _mlp(job: Job, device: Device, tokens: float, ffn: float) -> Pass:
-    hidden, ways = job.config.hidden_size, 2 if job.config.gated else 1
-    fp8 = fp8_parts(job.config)[1]
-    products = _linear(job, device, tokens, ways * ffn, hidden, fp8=fp8)
-    products += _linear(job, device, tokens, hidden, ffn, fp8=fp8)
-    return products + device.moved(tokens * ffn * ways, _ACTIVATION_BYTES)
-
-
-def _moe(job: Job, device: Device, tokens: float, constants: TimeConstants) -> Pass:
-    """Router, rows to and from the experts, their products, shared expert."""
-    config, ways = job.config, 2 if job.config.gated else 1
-    rows, slots, local = _shared_rows(job, tokens), _slots(job, tokens), config.num_experts / config.ep
-    ffn, hidden = config.expert_ffn_size / config.etp, config.hidden_size
-    total = device.linear(rows, config.num_experts, hidden) + device.moved(slots * hidden, _SLOT_BYTES)
-    fp8 = fp8_parts(config)[0]
-    first = _linear(job, device, slots / local, ways * ffn, hidden, local, fp8=fp8)
-    total += first + _linear(job, device, slots / local, hidden, ffn, local, fp8=fp8)
-    if config.shared_expert_size:
-        total += _mlp(job, device, tokens, config.shared_expert_size / config.tp)
-    looped = _LOOPED_EXPERT * local if config.expert_backend == "loop" else 0
-    starts = constants.layer_seconds * (1 + looped)
-    return total + Pass(starts, 2 * starts)
+        return scores + device.moved(batch * queries * keys, _SCORE_BYTES)
+    if config.multi_latent_attention and device.is_recent:
+        channels = (channels + config.v_head_dim) / 2
+    once = 4 * batch * queries * keys * channels / device.attention_flops
+    if engine.window:
+        once *= (1 + min(1.0, 2 * engine.window / keys)) / 2
+    if engine.fp8_attention:
+        once *= constants.fp8_attention
+    return Pass(once * _FLASH_FORWARD, once * _FLASH_BACKWARD)

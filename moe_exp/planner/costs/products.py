@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.hardware import Hardware
@@ -26,15 +26,21 @@ def _in_waves(m: float, n: float, count: float, num_units: int) -> float:
     return least
 
 
-@dataclass(frozen=True)
-class Pass:
+# time of flash attention on Ampere, by that of products of as many operations: an estimate
+_FLASH_COST = 1.3
+
+
+class Pass(NamedTuple):
     """Seconds of a layer's forward and backward pass."""
 
     forward: float
     backward: float
 
-    def __add__(self, other: Pass) -> Pass:
+    def __add__(self, other: Pass) -> Pass:  # type: ignore[override]
         return Pass(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, factor: float) -> Pass:  # type: ignore[override]
+        return Pass(self.forward * factor, self.backward * factor)
 
 
 class Device:
@@ -42,16 +48,34 @@ class Device:
 
     def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
         volta = hardware.architecture == "volta"
-        share = hardware.matrix_share * (constants.v100_share if volta else 1.0)
+        matrix, memory = constants.matrix_efficiency, constants.memory_efficiency
+        depth = constants.half_depth
+        matrix *= constants.v100_share if volta else 1.0
+        self.is_cpu, self.is_recent = hardware.is_cpu, hardware.is_recent
+        if self.is_recent:
+            matrix, memory, depth = constants.recent_matrix, constants.recent_memory, constants.recent_depth
+        is_blackwell = hardware.architecture == "blackwell"
+        narrow = 1.0  # gain of 8 and 4 bit products
+        self.attention_flops = hardware.dense_flops[dtype] * hardware.matrix_share * constants.attention_share
+        if is_blackwell:
+            matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
+            narrow = constants.blackwell_fp8
+            memory *= constants.blackwell_memory
         # More processes than cores take turns.
         crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
-        # how much faster FP8 products are, at the same share of their peak; 0: there are none
-        self.fp8_speedup = hardware.dense_flops.get("fp8", 0.0) / hardware.dense_flops[dtype]
-        self.flops = hardware.dense_flops[dtype] * constants.matrix_efficiency * share / crowd
-        self.bandwidth = hardware.memory_bytes_per_second * constants.memory_efficiency / crowd
-        self.is_cpu = hardware.is_cpu
+        # how much faster FP8 and NVFP4 products are; 0: there are none
+        self.fp8_speedup, self.fp4_speedup = (
+            hardware.dense_flops.get(name, 0.0) / hardware.dense_flops[dtype] * share * narrow
+            for name, share in (("fp8", constants.fp8_matrix), ("fp4", constants.fp4_matrix))
+        )
+        self.flops = hardware.dense_flops[dtype] * hardware.matrix_share * matrix / crowd
+        self.bandwidth = hardware.memory_bytes_per_second * memory / crowd
+        if not self.is_recent:
+            self.attention_flops = self.flops / _FLASH_COST
+        self.cast_share = constants.cast_bytes if self.is_recent else 1.0
+        self.host_share = constants.host_grace if hardware.name.startswith("GB") else 1.0
         self.num_units = hardware.num_units
-        self.half_depth = 0.0 if self.is_cpu else constants.half_depth
+        self.half_depth = 0.0 if self.is_cpu else depth
         self.unaligned = 1.0 if self.is_cpu else constants.unaligned_v100 if volta else constants.unaligned
         self.num_bytes = 4 if dtype == "fp32" else 2
 

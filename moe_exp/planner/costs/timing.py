@@ -13,10 +13,12 @@ from dataclasses import dataclass, fields
 from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.exchange import exchange_seconds
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.layer_time import LayerTimes, layer_times, num_tokens, projections
+from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
 from moe_exp.planner.costs.params import RankParameters
 from moe_exp.planner.costs.products import Device
+from moe_exp.planner.costs.shapes import num_tokens, projections
 from moe_exp.planner.costs.traffic import Group
 from moe_exp.planner.hardware import Hardware
 
@@ -34,6 +36,7 @@ class IterationTime:
     """Seconds of an iteration by part, which add up to `total`; of stages, means over the pipeline."""
 
     compute: float  # products and what is bound by memory, forward, recompute and backward
+    host: float  # waiting for the host to start kernels; older devices than Hopper: in compute
     tensor_parallel: float  # collectives of tensor parallel ranks
     context_parallel: float  # keys and values that attention does not hide
     expert_parallel: float  # token dispatch and combine
@@ -66,24 +69,59 @@ def time_of(
     config, counts = job.config, _counts(job)
     num_microbatches = max(1, (batch_size or config.gbsz) // (config.mbsz * config.data_parallel_size))
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
-    times = layer_times(job, device, constants)
-    dense, moe = (_layer(job, times, hardware, constants, is_moe) for is_moe in (False, True))
-    parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
-    parts["compute"][-1] += times.output.forward + times.output.backward
-    parts["pipeline"] = [_message(job, hardware, constants)] * config.pp
+    parts = _parts_of_stages(job, layer_times(job, device, constants), hardware, constants, counts)
     totals = [sum(values) for values in zip(*parts.values(), strict=True)]
     bubble = bubble_seconds(totals, num_microbatches, config.vpp or 1)
     factor = {"a": constants.software_a, "c": constants.software_c}.get(job.software, 1.0)
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
     rank = max(job.parameters, key=lambda stage: stage.total)
-    hidden = max(totals) * 0.5 if _overlaps(job, hardware) else 0.0
+    hidden = max(totals) * (1.0 if hardware.is_recent else 0.5) if _overlaps(job, hardware) else 0.0
+    once = constants.recent_iteration if hardware.is_recent else constants.iteration_seconds
     step = _optimizer(job, device, rank) + muon_seconds(config, hardware, constants, counts)
     return IterationTime(
         **seconds,
         bubble=bubble * factor,
         data_parallel=_data_parallel(job, hardware, constants, rank, hidden) * factor,
-        optimizer=step * factor + constants.iteration_seconds,
+        optimizer=step * factor + once,
     )
+
+
+@dataclass(frozen=True)
+class StagePass:
+    """Seconds of a micro-batch on one pipeline stage, over all its model chunks."""
+
+    forward: float
+    backward: float
+    forward_exchange: float  # of these, exchange of tokens with their experts
+    backward_exchange: float
+
+
+def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
+    """The passes over every stage: of products a third is forward, of collectives half."""
+    device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
+    times, counts = layer_times(job, device, constants), _counts(job)
+    parts = _parts_of_stages(job, times, hardware, constants, counts)
+    found = []
+    for stage, (dense, moe) in enumerate(counts):
+        computed = sum(parts[name][stage] for name in ("compute", "host"))
+        sent = sum(of[stage] for name, of in parts.items() if name not in ("compute", "host"))
+        ahead = dense * times.layer(False).forward + moe * times.layer(True).forward
+        ahead += times.parts["output"].forward if stage == len(counts) - 1 else 0.0
+        forward = ahead / parts["compute"][stage] * computed if computed else 0.0
+        exchange = parts["expert_parallel"][stage] / 2
+        found.append(StagePass(forward + sent / 2, computed - forward + sent / 2, exchange, exchange))
+    return found
+
+
+def _parts_of_stages(
+    job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConstants, counts: list[tuple[int, int]]
+) -> dict[str, list[float]]:
+    """Seconds of a micro-batch on every stage, by part."""
+    dense, moe = (_layer(job, times, hardware, constants, is_moe) for is_moe in (False, True))
+    parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
+    parts["compute"][-1] += (1 + job.engine.num_mtp_layers) * sum(times.parts["output"])
+    parts["pipeline"] = [_message(job, hardware, constants)] * job.config.pp
+    return parts
 
 
 def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:
@@ -112,23 +150,44 @@ def _layer(
     job: Job, times: LayerTimes, hardware: Hardware, constants: TimeConstants, is_moe: bool
 ) -> dict[str, float]:
     """Seconds of one layer for one micro-batch, forward, recompute and backward, by part."""
-    config = job.config
-    one = times.moe if is_moe else times.dense
-    # selective recompute leaves the dense layers of an MoE model alone
-    part, activation = (times.moe_part.forward, times.activation.forward) if is_moe else (0.0, 0.0)
-    again = {"none": 0.0, "moe_act": activation, "selective": part, "full": one.forward}
+    config, engine = job.config, job.engine
+    one, repeated = times.layer(is_moe), times.repeated(is_moe)
     forwards = 2 if config.recompute == "full" else 1
     of_experts = 2 if config.recompute in ("full", "selective") else 1
     # Routed experts take the tokens of a tensor parallel rank as they are; attention, an MLP and a shared
     # expert gather them.
     mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
     exchanges = 2 * (1 + of_experts) if is_moe else 0
+    again = priced(config, "recompute", repeated) + sum(repeated[name] for name in engine.recompute)
+    compute = one.forward + one.backward + again
+    exchange = 0.0
+    if exchanges:
+        tokens = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
+        exchange = exchanges * exchange_seconds(job, tokens, hardware, constants)
+        if hardware.is_recent and not engine.balanced:
+            exchange *= constants.skew
+    tensor = _gathered(job, hardware, constants) * ((1 + forwards) + mlp_gathers)
+    context = _context(job, hardware, constants) * (1 + forwards)
+    if hardware.is_recent:
+        context *= constants.context_exposed
+        tensor *= constants.tensor_exposed if engine.overlaps_tensor_parallel else 1.0
+        if engine.overlaps_exchange:
+            exchange = max(constants.exchange_exposed * exchange, exchange - compute)
+    busy = compute + tensor + context + exchange
     return {
-        "compute": one.forward + one.backward + priced(config, "recompute", again),
-        "tensor_parallel": _gathered(job, hardware, constants) * ((1 + forwards) + mlp_gathers),
-        "context_parallel": _context(job, hardware, constants) * (1 + forwards),
-        "expert_parallel": exchanges * _exchange(job, hardware, constants),
+        "compute": compute,
+        "host": _waiting(busy, times.host_moe if is_moe else times.host_dense, constants),
+        "tensor_parallel": tensor,
+        "context_parallel": context,
+        "expert_parallel": exchange,
     }
+
+
+def _waiting(busy: float, host: float, constants: TimeConstants) -> float:
+    """Seconds by which host and device need longer than the device is busy: they run beside each other, but
+    for a share of the shorter one.
+    """
+    return max(busy, host) + constants.host_serial * min(busy, host) - busy if host else 0.0
 
 
 def _rows_bytes(config: Config) -> float:
@@ -137,53 +196,21 @@ def _rows_bytes(config: Config) -> float:
 
 def _gathered(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     """An all-reduce of a micro-batch's activations, or sequence parallelism's gather and scatter."""
-    group = Group(job.config.tp, 1, hardware, job.config.gpus_per_node)
-    return group.all_reduce(_rows_bytes(job.config), constants.tensor_bandwidth)
+    group = Group(job.config.tp, 1, hardware, hardware.link_domain(job.config.gpus_per_node))
+    return group.all_reduce(_rows_bytes(job.config), _link_share(hardware, constants))
+
+
+def _link_share(hardware: Hardware, constants: TimeConstants) -> float:
+    return constants.link_ring if hardware.is_recent else constants.tensor_bandwidth
 
 
 def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     """Keys and values of the other ranks, for one pass over a layer."""
     config = job.config
-    group = Group(config.cp, config.tp, hardware, config.gpus_per_node)
+    group = Group(config.cp, config.tp, hardware, hardware.link_domain(config.gpus_per_node))
     keys = 2 * config.num_query_groups * config.kv_channels / config.tp
     num_bytes = num_tokens(config) * config.cp * keys * (4 if config.dtype == "fp32" else 2)
-    return group.reduce_scatter(num_bytes, constants.tensor_bandwidth)
-
-
-def _exchange(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
-    """Exchange of a micro-batch's tokens with the experts, one way, and the gather over expert TP ranks.
-
-    An all-to-all sends a token once for each of its experts, DeepEP once to each node (and there over NVLink
-    to each rank), the all-gather to every rank.
-    """
-    config = job.config
-    if config.ep * config.etp == 1:
-        return 0.0
-    tokens = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
-    slots = tokens * config.topk
-    experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
-    slices = Group(config.etp, 1, hardware, config.gpus_per_node)
-    share = constants.tensor_bandwidth if experts.in_node else constants.data_bandwidth
-    all_to_all = (slots, experts.all_to_all(slots, share))
-    to_nodes = tokens * _nodes_of_token(config, experts.num_nodes)
-    costs = {
-        "auto": all_to_all,
-        "alltoall": all_to_all,
-        "deepep": (slots, experts.all_to_all(slots, share, to_nodes=to_nodes)),
-        "allgather": (tokens * config.ep, experts.reduce_scatter(tokens * config.ep, share)),
-    }
-    rows, seconds = priced(config, "dispatcher", costs)
-    if job.software == "2024-10" and config.dispatcher != "allgather":
-        seconds += constants.exchange_seconds_2024 * (config.ep - 1)
-    return seconds + slices.reduce_scatter(rows * config.etp, constants.tensor_bandwidth)
-
-
-def _nodes_of_token(config: Config, num_nodes: float) -> float:
-    """Nodes of a token's experts: N * (1 - (1 - 1/N)^TOPK), fewer with limited groups."""
-    nodes = num_nodes * (1 - (1 - 1 / num_nodes) ** config.topk)
-    if config.num_router_groups:
-        nodes = min(nodes, config.router_group_topk * max(1.0, num_nodes / config.num_router_groups))
-    return nodes
+    return group.reduce_scatter(num_bytes, _link_share(hardware, constants))
 
 
 def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
@@ -191,9 +218,13 @@ def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     config = job.config
     if config.pp == 1:
         return 0.0
-    group = Group(config.pp, config.world_size // config.pp, hardware, config.gpus_per_node)
+    domain = hardware.link_domain(config.gpus_per_node)
+    group = Group(config.pp, config.world_size // config.pp, hardware, domain)
     num_bytes = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
     speed = hardware.node_bytes_per_second if group.in_node else hardware.network_bytes_per_second
+    if hardware.is_recent:
+        of_ring = constants.link_ring if group.in_node else constants.network_ring
+        return 2 * (config.vpp or 1) * constants.stage_exposed * num_bytes / (speed * of_ring)
     return 2 * (config.vpp or 1) * (num_bytes / (speed * constants.stage_bandwidth) + group.latency_seconds)
 
 
@@ -207,17 +238,27 @@ def _data_parallel(
     job: Job, hardware: Hardware, constants: TimeConstants, rank: RankParameters, hidden: float
 ) -> float:
     """Reduce and gather of dense and expert parameters, less the `hidden` seconds."""
-    config = job.config
+    config, engine = job.config, job.engine
     gradient = 4 if job.precision in ("bf16_fp32grad", "fp32") else 2
     weight = 4 if job.precision == "fp32" else 2
     # The distributed optimizer reduces to the rank that owns a part; ZeRO-1 of 2022 and a plain one to all.
     num_bytes = {"distributed": gradient + weight, "zero1": 2 * gradient + weight, "none": 2 * gradient}
+    per_parameter: float = num_bytes[job.sharding]
+    if hardware.is_recent and job.sharding == "distributed":
+        per_parameter = engine.reduced_bytes + engine.gathered_bytes
     total = 0.0
     for parameters, model_ranks in ((rank.dense, config.tp), (rank.expert, config.etp * config.ep)):
         size = config.world_size // config.pp // model_ranks
-        group = Group(size, model_ranks, hardware, config.gpus_per_node)
+        group = Group(size, model_ranks, hardware, hardware.link_domain(config.gpus_per_node))
+        share = constants.data_bandwidth
+        if hardware.is_recent:
+            of_network = constants.network_ring / hardware.network_share
+            share = constants.link_ring if group.in_node else of_network
         if parameters and group.size > 1:
-            total += group.reduce_scatter(parameters * num_bytes[job.sharding], constants.data_bandwidth)
+            total += group.reduce_scatter(parameters * per_parameter, share)
+    if engine.shards_parameters:  # layer by layer for every micro-batch, forward and backward
+        per_microbatch = (engine.reduced_bytes + 2 * engine.gathered_bytes) / per_parameter
+        return total * per_microbatch * job.num_microbatches * constants.sharded_exposed
     return max(total - hidden, _FIRST_BUCKET * total) if hidden else total
 
 

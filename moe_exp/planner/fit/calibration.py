@@ -11,7 +11,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,11 +19,13 @@ from moe_exp.planner.costs.memory import MemoryConstants, memory_of
 from moe_exp.planner.costs.timing import TimeConstants, time_of
 from moe_exp.planner.fit.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.prediction import Constants, predict
+from moe_exp.planner.prediction import Constants, load_constants, predict
 
 T = TypeVar("T")
 LogRatio = Callable[[MeasuredRun, T], float]
 _NOISE = 0.02  # relative error of a good row; sets the weight of priors
+_MACHINE_FACTOR = 0.1  # spread of the time of a machine or program, by that of others
+_MACHINES = 0.2  # how much constants differ between machines, by the spread of what is known before any run
 
 
 def log_memory_ratio(run: MeasuredRun, constants: MemoryConstants) -> float:
@@ -46,6 +48,7 @@ class Fit(Generic[T]):
     constants: T
     errors: dict[str, float]  # row_id to predicted / measured - 1
     left_out: dict[str, float]  # the same with constants fitted without that row
+    machines: dict[str, float] = field(default_factory=dict)  # measured / predicted time of each machine
 
     @property
     def bound(self) -> float:
@@ -54,30 +57,57 @@ class Fit(Generic[T]):
         return sizes[math.ceil(0.9 * len(sizes)) - 1] if sizes else 0.0
 
 
-def fit(kind: type[T], runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], prior: T | None = None) -> Fit[T]:
+def fit(
+    kind: type[T],
+    runs: Sequence[MeasuredRun],
+    log_ratio: LogRatio[T],
+    prior: T | None = None,
+    start: T | None = None,
+    machine_of: Callable[[MeasuredRun], str] | None = None,
+    rest: T | None = None,
+    noise: float = _NOISE,
+) -> Fit[T]:
     """Fits the constants of a dataclass (see `constants.constant`) to measured runs.
 
     Left-out errors take one Gauss-Newton step from the fit to all rows to the one without that row, without
     further evaluations; for a fit this close to linear that is the refit (`test_calibration.py` compares).
-    `prior` replaces the priors of `kind`, but not their spreads.
+    `prior` replaces the priors of `kind`, with narrower spreads; `start` is where the search begins, the
+    prior by default. Constants that no run depends on are those of `rest`, or stay at their prior.
+    `machine_of` names the machine (or program) of a run: each has a factor of its own on all its times, so
+    that a slow one does not shift the constants (a random effect with a spread of `_MACHINE_FACTOR`).
+    `noise` is the relative error of a good row: the smaller, the less do priors count.
     """
     space = _Space(kind, prior)
+    space.fix_unused(runs, log_ratio, rest)
     if not runs:
         return Fit(space.constants([0.0] * space.size), {}, {})
     from scipy.optimize import least_squares
 
-    def residuals(x: Any) -> list[float]:  # its own robust loss would count for the priors, too
-        return [_robust(log_ratio(run, space.constants(x))) for run in runs] + list(x)
+    size = space.size
+    machines = sorted({machine_of(run) for run in runs}) if machine_of else []
+    places = [machines.index(machine_of(run)) for run in runs] if machine_of else []
+    latest: tuple[list[float], list[float]] = ([], [])  # constants, and the logarithms with them
 
-    solution = least_squares(residuals, [0.0] * space.size)
-    values = space.constants(solution.x)
+    def residuals(x: Any) -> list[float]:  # its own robust loss would count for the priors, too
+        nonlocal latest
+        if latest[0] != list(x[:size]):
+            constants = space.constants(x[:size])
+            latest = list(x[:size]), [log_ratio(run, constants) for run in runs]
+        factors = [_MACHINE_FACTOR * x[size + place] for place in places] or [0.0] * len(runs)
+        ratios = zip(latest[1], factors, strict=True)
+        return [_robust(ratio + factor, noise) for ratio, factor in ratios] + list(x)
+
+    at = space.point(start) if start else [0.0] * size
+    solution = least_squares(residuals, [*at, *(0.0 for _ in machines)], ftol=1e-6)
+    values = space.constants(solution.x[:size])
+    own = {name: math.exp(_MACHINE_FACTOR * x) for name, x in zip(machines, solution.x[size:], strict=True)}
     without = _steps_without_each(solution.jac, solution.fun, len(runs))
     errors = {run.row_id: math.expm1(log_ratio(run, values)) for run in runs}
     left_out = {
-        run.row_id: math.expm1(log_ratio(run, space.constants(solution.x + step)))
+        run.row_id: math.expm1(log_ratio(run, space.constants((solution.x + step)[:size])))
         for run, step in zip(runs, without, strict=True)
     }
-    return Fit(values, errors, left_out)
+    return Fit(values, errors, left_out, own)
 
 
 class _Space(Generic[T]):
@@ -86,23 +116,43 @@ class _Space(Generic[T]):
     def __init__(self, kind: type[T], prior: T | None):
         self._kind = kind
         self._scales = {
-            field.name: (
-                math.log(getattr(prior, field.name) if prior else field.metadata["prior"]),
-                field.metadata["spread"],
+            of.name: (
+                math.log(getattr(prior, of.name) if prior else of.metadata["prior"]),
+                of.metadata["spread"] * (_MACHINES if prior else 1.0),
             )
-            for field in fields(kind)  # type: ignore[arg-type]
+            for of in fields(kind)  # type: ignore[arg-type]
         }
-        self.size = len(self._scales)
+        self._fixed: dict[str, float] = {}
+
+    @property
+    def size(self) -> int:
+        """Number of constants that are fitted."""
+        return len(self._scales)
+
+    def fix_unused(self, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], rest: T | None) -> None:
+        """Takes constants out that no run depends on."""
+        at_prior = self.constants([0.0] * self.size)
+        before = [log_ratio(run, at_prior) for run in runs]
+        for name, (center, spread) in list(self._scales.items()):
+            moved = replace(at_prior, **{name: math.exp(center + 0.1 * spread)})  # type: ignore[type-var]
+            if before == [log_ratio(run, moved) for run in runs]:
+                self._scales.pop(name)
+                self._fixed[name] = getattr(rest, name) if rest else math.exp(center)
+
+    def point(self, constants: T) -> list[float]:
+        """Where these constants are."""
+        scales = self._scales.items()
+        return [(math.log(getattr(constants, name)) - center) / spread for name, (center, spread) in scales]
 
     def constants(self, x: Iterable[float]) -> T:
         pairs = zip(self._scales.items(), x, strict=True)
         values = {name: math.exp(center + spread * value) for (name, (center, spread)), value in pairs}
-        return self._kind(**values)
+        return self._kind(**self._fixed, **values)
 
 
-def _robust(log_ratio: float) -> float:
+def _robust(log_ratio: float, noise: float) -> float:
     """Residual whose square is the soft-L1 loss, 2 * (sqrt(1 + e^2) - 1)."""
-    error = log_ratio / _NOISE
+    error = log_ratio / noise
     return math.copysign(math.sqrt(2 * (math.sqrt(1 + error * error) - 1)), error)
 
 
@@ -140,7 +190,13 @@ def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Ca
         raise ValueError(f"RUNS: {rule}. Fix: fill one of these columns in.")
     return Calibration(
         memory=fit(MemoryConstants, with_memory, log_memory_ratio, prior.memory if prior else None),
-        time=fit(TimeConstants, with_time, log_time_ratio, prior.time if prior else None),
+        time=fit(
+            TimeConstants,
+            with_time,
+            log_time_ratio,
+            prior.time if prior else None,
+            rest=load_constants().time,
+        ),
         hardware=tuple(sorted({run.hardware.name for run in with_time})),
     )
 
@@ -155,11 +211,11 @@ def doubts(calibration: Calibration) -> Iterator[str]:
         if errors and (mean := sum(errors) / len(errors)) > _POOR:
             fix = "check the columns of the rows with the largest error"
             yield f"{name}: predictions are {mean:.0%} off on average; {fix}"
-        for field in fields(part.constants):
-            value, prior = getattr(part.constants, field.name), field.metadata["prior"]
-            if abs(math.log(value / prior)) > _FAR * field.metadata["spread"]:
-                far = f"{field.name}={value:.3g} is far from the {prior:.3g} expected"
-                yield f"{far}: {field.metadata['meaning']}"
+        for of in fields(part.constants):
+            value, prior = getattr(part.constants, of.name), of.metadata["prior"]
+            if abs(math.log(value / prior)) > _FAR * of.metadata["spread"]:
+                far = f"{of.name}={value:.3g} is far from the {prior:.3g} expected"
+                yield f"{far}: {of.metadata['meaning']}"
 
 
 def profile_text(calibration: Calibration, source: Path) -> str:

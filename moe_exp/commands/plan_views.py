@@ -1,0 +1,200 @@
+"""`moe-exp plan explain, roofline, compare-hardware, nearest`: what a plan looks like."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from moe_exp.commands.guard import print_json
+from moe_exp.config import Config, setting_error
+
+if TYPE_CHECKING:
+    from moe_exp.planner.hardware import Hardware
+    from moe_exp.planner.prediction import Constants
+
+Loaded = tuple[Config, "Hardware", "Constants"]
+_COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
+
+
+def add_views(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_settings: Callable[[argparse.ArgumentParser], None],
+    load: Callable[[argparse.Namespace], Loaded],
+) -> None:
+    """Adds the commands. `add_settings` adds the flags of a plan, `load` reads them."""
+
+    def add(
+        name: str, about: str, run: Callable[[argparse.Namespace, Loaded], None]
+    ) -> argparse.ArgumentParser:
+        parser = subparsers.add_parser(name, help=about, argument_default=argparse.SUPPRESS)
+        add_settings(parser)
+        parser.set_defaults(run=lambda arguments: run(arguments, load(arguments)))
+        return parser
+
+    explain = add(
+        "explain", "draw an iteration: what every pipeline stage computes when, and when it waits", _explain
+    )
+    explain.add_argument("--svg", type=Path, metavar="FILE", default=None, help="also write a picture")
+    add("roofline", "list the parts of a layer: operations, intensity, time, and what bounds them", _roofline)
+    devices = add(
+        "compare-hardware", "find the best layout on several kinds of devices, and its price", _devices
+    )
+    about = f"devices to compare (default: {','.join(_COMPARED)})"
+    devices.add_argument("--devices", metavar="A,B", default=",".join(_COMPARED), help=about)
+    about = "prices of an hour of a device, in any currency: H100=2.1,B200=4"
+    devices.add_argument("--prices", metavar="A=X,B=Y", default="", help=about)
+    nearest = add("nearest", "list the published runs that are most like these settings", _nearest)
+    nearest.add_argument("--top", type=int, metavar="N", default=10, help="runs to show (default: 10)")
+
+
+def _explain(arguments: argparse.Namespace, loaded: Loaded) -> None:
+    from moe_exp.host.files import write_atomically
+    from moe_exp.planner.costs.job import Job
+    from moe_exp.planner.views.timeline import as_svg, as_text, timeline
+
+    config, hardware, constants = loaded
+    of = timeline(Job.of(config), hardware, constants.time)
+    if arguments.json:
+        print_json({"seconds": of.passes_end + of.after, "events": [asdict(event) for event in of.events]})
+    else:
+        print("\n".join(as_text(of)))
+        shown = 1 + max(event.microbatch for event in of.events)
+        if shown < (whole := Job.of(config).num_microbatches):
+            print(f"the first {shown} of {whole} micro-batches, as if they were all")
+    if arguments.svg:
+        write_atomically(arguments.svg, as_svg(of))
+
+
+def _roofline(arguments: argparse.Namespace, loaded: Loaded) -> None:
+    from moe_exp.planner.costs.job import Job
+    from moe_exp.planner.views.roofline import roofline
+
+    config, hardware, constants = loaded
+    parts = roofline(Job.of(config), hardware, constants.time)
+    if arguments.json:
+        print_json([asdict(part) | {"peak_share": part.peak_share} for part in parts])
+        return
+    columns = ("part", "TFLOP", "FLOP per byte", "ms", "of peak", "bound by")
+    rows = (
+        (
+            part.name.replace("_", " "),
+            f"{part.flops / 1e12:.2f}" if part.flops else "",
+            f"{part.intensity:,.0f}" if part.num_bytes else "",
+            f"{1e3 * part.seconds:.3f}",
+            f"{part.peak_share:.0%}" if part.flops else "",
+            part.bound,
+        )
+        for part in parts
+    )
+    of = "a layer with experts" if config.use_moe else "a layer"
+    _print(f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows)
+
+
+def _devices(arguments: argparse.Namespace, loaded: Loaded) -> None:
+    from moe_exp.planner.hardware import load_hardware
+    from moe_exp.planner.search.explanation import layout_words
+    from moe_exp.planner.tables import error_words
+    from moe_exp.planner.views.devices import compare_devices
+
+    config, _, constants = loaded
+    devices = {name: load_hardware(name) for name in arguments.devices.split(",")}
+    prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
+    by_name = {hardware.name: hardware for hardware in devices.values()}
+    configs = {name: _on(config, hardware) for name, hardware in by_name.items()}
+    found = compare_devices(configs, by_name, constants, prices)
+    if arguments.json:
+        fields = ("tokens_per_second", "hours_per_trillion", "price_per_trillion")
+        print_json(
+            [
+                {"gpu": one.hardware.name, "layout": layout_words(one.best.config) if one.best else None}
+                | {name: getattr(one, name) if one.best else None for name in fields}
+                for one in found
+            ]
+        )
+        return
+    columns = ("device", "layout", "tokens/s each", "hours per 10^12 tokens", "price", "error to expect")
+    rows = (
+        (
+            one.hardware.name,
+            f"{layout_words(one.best.config)}, MBSZ={one.best.config.mbsz}" if one.best else "nothing fits",
+            f"{one.tokens_per_second:,.0f}" if one.best else "",
+            f"{one.hours_per_trillion:,.0f}" if one.best else "",
+            f"{one.price_per_trillion:,.0f}" if one.price_per_trillion is not None else "",
+            error_words(one.best.prediction).strip("()") if one.best else "",
+        )
+        for one in found
+    )
+    _print(f"PRESET={config.preset} on {config.world_size} devices, GBSZ={config.gbsz}", columns, rows)
+
+
+def _prices(text: str) -> Iterable[tuple[str, float]]:
+    for part in filter(None, text.split(",")):
+        name, _, price = part.partition("=")
+        try:
+            value = float(price)
+        except ValueError:
+            value = -1.0
+        if not 0 < value < float("inf"):
+            rule = "must be DEVICE=PRICE with a number more than 0"
+            raise setting_error("prices", part, rule, "write it as H100=2.1,B200=4")
+        yield name, value
+
+
+def _on(config: Config, hardware: Hardware) -> Config:
+    """The settings on as many devices of another kind, in nodes as it usually has them."""
+    from moe_exp.planner.search.layout_text import world_of
+
+    size = min(hardware.gpus_per_node, config.world_size)
+    return config.model_copy(update=world_of(config.world_size, size))
+
+
+def _nearest(arguments: argparse.Namespace, loaded: Loaded) -> None:
+    from moe_exp.planner.search.explanation import layout_words
+    from moe_exp.planner.views.nearest import nearest_runs
+
+    if arguments.top < 1:
+        raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")
+    found = nearest_runs(*loaded, arguments.top)
+    if arguments.json:
+        names = ("row_id", "model", "precision", "dispatcher", "source", "date", "seconds")
+        print_json(
+            [
+                {name: getattr(one.run, name) for name in names}
+                | {"gpu": one.run.hardware.name, "layout": layout_words(one.run.job.config)}
+                | {"planned_seconds": one.planned_seconds, "distance": one.distance}
+                for one in found
+            ]
+        )
+        return
+    columns = ("run", "model", "devices", "layout", "measured s", "planned s", "error", "source")
+    rows = (
+        (
+            one.run.row_id,
+            f"{one.run.model} {one.run.precision} {one.run.dispatcher}".strip(),
+            f"{one.run.job.config.world_size} {one.run.hardware.name}",
+            f"{layout_words(one.run.job.config)}, MBSZ={one.run.job.config.mbsz}",
+            f"{one.run.seconds:.4g}",
+            f"{one.planned_seconds:.4g}",
+            f"{one.error:+.0%}",
+            f"{one.run.source} ({one.run.date})",
+        )
+        for one in found
+    )
+    _print("published runs, the nearest first; planned with the constants of this plan", columns, rows)
+
+
+def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    from rich.table import Table
+
+    from moe_exp.host.progress import table_console
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    table_console(sys.stdout, highlight=False).print(table)

@@ -1,0 +1,74 @@
+"""Seconds of the exchange of tokens with their experts, by dispatcher. No torch.
+
+An all-to-all sends a token once for each of its experts; DeepEP and HybridEP once to each node and from there
+once to each rank that has one or more of them; the all-gather sends it to every rank.
+"""
+
+from __future__ import annotations
+
+from moe_exp.config import Config
+from moe_exp.planner.costs.code_paths import priced
+from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.traffic import Group
+from moe_exp.planner.hardware import Hardware
+
+
+def exchange_seconds(job: Job, num_bytes: float, hardware: Hardware, constants: TimeConstants) -> float:
+    """Seconds of one way, with the gather over expert TP ranks, for a rank's tokens of `num_bytes`."""
+    config = job.config
+    if config.ep * config.etp == 1:
+        return 0.0
+    slots = num_bytes * config.topk
+    domain = hardware.link_domain(config.gpus_per_node)
+    experts = Group(config.ep, config.etp, hardware, domain)
+    slices = Group(config.etp, 1, hardware, domain)
+    everywhere = num_bytes * config.ep
+    if hardware.is_recent:
+        rows, seconds = _of_recent(job, num_bytes, experts, constants)
+    else:
+        share = constants.tensor_bandwidth if experts.in_node else constants.data_bandwidth
+        all_to_all = (slots, experts.all_to_all(slots, share))
+        to_nodes = num_bytes * places_of_token(config, experts.num_nodes)
+        costs = {
+            "auto": all_to_all,
+            "alltoall": all_to_all,
+            "deepep": (slots, experts.all_to_all(slots, share, to_nodes=to_nodes)),
+            "allgather": (everywhere, experts.reduce_scatter(everywhere, share)),
+        }
+        rows, seconds = priced(config, "dispatcher", costs)
+        if job.software == "2024-10" and config.dispatcher != "allgather":
+            seconds += constants.exchange_seconds_2024 * (config.ep - 1)
+    share = constants.link_ring if hardware.is_recent else constants.tensor_bandwidth
+    return seconds + slices.reduce_scatter(rows * config.etp, share)
+
+
+def _of_recent(job: Job, num_bytes: float, experts: Group, constants: TimeConstants) -> tuple[float, float]:
+    """Bytes that a rank's experts get, and seconds."""
+    config, slots = job.config, num_bytes * job.config.topk
+    if config.dispatcher == "allgather":
+        everywhere = num_bytes * config.ep
+        share = constants.link_ring if experts.in_node else constants.network_ring
+        return everywhere, experts.reduce_scatter(everywhere, share)
+    nodes = experts.num_nodes
+    if job.engine.dispatcher == "hybridep" or config.dispatcher == "deepep":
+        to_ranks, to_nodes = places_of_token(config, config.ep), places_of_token(config, nodes)
+        inside = num_bytes * to_ranks * (config.ep - 1) / config.ep
+        outside, link_share = num_bytes * to_nodes * (nodes - 1) / nodes, constants.link_deduplicated
+    else:
+        inside = slots * (config.ep / nodes - 1) / config.ep
+        outside, link_share = slots * (nodes - 1) / nodes, constants.link_all_to_all
+    hardware = experts.hardware
+    seconds = max(
+        inside / hardware.node_bytes_per_second / link_share,
+        outside / hardware.network_bytes_per_second / constants.network_exchange,
+    )
+    return slots, seconds + constants.exchange_seconds
+
+
+def places_of_token(config: Config, num_places: float) -> float:
+    """Places (nodes or ranks) of a token's experts: N * (1 - (1 - 1/N)^TOPK), fewer with limited groups."""
+    places = num_places * (1 - (1 - 1 / num_places) ** config.topk)
+    if config.num_router_groups:
+        places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))
+    return places

@@ -1,0 +1,66 @@
+"""Published runs that are most like a job: measured beside planned. No torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from moe_exp.config import Config
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.timing import time_of
+from moe_exp.planner.fit.public import PublicRun, read_public_runs
+from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.prediction import Constants
+
+# Settings whose ratio counts, by weight: twice as many experts are as far as half as many.
+_RATIOS = {
+    "hidden_size": 2.0, "num_layers": 1.0, "num_experts": 1.0, "topk": 1.0, "expert_ffn_size": 1.0, "tp": 0.7,
+    "pp": 0.5, "ep": 0.7, "cp": 0.7, "mbsz": 0.5, "seq_len": 0.5, "world_size": 0.2,
+}  # fmt: skip
+_OTHER_KIND, _OTHER_ARCHITECTURE, _OTHER_DEVICE, _OTHER_TYPE = 10.0, 3.0, 1.0, 1.0
+
+
+@dataclass(frozen=True)
+class Neighbor:
+    """A published run."""
+
+    run: PublicRun
+    distance: float  # from the job: sum of weighted logarithms of ratios, and of what differs in kind
+    planned_seconds: float  # per iteration
+
+    @property
+    def error(self) -> float:
+        """Planned / measured - 1."""
+        assert self.run.seconds
+        return self.planned_seconds / self.run.seconds - 1
+
+
+def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count: int) -> list[Neighbor]:
+    """The `count` published runs nearest to these settings on this device, the nearest first.
+
+    Of a run that was published several times the newest one is taken.
+    """
+    found: dict[tuple[object, ...], Neighbor] = {}
+    for run in sorted(read_public_runs(), key=lambda run: run.date):
+        planned = time_of(run.job, run.hardware, constants.time).total
+        distance = _distance(config, hardware, run.job, run.hardware)
+        sizes = _sizes(run.job.config)
+        key = (run.model, run.hardware.name, run.precision, run.dispatcher, run.job.engine, *sizes)
+        found[key] = Neighbor(run, distance, planned)
+    return sorted(found.values(), key=lambda one: one.distance)[:count]
+
+
+def _sizes(config: Config) -> tuple[float, ...]:
+    return tuple(getattr(config, name) for name in _RATIOS)
+
+
+def _distance(config: Config, hardware: Hardware, other: Job, device: Hardware) -> float:
+    total = 0.0
+    for (name, weight), mine in zip(_RATIOS.items(), _sizes(config), strict=True):
+        theirs = getattr(other.config, name)
+        if mine and theirs:
+            total += weight * abs(math.log2(mine / theirs))
+    total += _OTHER_KIND * (config.use_moe != other.config.use_moe)
+    total += _OTHER_ARCHITECTURE * (hardware.architecture != device.architecture)
+    total += _OTHER_DEVICE * (hardware.name != device.name)
+    return total + _OTHER_TYPE * (config.fp8 != other.config.fp8)

@@ -1,0 +1,74 @@
+"""Parts of a layer against the roofline of a device (Williams et al. 2009). No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.exchange import exchange_seconds
+from moe_exp.planner.costs.flops import attended_tokens
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.layer_time import layer_times
+from moe_exp.planner.costs.products import Device
+from moe_exp.planner.costs.shapes import num_tokens, shared_rows
+from moe_exp.planner.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of one layer, or the output layer: forward and backward of one micro-batch on one rank."""
+
+    name: str
+    flops: float  # operations, multiply and add counted as two
+    num_bytes: float  # that a product reads and writes at least; 0 where there are no products
+    seconds: float  # predicted
+    bound: str  # compute, memory, links or host
+    peak: float  # FLOP/s of the device in the type of the products
+
+    @property
+    def intensity(self) -> float:
+        """Operations per byte."""
+        return self.flops / self.num_bytes if self.num_bytes else 0.0
+
+    @property
+    def peak_share(self) -> float:
+        """Share of the peak that is reached."""
+        return self.flops / self.seconds / self.peak if self.seconds else 0.0
+
+
+def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Part]:
+    """Parts of a layer (with experts, where the model has them), and the output layer."""
+    config = job.config
+    device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
+    times = layer_times(job, device, constants)
+    without = ("mlp",) if config.use_moe else ("router", "rows", "experts", "activation", "shared_expert")
+    found = []
+    for name, one in times.parts.items():
+        flops, num_bytes, peak = _products(job, name, hardware)
+        if name == "core":
+            queries = config.mbsz * config.seq_len / config.cp * config.num_heads / config.tp
+            flops = 3.5 * 4 * queries * attended_tokens(config) / 2 * config.kv_channels
+            num_bytes = 8 * 2 * queries * config.kv_channels  # queries, keys, values, result; and gradients
+        bound = "compute" if num_bytes and flops / num_bytes > peak / device.bandwidth else "memory"
+        if name not in without and one.forward:
+            found.append(Part(name, flops, num_bytes, one.forward + one.backward, bound, peak))
+    if config.use_moe and config.ep * config.etp > 1:
+        sent = shared_rows(job, num_tokens(config)) * config.hidden_size * device.num_bytes
+        seconds = 4 * exchange_seconds(job, sent, hardware, constants)
+        found.append(Part("exchange", 0.0, 0.0, seconds, "links", found[0].peak))
+    host = times.host_moe if config.use_moe else times.host_dense
+    if host:
+        found.append(Part("host, beside them", 0.0, 0.0, host, "host", found[0].peak))
+    return found
+
+
+def _products(job: Job, name: str, hardware: Hardware) -> tuple[float, float, float]:
+    """Operations, bytes and peak of the products of a part."""
+    flops = num_bytes = 0.0
+    peak = hardware.dense_flops[job.config.dtype]
+    for rows, columns, depth, number, is_fp8 in job.products.get(name, []):
+        width = 1 if is_fp8 else 4 if job.config.dtype == "fp32" else 2
+        peak = hardware.dense_flops.get("fp8", peak) if is_fp8 else peak
+        flops += 6 * rows * columns * depth * number
+        num_bytes += 3 * width * number * (rows * depth + depth * columns + rows * columns)
+    return flops, num_bytes, peak

@@ -1,0 +1,175 @@
+"""One iteration in time: what every pipeline stage computes when, and when it waits. No torch.
+
+The schedules are Megatron-Core's: 1F1B, and the interleaved one with VPP model chunks per rank (Narayanan et
+al. 2021, arXiv:2104.04473, section 2.2). Durations are the planner's. matplotlib only inside functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.timing import StagePass, stage_passes, time_of
+from moe_exp.planner.hardware import Hardware
+
+Kind = Literal["forward", "backward"]
+_COLORS = {"forward": "#4f9bd9", "backward": "#2a9d8f", "exchange": "#d9541e", "after": "#8c6d1f"}
+
+
+@dataclass(frozen=True)
+class Event:
+    """A micro-batch's pass over one model chunk."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+    chunk: int
+    start: float  # seconds from the start of the iteration
+    end: float
+    exchange: float  # seconds of it in which tokens are exchanged with their experts
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """An iteration."""
+
+    events: list[Event]
+    num_stages: int
+    after: float  # seconds after the last pass: gradients and weights of data parallel ranks, optimizer
+
+    @property
+    def passes_end(self) -> float:
+        """Seconds until the last stage is done."""
+        return max(event.end for event in self.events)
+
+    def idle_share(self, stage: int) -> float:
+        """Share of the passes' time in which a stage waits."""
+        busy = sum(event.end - event.start for event in self.events if event.stage == stage)
+        return 1 - busy / self.passes_end
+
+
+def timeline(job: Job, hardware: Hardware, constants: TimeConstants, most: int = 64) -> Timeline:
+    """The schedule of an iteration, of at most `most` micro-batches."""
+    passes = stage_passes(job, hardware, constants)
+    time = time_of(job, hardware, constants)
+    count = min(job.num_microbatches, max(most // job.config.pp * job.config.pp, job.config.pp))
+    events = _scheduled(passes, count, job.config.vpp or 1)
+    return Timeline(events, len(passes), time.data_parallel + time.optimizer)
+
+
+def _scheduled(passes: Sequence[StagePass], count: int, chunks: int) -> list[Event]:
+    """Runs every stage's order of passes, each as soon as its input is there."""
+    stages = len(passes)
+    orders = [list(_order(stage, stages, count, chunks)) for stage in range(stages)]
+    done: dict[tuple[int, str, int, int], float] = {}
+    free, places = [0.0] * stages, [0] * stages
+    events: list[Event] = []
+    while any(place < len(order) for place, order in zip(places, orders, strict=True)):
+        before = len(events)
+        for stage, order in enumerate(orders):
+            while places[stage] < len(order):
+                kind, chunk, microbatch = order[places[stage]]
+                ready = _ready(done, stage, kind, chunk, microbatch, stages, chunks)
+                if ready is None:
+                    break
+                of = passes[stage]
+                seconds = (of.forward if kind == "forward" else of.backward) / chunks
+                share = of.forward_exchange if kind == "forward" else of.backward_exchange
+                start = max(free[stage], ready)
+                free[stage] = done[stage, kind, chunk, microbatch] = start + seconds
+                events.append(Event(stage, kind, microbatch, chunk, start, free[stage], share / chunks))
+                places[stage] += 1
+        assert len(events) > before, "a schedule that waits for itself"
+    return events
+
+
+def _ready(
+    done: dict[tuple[int, str, int, int], float],
+    stage: int,
+    kind: Kind,
+    chunk: int,
+    microbatch: int,
+    stages: int,
+    chunks: int,
+) -> float | None:
+    """When the input of a pass is there, None if that is not known yet."""
+    place, last = chunk * stages + stage, chunks * stages - 1
+    if kind == "forward":
+        if place == 0:
+            return 0.0
+        needed = (place - 1, "forward")
+    else:
+        needed = (place, "forward") if place == last else (place + 1, "backward")
+    at, of = needed
+    return done.get((at % stages, of, at // stages, microbatch))
+
+
+def _order(stage: int, stages: int, count: int, chunks: int) -> Iterator[tuple[Kind, int, int]]:
+    """(kind, chunk, micro-batch) in the order of a stage: warm-up, one forward and one backward, the rest."""
+    total, group = count * chunks, stages * chunks
+    ahead = stages - stage - 1 if chunks == 1 else 2 * (stages - stage - 1) + (chunks - 1) * stages
+    ahead = min(ahead, total)
+
+    def at(index: int, *, is_forward: bool) -> tuple[int, int]:
+        chunk = index % group // stages if chunks > 1 else 0
+        microbatch = index // group * stages + index % stages if chunks > 1 else index
+        return (chunk if is_forward else chunks - 1 - chunk), microbatch
+
+    for index in range(ahead):
+        yield "forward", *at(index, is_forward=True)
+    for index in range(total):
+        if ahead + index < total:
+            yield "forward", *at(ahead + index, is_forward=True)
+        yield "backward", *at(index, is_forward=False)
+
+
+def as_text(of: Timeline, width: int = 100) -> Iterator[str]:
+    """A line per stage: digits are micro-batches in their forward pass, letters in their backward pass."""
+    end = of.passes_end + of.after
+    for stage in range(of.num_stages):
+        line = ["."] * width
+        for event in (event for event in of.events if event.stage == stage):
+            first, last = (round(at / end * width) for at in (event.start, event.end))
+            text = str(event.microbatch % 10) if event.kind == "forward" else chr(97 + event.microbatch % 10)
+            line[first:last] = text * (last - first)
+        after = round(of.passes_end / end * width)
+        line[after:] = "=" * (width - after)
+        yield f"stage {stage:>2} |{''.join(line)}| {of.idle_share(stage):.0%} idle"
+    yield "0-9: forward of a micro-batch, a-j: backward, .: idle, =: gradients, weights and optimizer"
+
+
+def as_svg(of: Timeline) -> str:
+    """A picture: a row per stage, exchange of tokens as a part of every pass."""
+    import io
+
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(12, 1.2 + 0.35 * of.num_stages))
+    FigureCanvasSVG(figure)
+    axes = figure.add_subplot()
+    for stage in range(of.num_stages):
+        bars: dict[str, list[tuple[float, float]]] = {name: [] for name in _COLORS}
+        for event in (event for event in of.events if event.stage == stage):
+            bars[event.kind].append((event.start, event.end - event.start))
+            if event.exchange:
+                bars["exchange"].append((event.end - event.exchange, event.exchange))
+        bars["after"].append((of.passes_end, of.after))
+        for name, spans in bars.items():
+            axes.broken_barh(spans, (stage - 0.4, 0.8), color=_COLORS[name], edgecolor="white", linewidth=0.3)
+    axes.set_yticks(range(of.num_stages), [f"stage {stage}" for stage in range(of.num_stages)])
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.legend(
+        handles=[Patch(color=color, label=name) for name, color in _COLORS.items()],
+        ncols=4,
+        loc="upper right",
+    )
+    figure.tight_layout()
+    text = io.StringIO()
+    figure.savefig(text, format="svg")
+    return text.getvalue()

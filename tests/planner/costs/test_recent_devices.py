@@ -1,0 +1,116 @@
+"""What is counted on devices newer than Ampere: exchange by dispatcher, the host, overlap, FSDP."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from moe_exp.config import load_config
+from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.engine import Engine
+from moe_exp.planner.costs.exchange import exchange_seconds
+from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.memory import memory_of
+from moe_exp.planner.costs.timing import time_of
+from moe_exp.planner.hardware import load_hardware
+from moe_exp.planner.prediction import load_constants
+
+# Microseconds of dispatch and of combine: 4096 tokens of 7168 channels, 256 experts, TOPK=8
+# (arXiv:2603.07685, table 7): HybridEP, and NCCL's all-to-all.
+MEASURED = {
+    "GB200": {8: (391, 353, 735, 741), 16: (578, 527, 743, 765), 32: (612, 646, 769, 758),
+              64: (675, 744, 930, 827)},
+    "H100": {8: (661, 624, 1265, 1277), 16: (1485, 1688, 5774, 5628), 32: (3064, 3088, 8059, 7815),
+             64: (4626, 4398, 9164, 8727)},
+}  # fmt: skip
+GPT = {"preset": "qwen3-30b-a3b", "nnodes": 2, "gpus_per_node": 8, "ep": 8, "gbsz": 64, "mbsz": 1}
+
+
+def job(engine=Engine(), **settings):  # noqa: B008
+    return replace(Job.of(load_config(GPT | settings, {})), engine=engine)
+
+
+def seconds(of, device="H100"):
+    return time_of(of, load_hardware(device), load_constants().time)
+
+
+@pytest.mark.parametrize(("device", "ep"), [(device, ep) for device, of in MEASURED.items() for ep in of])
+def test_exchanges_that_were_measured(device, ep):
+    """With the priors, whose source they are."""
+    hardware, nodes = load_hardware(device), 64 // load_hardware(device).gpus_per_node
+    model = {"num_experts": 256, "topk": 8, "hidden_size": 7168, "num_heads": 64, "seq_len": 4096, "mbsz": 1}
+    layout = {"nnodes": nodes, "gpus_per_node": hardware.gpus_per_node, "ep": ep}
+    if ep == 64 and device == "H100":  # tokens go to 4 of the 8 groups of experts, each group is a node
+        layout |= {"num_router_groups": 8, "router_group_topk": 4}
+    all_to_all = Job.of(load_config(model | layout | {"use_moe": True}, {}))
+    hybrid = replace(all_to_all, engine=Engine(dispatcher="hybridep"))
+    *of_hybrid, dispatch, combine = MEASURED[device][ep]
+    for of, measured in ((hybrid, of_hybrid), (all_to_all, (dispatch, combine))):
+        predicted = exchange_seconds(of, 4096 * 7168 * 2, hardware, TimeConstants())
+        assert predicted == pytest.approx(sum(measured) / 2e6, rel=0.2)
+
+
+def test_a_rack_of_72_is_one_domain():
+    within, across = (
+        exchange_seconds(job(ep=16), 1e8, load_hardware(gpu), TimeConstants()) for gpu in ("GB200", "B200")
+    )
+    assert across > 5 * within
+
+
+def test_cuda_graphs_take_the_host_out():
+    plain = seconds(job())
+    attention = seconds(job(Engine(graphs=frozenset({"attn", "moe_router"}))))
+    everything = seconds(job(Engine(graphs=frozenset({"all"}))))
+    assert plain.host > 1.2 * attention.host > 2 * everything.host > 0
+    assert plain.compute == attention.compute == everything.compute
+
+
+def test_small_micro_batches_are_bound_by_the_host():
+    small, large = (seconds(job(mbsz=mbsz)) for mbsz in (1, 8))
+    assert small.host / small.total > 0.3 > 0.15 > large.host / large.total
+
+
+def test_overlap_hides_most_of_the_exchange():
+    plain, hidden = (seconds(job(Engine(overlaps_exchange=overlaps))) for overlaps in (False, True))
+    share = load_constants().time.exchange_exposed
+    assert hidden.expert_parallel == pytest.approx(share * plain.expert_parallel)
+
+
+def test_balanced_tokens_are_faster_than_the_router_s():
+    free, balanced = (seconds(job(Engine(balanced=balanced))) for balanced in (False, True))
+    assert free.expert_parallel == pytest.approx(balanced.expert_parallel * load_constants().time.skew)
+
+
+def test_fp8_and_nvfp4_by_their_peaks():
+    large = {"preset": "mixtral-8x7b", "impl": "te"}
+    bf16, fp8 = (seconds(job(**large, fp8=fp8), "GB200").compute for fp8 in ("none", "e4m3"))
+    nvfp4 = seconds(job(Engine(is_nvfp4=True), **large, fp8="e4m3"), "GB200").compute
+    assert bf16 > 1.3 * fp8 > 1.3 * nvfp4
+
+
+def test_fsdp_shards_weights_and_gradients():
+    constants = load_constants().memory
+    plain, sharded = (
+        max(
+            memory_of(job(Engine(shards_parameters=shards)), load_hardware("B200"), constants),
+            key=lambda one: one.total,
+        )
+        for shards in (False, True)
+    )
+    assert sharded.weights < 0.62 * plain.weights and sharded.optimizer == plain.optimizer
+
+
+def test_recomputed_modules_keep_less_and_take_longer():
+    constants = load_constants().memory
+    plain, repeated = job(), job(Engine(recompute=frozenset({"layernorm", "core_attn"})))
+    kept = [memory_of(of, load_hardware("H100"), constants)[0].activations for of in (plain, repeated)]
+    assert kept[1] < 0.95 * kept[0] and seconds(repeated).compute > 1.01 * seconds(plain).compute
+
+
+def test_older_devices_depend_on_no_constant_of_recent_ones():
+    of, a100, constants = job(), load_hardware("A100"), load_constants().time
+    names = [one.name for one in fields(TimeConstants)]
+    recent = names[names.index("recent_matrix") :]
+    moved = replace(constants, **{name: 2 * getattr(constants, name) for name in recent})
+    assert time_of(of, a100, moved) == time_of(of, a100, constants)
