@@ -36,10 +36,9 @@ class Scored:
 def write_constants(found: Sequence[Scored]) -> None:
     """Writes constants of recent devices, fitted to all runs, and the errors of `found` to the package's."""
     content, constants = read_json(CONSTANTS), fit_public(read_public_runs()).constants
-    unused = TimeConstants()
-    for name, value in vars(constants).items():
-        if value != getattr(unused, name) or name not in content["constants"]["time"]:
-            content["constants"]["time"][name] = float(f"{value:.5g}")
+    names = list(vars(constants))
+    for name in names[names.index("recent_matrix") :]:
+        content["constants"]["time"][name] = float(f"{getattr(constants, name):.5g}")
     errors: dict[str, list[float]] = {}
     for one in found:
         if one.run.is_stated:

@@ -32,7 +32,7 @@ from functools import cached_property
 
 from moe_exp.planner.costs.code_paths import fp8_parts, planned_backend, priced
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.shapes import padded_slots
+from moe_exp.planner.costs.products import padded_slots
 
 
 @dataclass(frozen=True)

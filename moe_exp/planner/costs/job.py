@@ -1,4 +1,4 @@
-"""A job to plan: the settings of a run, and what else costs depend on. No torch.
+"""A job to plan: the settings of a run, and what else costs depend on: its program (`Engine`). No torch.
 
 A job is made from settings of this package (`Job.of`), or from a row of measured runs of other programs
 (`measured.py`): with tied weights, biases, and the ZeRO-1 optimizer of Megatron-DeepSpeed.
@@ -11,13 +11,44 @@ from functools import cached_property
 from typing import Literal
 
 from moe_exp.config import Config
-from moe_exp.planner.costs.engine import OURS, Engine
 from moe_exp.planner.costs.params import RankParameters, parameters_of_stages
-from moe_exp.planner.costs.shapes import Shape, products
+from moe_exp.planner.costs.products import Shape, products
 
 Sharding = Literal["none", "zero1", "distributed"]
 MeasuredBy = Literal["nvidia-smi", "allocated", "rss"]
 Precision = Literal["fp32", "fp16", "bf16", "bf16_fp32grad"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """The program of a run. The defaults are this package's."""
+
+    dispatcher: str = ""  # token dispatcher that DISPATCHER does not have: hybridep. Empty: DISPATCHER
+    # tokens of one micro-batch are exchanged while another one is computed
+    overlaps_exchange: bool = False
+    # collectives of tensor parallel ranks run beside the products before or after them
+    overlaps_tensor_parallel: bool = False
+    # parts of a layer that run as CUDA graphs: attn, mlp, moe_router, moe_preprocess; all: the iteration
+    graphs: frozenset[str] = frozenset()
+    # a fixed number of rows per rank for its experts, with kernels that wait for no count of them
+    static_rows: bool = False
+    # modules that are computed again in the backward pass, beside RECOMPUTE: layernorm, mla_up_proj,
+    # core_attn, mlp (of layers without experts)
+    recompute: frozenset[str] = frozenset()
+    is_nvfp4: bool = False  # products that FP8 names are in NVFP4
+    fp8_attention: bool = False  # attention scores and weighted values are in FP8
+    shards_parameters: bool = False  # FSDP: parameters are gathered and gradients reduced layer by layer
+    gradient_bytes: float = 4.0  # per parameter, between micro-batches
+    reduced_bytes: float = 4.0  # per gradient, as it is sent
+    gathered_bytes: float = 2.0  # per weight, as it is sent
+    state_bytes: float | None = None  # per parameter in the optimizer; None: by OPTIMIZER
+    num_mtp_layers: int = 0  # last layers of the model that predict tokens ahead, with an output layer each
+    window: int = 0  # tokens that every second layer's attention sees; 0: all
+    balanced: bool = False  # tokens are sent to all experts alike, whatever the router says
+    offloads: bool = False  # activations or optimizer states are in the memory of the host
+
+
+OURS = Engine()
 
 
 @dataclass(frozen=True)
@@ -66,7 +97,7 @@ class Job:
 
     @cached_property
     def products(self) -> dict[str, list[Shape]]:
-        """Products of its layers, see `shapes.products`."""
+        """Products of its layers, see `products.products`."""
         return products(self)
 
     @cached_property

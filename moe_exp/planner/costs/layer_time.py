@@ -10,8 +10,7 @@ from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.products import Device, Pass
-from moe_exp.planner.costs.shapes import Shape, num_slots, num_tokens, shared_rows
+from moe_exp.planner.costs.products import Device, Pass, Shape, num_slots, num_tokens, shared_rows
 
 # Bytes that a training step moves beside the products, per element of 2 bytes: (forward, backward).
 _SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kernel, dropout and its mask

@@ -17,8 +17,7 @@ from moe_exp.planner.costs.exchange import exchange_seconds
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
 from moe_exp.planner.costs.params import RankParameters
-from moe_exp.planner.costs.products import Device
-from moe_exp.planner.costs.shapes import num_tokens, projections
+from moe_exp.planner.costs.products import Device, num_tokens, projections
 from moe_exp.planner.costs.traffic import Group
 from moe_exp.planner.hardware import Hardware
 

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from moe_exp.planner.costs.engine import Engine
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import Engine, Job
 from moe_exp.planner.costs.timing import TimeConstants
 from moe_exp.planner.fit.calibration import Fit, fit, log_time_ratio
 from moe_exp.planner.fit.measured import MeasuredRun, job_of_row

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_exp.config import Config
+from moe_exp.host.progress import progress
 from moe_exp.planner.estimate import speed_of
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.prediction import Constants
@@ -40,14 +41,17 @@ def compare_devices(
         prices: of an hour of a device, by name.
     """
     found = []
-    for name, hardware in devices.items():
-        ranked = search(configs[name], hardware, constants=constants).ranked
-        if not ranked:
-            found.append(OnDevice(hardware, None, 0.0, float("inf"), None))
-            continue
-        best = ranked[0]
-        speed = speed_of(best.config, hardware, best.seconds).tokens_per_second / best.config.world_size
-        hours = _TRILLION / speed / 3600
-        price = hours * prices[name] if name in prices else None
-        found.append(OnDevice(hardware, best, speed, hours, price))
+    with progress("devices", len(devices), unit="devices") as advance:
+        for name, hardware in devices.items():
+            ranked = search(configs[name], hardware, constants=constants).ranked
+            found.append(_on_device(hardware, ranked[0] if ranked else None, prices.get(name)))
+            advance(1)
     return sorted(found, key=lambda one: (one.price_per_trillion or float("inf"), one.hours_per_trillion))
+
+
+def _on_device(hardware: Hardware, best: Candidate | None, price: float | None) -> OnDevice:
+    if best is None:
+        return OnDevice(hardware, None, 0.0, float("inf"), None)
+    speed = speed_of(best.config, hardware, best.seconds).tokens_per_second / best.config.world_size
+    hours = _TRILLION / speed / 3600
+    return OnDevice(hardware, best, speed, hours, None if price is None else hours * price)

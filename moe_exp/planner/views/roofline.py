@@ -9,8 +9,7 @@ from moe_exp.planner.costs.exchange import exchange_seconds
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.layer_time import layer_times
-from moe_exp.planner.costs.products import Device
-from moe_exp.planner.costs.shapes import num_tokens, shared_rows
+from moe_exp.planner.costs.products import Device, num_tokens, shared_rows
 from moe_exp.planner.hardware import Hardware
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from moe_exp.config import ConfigError
-from moe_exp.host.files import expanded
+from moe_exp.host.files import expanded, regular
 
 PASSWORD_VARIABLE = "SMTP_PASSWORD"
 WEBHOOK_VARIABLE = "WATCH_WEBHOOK"
@@ -253,7 +253,7 @@ def _secret(file: str | None, variable: str, name: str, problems: list[str]) -> 
     if not file:
         return variable
     try:
-        lines = expanded(file).read_text(encoding="utf-8").split("\n")
+        lines = regular(expanded(file)).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", "") or type(error).__name__
         rule, fix = f"cannot be read ({reason})", "name a file that holds the secret, with mode 600"

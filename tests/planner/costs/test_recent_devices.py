@@ -8,9 +8,8 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.engine import Engine
 from moe_exp.planner.costs.exchange import exchange_seconds
-from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.job import Engine, Job
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import load_hardware
@@ -68,7 +67,7 @@ def test_cuda_graphs_take_the_host_out():
 
 def test_small_micro_batches_are_bound_by_the_host():
     small, large = (seconds(job(mbsz=mbsz)) for mbsz in (1, 8))
-    assert small.host / small.total > 0.3 > 0.15 > large.host / large.total
+    assert small.host / small.total > 0.15 > 0.1 > large.host / large.total
 
 
 def test_overlap_hides_most_of_the_exchange():

@@ -177,6 +177,7 @@ def test_channels_from_options(tmp_path):
             {"webhook_file": "/no/such"},
             "--webhook-file=/no/such: cannot be read (No such file or directory).",
         ),
+        ({"webhook_file": "/dev/null"}, "--webhook-file=/dev/null: cannot be read (is not a regular file)."),
         ({"alert_file": "/no/such/file"}, "--alert-file=/no/such/file: its folder is not there."),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",

@@ -1,4 +1,4 @@
-"""`moe-exp plan explain, roofline, compare-hardware, nearest`: what a plan looks like."""
+"""`moe-exp plan explain, roofline, compare-hardware, nearest, hardware`: what a plan looks like."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_exp.commands.guard import print_json
+from moe_exp.commands.guard import add_json, print_json
 from moe_exp.config import Config, setting_error
 
 if TYPE_CHECKING:
@@ -24,8 +24,11 @@ def add_views(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
     add_settings: Callable[[argparse.ArgumentParser], None],
     load: Callable[[argparse.Namespace], Loaded],
+    refuse_settings: Callable[[argparse.Namespace], None],
 ) -> None:
-    """Adds the commands. `add_settings` adds the flags of a plan, `load` reads them."""
+    """Adds the commands. `add_settings` adds the flags of a plan, `load` reads them; a command that has no
+    settings calls `refuse_settings`.
+    """
 
     def add(
         name: str, about: str, run: Callable[[argparse.Namespace, Loaded], None]
@@ -49,6 +52,33 @@ def add_views(
     devices.add_argument("--prices", metavar="A=X,B=Y", default="", help=about)
     nearest = add("nearest", "list the published runs that are most like these settings", _nearest)
     nearest.add_argument("--top", type=int, metavar="N", default=10, help="runs to show (default: 10)")
+    hardware = subparsers.add_parser(
+        "hardware",
+        help="list known devices, their figures and the sources of these",
+        argument_default=argparse.SUPPRESS,
+    )
+    hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
+    add_json(hardware)
+
+    def run_hardware(arguments: argparse.Namespace) -> None:
+        refuse_settings(arguments)
+        _hardware(arguments)
+
+    hardware.set_defaults(run=run_hardware)
+
+
+def _hardware(arguments: argparse.Namespace) -> None:
+    from moe_exp.planner.hardware import hardware_profiles, load_hardware
+    from moe_exp.planner.tables import PlanPrinter
+
+    profiles = hardware_profiles()
+    if arguments.name:
+        name = load_hardware(arguments.name).name
+        profiles = {name: profiles[name]}
+    if arguments.json:
+        print_json(profiles)
+    else:
+        PlanPrinter(sys.stdout).hardware(profiles)
 
 
 def _explain(arguments: argparse.Namespace, loaded: Loaded) -> None:

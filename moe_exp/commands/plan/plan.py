@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import ExactParser, add_json, print_json
-from moe_exp.commands.plan_views import add_views
+from moe_exp.commands.plan.views import add_views
 from moe_exp.config import Config, add_arguments, problem, setting_error
 from moe_exp.planner.hardware import DEFAULT_GPU
 
@@ -53,15 +53,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
     _add_calibrate(commands)  # type: ignore[arg-type]
     _add_predict(commands)  # type: ignore[arg-type]
-    add_views(commands, _add_settings, _loaded)  # type: ignore[arg-type]
-    hardware = commands.add_parser(
-        "hardware",
-        help="list known devices, their figures and the sources of these",
-        argument_default=argparse.SUPPRESS,
-    )
-    hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
-    add_json(hardware)
-    hardware.set_defaults(run=_hardware)
+    add_views(commands, _add_settings, _loaded, _refuse_settings)  # type: ignore[arg-type]
 
 
 def _add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -315,21 +307,6 @@ def _check_new_file(name: str, path: Path) -> None:
         raise setting_error(name, path, "is there and is no regular file", "name a file")
     if not path.parent.is_dir():
         raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
-
-
-def _hardware(arguments: argparse.Namespace) -> None:
-    _refuse_settings(arguments)
-    from moe_exp.planner.hardware import hardware_profiles, load_hardware
-    from moe_exp.planner.tables import PlanPrinter
-
-    profiles = hardware_profiles()
-    if arguments.name:
-        name = load_hardware(arguments.name).name
-        profiles = {name: profiles[name]}
-    if arguments.json:
-        print_json(profiles)
-    else:
-        PlanPrinter(sys.stdout).hardware(profiles)
 
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:
