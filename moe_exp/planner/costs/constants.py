@@ -51,7 +51,8 @@ class TimeConstants:
         1.02, 0.05, "time of the software up to 2022-02-24, in that of a few days later"
     )
     software_c: float = constant(1.05, 0.05, "the same of June 2022")
-    # Of devices newer than Ampere, and of the programs that run on them: none of the above is used there.
+    # Of devices newer than Ampere, and of the programs that run on them, which use none of the above but
+    # `unaligned`.
     recent_matrix: float = constant(0.85, 0.1, "matrix_efficiency there")
     blackwell_matrix: float = constant(1.0, 0.3, "the same of Blackwell, by that of Hopper")
     blackwell_fp8: float = constant(1.0, 0.15, "fp8_matrix and fp4_matrix of Blackwell, by those of Hopper")

@@ -48,10 +48,12 @@ def _of_recent(job: Job, num_bytes: float, experts: Group, constants: TimeConsta
     config, slots = job.config, num_bytes * job.config.topk
     if config.dispatcher == "allgather":
         everywhere = num_bytes * config.ep
-        share = constants.link_ring if experts.in_node else constants.network_ring
+        of_network = constants.network_ring / experts.hardware.network_share
+        share = constants.link_ring if experts.in_node else of_network
         return everywhere, experts.reduce_scatter(everywhere, share)
     nodes = experts.num_nodes
-    if job.engine.dispatcher == "hybridep" or config.dispatcher == "deepep":
+    sends_once = priced(config, "dispatcher", {"auto": False, "alltoall": False, "deepep": True})
+    if sends_once or job.engine.dispatcher == "hybridep":
         to_ranks, to_nodes = places_of_token(config, config.ep), places_of_token(config, nodes)
         inside = num_bytes * to_ranks * (config.ep - 1) / config.ep
         outside, link_share = num_bytes * to_nodes * (nodes - 1) / nodes, constants.link_deduplicated

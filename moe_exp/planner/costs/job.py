@@ -45,7 +45,6 @@ class Engine:
     num_mtp_layers: int = 0  # last layers of the model that predict tokens ahead, with an output layer each
     window: int = 0  # tokens that every second layer's attention sees; 0: all
     balanced: bool = False  # tokens are sent to all experts alike, whatever the router says
-    offloads: bool = False  # activations or optimizer states are in the memory of the host
 
 
 OURS = Engine()

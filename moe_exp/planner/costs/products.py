@@ -49,39 +49,48 @@ class Pass(NamedTuple):
         return Pass(self.forward * factor, self.backward * factor)
 
 
+class _Shares(NamedTuple):
+    """Shares of a device's figures that are reached."""
+
+    matrix: float  # of the peak, by products
+    attention: float  # of the peak, by flash attention
+    memory: float  # of the bandwidth
+    depth: float  # half_depth of products
+    narrow: float = 1.0  # share of FP8 and NVFP4, by that of their constants
+
+
+def _shares(hardware: Hardware, constants: TimeConstants) -> _Shares:
+    if not hardware.is_recent:
+        matrix = constants.matrix_efficiency
+        matrix *= constants.v100_share if hardware.architecture == "volta" else 1.0
+        return _Shares(matrix, matrix / _FLASH_COST, constants.memory_efficiency, constants.half_depth)
+    matrix, memory, narrow = constants.recent_matrix, constants.recent_memory, 1.0
+    if hardware.architecture == "blackwell":
+        matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
+        memory *= constants.blackwell_memory
+        narrow = constants.blackwell_fp8
+    return _Shares(matrix, constants.attention_share, memory, constants.recent_depth, narrow)
+
+
 class Device:
     """Seconds of matrix products and memory traffic on a device under given constants."""
 
     def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
+        shares, peak = _shares(hardware, constants), hardware.dense_flops[dtype]
         volta = hardware.architecture == "volta"
-        matrix, memory = constants.matrix_efficiency, constants.memory_efficiency
-        depth = constants.half_depth
-        matrix *= constants.v100_share if volta else 1.0
         self.is_cpu, self.is_recent = hardware.is_cpu, hardware.is_recent
-        if self.is_recent:
-            matrix, memory, depth = constants.recent_matrix, constants.recent_memory, constants.recent_depth
-        is_blackwell = hardware.architecture == "blackwell"
-        narrow = 1.0  # gain of 8 and 4 bit products
-        self.attention_flops = hardware.dense_flops[dtype] * hardware.matrix_share * constants.attention_share
-        if is_blackwell:
-            matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
-            narrow = constants.blackwell_fp8
-            memory *= constants.blackwell_memory
         # More processes than cores take turns.
         crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
+        self.flops = peak * hardware.matrix_share * shares.matrix / crowd
+        self.attention_flops = peak * hardware.matrix_share * shares.attention / crowd
+        self.bandwidth = hardware.memory_bytes_per_second * shares.memory / crowd
         # how much faster FP8 and NVFP4 products are; 0: there are none
-        self.fp8_speedup, self.fp4_speedup = (
-            hardware.dense_flops.get(name, 0.0) / hardware.dense_flops[dtype] * share * narrow
-            for name, share in (("fp8", constants.fp8_matrix), ("fp4", constants.fp4_matrix))
-        )
-        self.flops = hardware.dense_flops[dtype] * hardware.matrix_share * matrix / crowd
-        self.bandwidth = hardware.memory_bytes_per_second * memory / crowd
-        if not self.is_recent:
-            self.attention_flops = self.flops / _FLASH_COST
+        self.fp8_speedup = hardware.dense_flops.get("fp8", 0.0) / peak * constants.fp8_matrix * shares.narrow
+        self.fp4_speedup = hardware.dense_flops.get("fp4", 0.0) / peak * constants.fp4_matrix * shares.narrow
         self.cast_share = constants.cast_bytes if self.is_recent else 1.0
         self.host_share = constants.host_grace if hardware.name.startswith("GB") else 1.0
         self.num_units = hardware.num_units
-        self.half_depth = 0.0 if self.is_cpu else depth
+        self.half_depth = 0.0 if self.is_cpu else shares.depth
         self.unaligned = 1.0 if self.is_cpu else constants.unaligned_v100 if volta else constants.unaligned
         self.num_bytes = 4 if dtype == "fp32" else 2
 

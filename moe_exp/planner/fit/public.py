@@ -170,7 +170,6 @@ def _engine(row: Mapping[str, str], recompute: frozenset[str], mtp: int) -> Engi
         num_mtp_layers=mtp,
         window=int(row["sliding_window"] or 0),
         balanced=row["balance"] in ("", "forced"),
-        offloads=row["offload"] not in ("", "none"),
     )
 
 
