@@ -13,7 +13,7 @@ from moe_exp.planner.costs.job import Engine, Job
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.prediction import load_constants
+from moe_exp.planner.prediction import load_constants, predict
 
 # Microseconds of dispatch and of combine: 4096 tokens of 7168 channels, 256 experts, TOPK=8
 # (arXiv:2603.07685, table 7): HybridEP, and NCCL's all-to-all.
@@ -105,6 +105,16 @@ def test_recomputed_modules_keep_less_and_take_longer():
     plain, repeated = job(), job(Engine(recompute=frozenset({"layernorm", "core_attn"})))
     kept = [memory_of(of, load_hardware("H100"), constants)[0].activations for of in (plain, repeated)]
     assert kept[1] < 0.95 * kept[0] and seconds(repeated).compute > 1.01 * seconds(plain).compute
+
+
+def test_published_errors_are_those_of_the_kind():
+    errors = {gpu: predict(job(), load_hardware(gpu)).published for gpu in ("H100", "MI300X", "A100")}
+    assert errors["MI300X"] is errors["A100"] is None
+    assert (
+        errors["H100"] == load_constants().published["MoE within NVLink, bf16"] and errors["H100"].rows == 51
+    )
+    across = predict(job(ep=16, fp8="hybrid", impl="te"), load_hardware("H100")).published
+    assert across.kind == "MoE across nodes, FP8" and across.mean_error > errors["H100"].mean_error
 
 
 def test_older_devices_depend_on_no_constant_of_recent_ones():
