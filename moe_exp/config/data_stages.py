@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from moe_exp.host.files import expanded, regular
+from moe_exp.host.files import expanded, regular, shallow
 
 if TYPE_CHECKING:
     from moe_exp.config.settings import Config
@@ -59,8 +59,8 @@ def read_stages(value: object) -> str:
             reason = getattr(error, "strerror", None) or "is not text"
             raise ValueError(f"cannot be read as a file ({reason})") from None
     try:
-        stages = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError) as error:
+        stages = yaml.safe_load(shallow(text))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise ValueError(f"is not YAML ({str(error).splitlines()[0][:80]})") from None
     if not isinstance(stages, list) or not all(isinstance(stage, dict) for stage in stages):
         raise ValueError("must be a list of stages, each with from_samples or from_tokens")

@@ -12,7 +12,7 @@ import yaml
 
 from moe_exp.config.misspelt import similar_settings
 from moe_exp.config.settings import TRAITS, Config, ConfigError, problem
-from moe_exp.host.files import regular
+from moe_exp.host.files import regular, shallow
 
 # In config.yaml of a run, and of no use to another run: a new run must not continue the recorded folder.
 NOT_TAKEN_OVER = ("master_addr", "master_port", "node_rank", "run_name")
@@ -106,7 +106,7 @@ def _name_value_pairs(text: str) -> Iterator[tuple[str, str | None]]:
 def _yaml_pairs(text: str) -> Iterator[tuple[str, str | None]]:
     """Composed, not loaded, so that text stays as it is written: 007, 12:30, 1e-4; and to see duplicates."""
     try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        root = yaml.compose(shallow(text), Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
         line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
         raise ValueError(f"{line}{error.problem}; text with special characters needs quotes") from None

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import stat
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import xxhash
 
 _CHUNK_BYTES = 1 << 20
+_DEEPEST = 100  # brackets within each other in YAML
 
 
 def bytes_text(num_bytes: float) -> str:
@@ -94,9 +96,19 @@ def read_yaml(path: Path, *, fix: str = "") -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(regular(path).read_text(encoding="utf-8"))
+        return yaml.safe_load(shallow(regular(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
         raise _damaged(path, error, fix) from None
+
+
+def shallow(text: str) -> str:
+    """Returns YAML text; ValueError if its brackets nest too deep, which takes PyYAML many seconds to say."""
+    depth = 0
+    for bracket in re.findall(r"[\[\]{}]", text):
+        depth += 1 if bracket in "[{" else -1
+        if depth > _DEEPEST:
+            raise ValueError(f"brackets are nested more than {_DEEPEST} deep")
+    return text
 
 
 def _damaged(path: Path, error: Exception, fix: str) -> ValueError:

@@ -81,3 +81,11 @@ def test_yaml_and_files_of_other_kinds(tmp_path):
         read_json(tmp_path / "pipe")
     with pytest.raises(IsADirectoryError):
         read_json(tmp_path)
+
+
+def test_deep_yaml_is_refused_before_it_is_parsed(tmp_path):
+    (tmp_path / "a.yaml").write_text("[" * 10**6)
+    with pytest.raises(ValueError, match=r"brackets are nested more than 100 deep"):
+        read_yaml(tmp_path / "a.yaml")
+    (tmp_path / "a.yaml").write_text("[" * 100 + "]" * 100 + "\n")
+    assert str(read_yaml(tmp_path / "a.yaml")) == "[" * 100 + "]" * 100
