@@ -21,10 +21,12 @@ from moe_exp.config import TRAITS, Config
 from moe_exp.host.files import regular
 from moe_exp.planner.costs.job import Job, MeasuredBy, Sharding
 from moe_exp.planner.costs.params import split_layers
+from moe_exp.planner.fit.engine_columns import FP8, engine_of, plain_row, problems_of, stage_layers_of
 from moe_exp.planner.hardware import PROFILES, Hardware, load_hardware
 
 GIBIBYTE = 2**30
 MEASURED_RUNS = PROFILES / "measured_runs.csv"
+PUBLIC_RUNS = PROFILES / "public_runs.csv"  # see `public.py`
 # Required for a prediction. Column to whether it may be 0.
 _SIZES = dict.fromkeys(("layers", "hidden", "heads", "seq", "vocab", "tp", "pp"), False)
 _REQUIRED = ("row_id", "gpu", *_SIZES)
@@ -39,9 +41,8 @@ _MEASURED_BY: dict[str, Any] = {name: name for name in get_args(MeasuredBy)}
 _OF_MEGATRON = {False: "0(dist-opt)", True: "1(dist-opt)"}  # DISTRIBUTED_OPTIMIZER to zero_stage
 _FLAGS = ("oom", "use_mem", "use_time", "quirk", "pp_balanced_embedding")
 _WORDS = {
-    "precision": ("fp32", "fp16", "bf16", "bf16_fp32grad"),
+    "precision": ("fp32", "fp16", "bf16", "bf16_fp32grad", *FP8),
     "zero_stage": ("0", "1", *_OF_MEGATRON.values()),
-    "recompute": ("none", "moe_act", "selective", "full"),
 }
 # Settings whose columns have other names or their own rules.
 _IN_COLUMNS = {
@@ -126,8 +127,11 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
     for name, words in _WORDS.items():
         if row.get(name) and row[name] not in words:
             yield f"{where}, column {name}={row[name]}: is not known. Fix: use one of {', '.join(words)}."
+    for name, rule in problems_of(row):
+        yield f"{where}, column {name}={row[name]}: {rule}. Fix: correct the cell."
+    plain = plain_row(row) if row.get("layers", "").isdecimal() else row
     for name in _AS_SETTINGS:
-        if row.get(name) and (error := _setting(name, row[name])[1]):
+        if plain.get(name) and (error := _setting(name, plain[name])[1]):
             yield f"{where}, column {name}={row[name]}: {error}. Fix: correct the cell, or leave it empty."
     if row.get("gpu"):
         try:
@@ -174,6 +178,8 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
 
 def job_of_row(row: Mapping[str, str]) -> Job:
     """The job of a row: Megatron-DeepSpeed of 2021/22 if zero_stage is a plain 0 or 1, else Megatron-Core."""
+    engine, said = engine_of(row), row
+    row = plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
     balanced = row.get("pp_balanced_embedding") == "1"
@@ -184,7 +190,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
     usual = "nvidia-smi" if of_deepspeed else "allocated"
     return Job(
         config=config,
-        stage_layers=tuple(stages),
+        stage_layers=stage_layers_of(said, config.pp, config.num_layers) or tuple(stages),
         precision=precision,
         sharding=_sharding(row.get("zero_stage"), of_deepspeed),
         sequence_parallel=not of_deepspeed and config.tp > 1,
@@ -192,6 +198,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
         learned_positions=of_deepspeed,
         software=(row.get("era") or "").partition(":")[0],
         measured_by=_MEASURED_BY.get(row.get("mem_kind") or "", usual),
+        engine=engine,
     )
 
 
@@ -236,7 +243,9 @@ def _num_gpus(row: Mapping[str, str]) -> int:
 
 def contradictions(rows: Sequence[Mapping[str, str]], path: Path) -> Iterator[str]:
     """Lines on rows from `path` that `read_rows` accepts but that contradict themselves."""
-    known = {*MEASURED_RUNS.read_text().partition("\n")[0].split(","), *_AS_SETTINGS}
+    tables = (MEASURED_RUNS, PUBLIC_RUNS)
+    known = {name for table in tables for name in table.read_text().partition("\n")[0].split(",")}
+    known.update(_AS_SETTINGS)
     for name in rows[0]:
         near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
         if near and name not in known:

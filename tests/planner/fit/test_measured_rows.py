@@ -196,3 +196,36 @@ def test_a_file_that_is_no_text(tmp_path):
     path.write_bytes(bytes(range(256)))
     with pytest.raises(ValueError, match=r"runs.csv: is no CSV in UTF-8 .*\. Fix: "):
         read_runs(path)
+
+
+def test_columns_of_other_programs(tmp_path):
+    said = {
+        "precision": "fp8_mx", "dispatcher": "hybridep", "recompute": "layernorm;moe_act", "ep_overlap": "1",
+        "cuda_graph": "transformer_engine:attn;moe_router", "sharding": "fsdp", "num_mtp_layers": "1",
+        "optimizer_dtypes": "main_grads=bf16;exp_avg=bf16;exp_avg_sq=bf16", "balance": "measured",
+    }  # fmt: skip
+    (run,) = read_runs(write(tmp_path / "runs.csv", **said))
+    job, engine = run.job, run.job.engine
+    assert (job.config.fp8, job.config.fp8_recipe, job.config.recompute) == ("e4m3", "mxfp8", "moe_act")
+    assert job.config.num_layers == load_config({"preset": "reference"}, {}).num_layers + 1
+    assert (engine.dispatcher, engine.recompute) == ("hybridep", {"layernorm"})
+    assert engine.graphs == {"attn", "moe_router"}
+    assert engine.overlaps_exchange and engine.shards_parameters and not engine.balanced
+    assert (engine.gradient_bytes, engine.reduced_bytes, engine.state_bytes) == (2, 2, 8)
+    assert predict(job, load_hardware("B200")).time.total > 0
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "rule"),
+    [
+        ("sharding", "zero3", "must be one of distopt, fsdp"),
+        ("recompute", "router", "router is not known; use none or some of"),
+        ("cuda_graph", "transformer_engine:head", "must be none, full_iteration, local, or"),
+        ("optimizer_dtypes", "bf16", "must be like main_grads=bf16"),
+        ("num_mtp_layers", "-1", "must be a whole number, 0 or more"),
+        ("precision", "fp6", "is not known. Fix: use one of"),
+    ],
+)
+def test_bad_cells_of_other_programs(tmp_path, column, value, rule):
+    with pytest.raises(ValueError, match=rf"row mine, column {column}={value}: {rule}"):
+        read_runs(write(tmp_path / "runs.csv", **{column: value}))

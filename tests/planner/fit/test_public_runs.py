@@ -13,7 +13,8 @@ import pytest
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.fit.calibration import log_memory_ratio, log_time_ratio
-from moe_exp.planner.fit.public import PUBLIC_RUNS, fit_public, read_public_runs
+from moe_exp.planner.fit.measured import PUBLIC_RUNS, contradictions, read_rows
+from moe_exp.planner.fit.public import fit_public, read_public_runs
 from moe_exp.planner.prediction import load_constants
 
 ROWS = {row["row_id"]: row for row in csv.DictReader(PUBLIC_RUNS.read_text().splitlines())}
@@ -39,6 +40,10 @@ def test_every_row_has_a_source_and_a_name_of_its_own():
     assert len(ROWS) == len(RUNS) > 400
     needed = ("repo", "path", "commit", "cluster", "model", "gpu")
     assert all(row[name] for row in ROWS.values() for name in needed)
+
+
+def test_plan_predict_reads_the_table():
+    assert list(contradictions(read_rows(PUBLIC_RUNS), PUBLIC_RUNS)) == []
 
 
 def test_layouts_exist_and_numbers_fit_each_other():
