@@ -145,7 +145,7 @@ def _row(name: str, found: Sequence[Scored]) -> str:
 
 
 def _order(found: Sequence[Scored]) -> tuple[int, int]:
-    """Pairs of runs of a model on as many devices of a kind that are in the right order, and all such pairs.
+    """Pairs of runs of a model in one cluster that are in the right order, and all such pairs.
 
     Compared are seconds per token, because batches differ.
     """

@@ -23,7 +23,7 @@ class Hardware:
     """One device and what connects it with others."""
 
     name: str  # as a CSV or `--gpu` gives it
-    architecture: str  # volta, ampere, hopper, blackwell, or cpu
+    architecture: str  # volta, ampere, hopper, blackwell, cdna3, or cpu
     memory_bytes: float  # memory of the device
     # peak of the matrix units by compute type (fp32, bf16, fp16, and fp8 if there is one), multiply and add
     # counted as two, in FLOP/s
@@ -39,7 +39,7 @@ class Hardware:
     # share of the network's bandwidth that rings of many nodes reach, in that of the measured clusters
     network_share: float
     matrix_share: float  # share of dense_flops that large products reach, in that of an A100
-    # devices that are connected as those of one node are: 72 for NVL72; 0: those of a node
+    # devices that are connected as those of one node are: 72 for NVL72; not given: those of a node
     gpus_per_link_domain: int = 0
     watts: float = 1000.0  # power limit, where the speed of products depends on it: Blackwell
 

@@ -99,7 +99,7 @@ def load_constants(path: Path = CONSTANTS) -> Constants:
                 for kind, of in content["fit"].get("published", {}).items()
             },
         )
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         raise ValueError(
             f"PROFILE={path}: is no profile that `moe-exp plan calibrate` wrote. Fix: write it anew."
         ) from None

@@ -10,6 +10,7 @@ from moe_exp.config import Config
 
 LAYOUT = {"gpus": 32, "tp": 1, "pp": 4, "ep": 8, "mbsz": 1, "gbsz": 64}
 RUN = ["--preset=qwen3-30b-a3b", "--gpu=H100", *(f"--{name}={value}" for name, value in LAYOUT.items())]
+MODEL = ["--preset=qwen3-30b-a3b", "--gpus=16", "--gbsz=256"]
 
 
 @pytest.fixture
@@ -49,22 +50,27 @@ def test_published_runs_next_to_a_case(call):
 
 
 def test_devices_beside_each_other(call):
-    settings = ["--preset", "qwen3-30b-a3b", "--gpus", "16", "--gbsz", "256"]
-    arguments = ["compare-hardware", *settings, "--devices", "H100,B200", "--prices", "H100=2,B200=40"]
+    arguments = ["compare-hardware", *MODEL, "--devices", "H100, B200", "--prices", "H100=2,B200=40"]
     found = {one["gpu"]: one for one in json.loads(call(*arguments, "--json"))}
     h100, b200 = found["H100-80GB"], found["B200-180GB"]
     assert list(found) == ["H100-80GB", "B200-180GB"]  # the cheaper one first
     assert b200["tokens_per_second"] > h100["tokens_per_second"] > 0
     assert h100["price_per_trillion"] == pytest.approx(2 * h100["hours_per_trillion"])
     assert "B200-180GB" in call(*arguments)
+    fixed = json.loads(call(*arguments, "--tp", "2", "--json"))
+    assert all(one["layout"].startswith("TP2,") for one in fixed)
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["nearest", *RUN, "--top", "0"], "TOP=0: must be at least 1"),
-        (["compare-hardware", *RUN, "--prices", "H100"], "PRICES=H100: must be DEVICE=PRICE"),
-        (["compare-hardware", *RUN, "--devices", "H1000"], "GPU=H1000: is not a known device"),
+        (["explain", *RUN, "--svg", "/dev/null"], "SVG=/dev/null: is there and is no regular file"),
+        (["roofline", *RUN, "--price", "3"], "PRICE=3: has no effect here"),
+        (["compare-hardware", *MODEL, "--prices", "H100"], "PRICES=H100: must be DEVICE=PRICE"),
+        (["compare-hardware", *MODEL, "--prices", "A100=1"], "PRICES=A100=1: A100-80GB is not compared"),
+        (["compare-hardware", *MODEL, "--devices", "H1000"], "GPU=H1000: is not a known device"),
+        (["compare-hardware", *RUN], "GPU=H100: has no effect here"),
     ],
 )
 def test_refusals(arguments, line, capsys):

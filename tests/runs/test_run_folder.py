@@ -250,7 +250,7 @@ def test_a_file_of_another_user_inside(tmp_path: Path, monkeypatch: pytest.Monke
 def test_settings_that_are_nested_without_end(tmp_path: Path) -> None:
     open_run_folder(config_in(tmp_path)).config.write_text("[" * 100_000)
     (line,) = run_folder_problems(config_in(tmp_path))
-    assert "config.yaml cannot be read (maximum recursion depth exceeded" in line
+    assert "config.yaml cannot be read (brackets are nested more than 100 deep" in line
 
 
 def test_a_file_in_the_way(tmp_path: Path) -> None:

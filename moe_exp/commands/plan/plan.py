@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import ExactParser, add_json, print_json
-from moe_exp.commands.plan.views import add_views
+from moe_exp.commands.plan.views import add_views, check_new_file
 from moe_exp.config import Config, add_arguments, problem, setting_error
 from moe_exp.planner.hardware import DEFAULT_GPU
 
@@ -53,7 +53,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     _add_search(commands)  # type: ignore[arg-type]  # an action of parsers of a subclass is one of parsers
     _add_calibrate(commands)  # type: ignore[arg-type]
     _add_predict(commands)  # type: ignore[arg-type]
-    add_views(commands, _add_settings, _loaded, _refuse_settings)  # type: ignore[arg-type]
+    add_views(commands, _add_settings, _loaded, _searched, _refuse_settings)  # type: ignore[arg-type]
 
 
 def _add_goodput(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +181,7 @@ def _search(arguments: argparse.Namespace) -> int:
         rule = "does not go with --json, standard output is one of the two"
         raise setting_error("export", arguments.export, rule, "give one of them, or --export FILE")
     if arguments.export and not to_stdout:
-        _check_new_file("export", Path(arguments.export))
+        check_new_file("export", Path(arguments.export))
     if given := _failures(arguments):
         fix = "give it to moe-exp plan for the layout that is found"
         raise setting_error("mtbf_hours", given["node_mtbf_hours"], "has no effect in a search", fix)
@@ -298,15 +298,7 @@ def _check_out(out: Path, runs: Path) -> None:
     """
     if out.exists() and out.samefile(runs):
         raise setting_error("out", out, "is the file of the runs", "name another file")
-    _check_new_file("out", out)
-
-
-def _check_new_file(name: str, path: Path) -> None:
-    # a directory; or a device such as /dev/stdout, which a file would take the place of
-    if path.exists() and not path.is_file():
-        raise setting_error(name, path, "is there and is no regular file", "name a file")
-    if not path.parent.is_dir():
-        raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
+    check_new_file("out", out)
 
 
 def _refuse_settings(arguments: argparse.Namespace) -> None:

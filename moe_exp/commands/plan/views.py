@@ -24,33 +24,40 @@ def add_views(
     subparsers: argparse._SubParsersAction[argparse.ArgumentParser],
     add_settings: Callable[[argparse.ArgumentParser], None],
     load: Callable[[argparse.Namespace], Loaded],
+    load_searched: Callable[[argparse.Namespace, Hardware], tuple[Config, dict[str, str]]],
     refuse_settings: Callable[[argparse.Namespace], None],
 ) -> None:
-    """Adds the commands. `add_settings` adds the flags of a plan, `load` reads them; a command that has no
-    settings calls `refuse_settings`.
+    """Adds the commands. `add_settings` adds the flags of a plan, `load` reads them for one layout and
+    `load_searched` for a search; a command that has no settings calls `refuse_settings`.
     """
 
-    def add(
-        name: str, about: str, run: Callable[[argparse.Namespace, Loaded], None]
-    ) -> argparse.ArgumentParser:
+    def add(name: str, about: str, run: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
         parser = subparsers.add_parser(name, help=about, argument_default=argparse.SUPPRESS)
         add_settings(parser)
-        parser.set_defaults(run=lambda arguments: run(arguments, load(arguments)))
+        parser.set_defaults(run=run)
         return parser
 
-    explain = add(
-        "explain", "draw an iteration: what every pipeline stage computes when, and when it waits", _explain
-    )
+    def add_of_layout(
+        name: str, about: str, show: Callable[[argparse.Namespace, Loaded], None]
+    ) -> argparse.ArgumentParser:
+        def run(arguments: argparse.Namespace) -> None:
+            _refuse_budget(arguments)
+            show(arguments, load(arguments))
+
+        return add(name, about, run)
+
+    about = "draw an iteration: what every pipeline stage computes when, and when it waits"
+    explain = add_of_layout("explain", about, _explain)
     explain.add_argument("--svg", type=Path, metavar="FILE", default=None, help="also write a picture")
-    add("roofline", "list the parts of a layer: operations, intensity, time, and what bounds them", _roofline)
-    devices = add(
-        "compare-hardware", "find the best layout on several kinds of devices, and its price", _devices
-    )
+    about = "list the parts of a layer: operations, intensity, time, and what bounds them"
+    add_of_layout("roofline", about, _roofline)
+    about = "find the best layout on several kinds of devices, and its price"
+    devices = add("compare-hardware", about, lambda arguments: _devices(arguments, load_searched))
     about = f"devices to compare (default: {','.join(_COMPARED)})"
     devices.add_argument("--devices", metavar="A,B", default=",".join(_COMPARED), help=about)
     about = "prices of an hour of a device, in any currency: H100=2.1,B200=4"
     devices.add_argument("--prices", metavar="A=X,B=Y", default="", help=about)
-    nearest = add("nearest", "list the published runs that are most like these settings", _nearest)
+    nearest = add_of_layout("nearest", "list the published runs that are most like these settings", _nearest)
     nearest.add_argument("--top", type=int, metavar="N", default=10, help="runs to show (default: 10)")
     hardware = subparsers.add_parser(
         "hardware",
@@ -84,16 +91,22 @@ def _hardware(arguments: argparse.Namespace) -> None:
 def _explain(arguments: argparse.Namespace, loaded: Loaded) -> None:
     from moe_exp.host.files import write_atomically
     from moe_exp.planner.costs.job import Job
+    from moe_exp.planner.costs.timing import time_of
     from moe_exp.planner.views.timeline import as_svg, as_text, timeline
 
+    if arguments.svg:
+        check_new_file("svg", arguments.svg)
     config, hardware, constants = loaded
-    of = timeline(Job.of(config), hardware, constants.time)
+    job = Job.of(config)
+    of, whole = timeline(job, hardware, constants.time), job.num_microbatches
+    shown = 1 + max(event.microbatch for event in of.events)
     if arguments.json:
-        print_json({"seconds": of.passes_end + of.after, "events": [asdict(event) for event in of.events]})
+        total = time_of(job, hardware, constants.time).total
+        head = {"seconds": total, "microbatches": whole, "microbatches_shown": shown}
+        print_json(head | {"events": [asdict(event) for event in of.events]})
     else:
         print("\n".join(as_text(of)))
-        shown = 1 + max(event.microbatch for event in of.events)
-        if shown < (whole := Job.of(config).num_microbatches):
+        if shown < whole:
             print(f"the first {shown} of {whole} micro-batches, as if they were all")
     if arguments.svg:
         write_atomically(arguments.svg, as_svg(of))
@@ -124,18 +137,28 @@ def _roofline(arguments: argparse.Namespace, loaded: Loaded) -> None:
     _print(f"{of} and the output layer, forward and backward of one micro-batch on one rank", columns, rows)
 
 
-def _devices(arguments: argparse.Namespace, loaded: Loaded) -> None:
+def _devices(
+    arguments: argparse.Namespace,
+    load_searched: Callable[[argparse.Namespace, Hardware], tuple[Config, dict[str, str]]],
+) -> None:
     from moe_exp.planner.hardware import load_hardware
+    from moe_exp.planner.prediction import CONSTANTS, load_constants
     from moe_exp.planner.search.explanation import layout_words
+    from moe_exp.planner.search.layout_text import parse_fixed
     from moe_exp.planner.tables import error_words
     from moe_exp.planner.views.devices import compare_devices
 
-    config, _, constants = loaded
-    devices = {name: load_hardware(name) for name in arguments.devices.split(",")}
+    _refuse_budget(arguments, "gpu")
+    devices = [load_hardware(name.strip()) for name in arguments.devices.split(",")]
     prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
-    by_name = {hardware.name: hardware for hardware in devices.values()}
+    by_name = {hardware.name: hardware for hardware in devices}
+    if others := set(prices) - set(by_name):
+        rule = f"{sorted(others)[0]} is not compared"
+        raise setting_error("prices", arguments.prices, rule, "add it to --devices, or leave its price out")
+    config, fixed = load_searched(arguments, devices[0])
     configs = {name: _on(config, hardware) for name, hardware in by_name.items()}
-    found = compare_devices(configs, by_name, constants, prices)
+    constants = load_constants(arguments.profile or CONSTANTS)
+    found = compare_devices(configs, by_name, constants, prices, parse_fixed(fixed))
     if arguments.json:
         fields = ("tokens_per_second", "hours_per_trillion", "price_per_trillion")
         print_json(
@@ -171,7 +194,7 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
         if not 0 < value < float("inf"):
             rule = "must be DEVICE=PRICE with a number more than 0"
             raise setting_error("prices", part, rule, "write it as H100=2.1,B200=4")
-        yield name, value
+        yield name.strip(), value
 
 
 def _on(config: Config, hardware: Hardware) -> Config:
@@ -215,6 +238,23 @@ def _nearest(arguments: argparse.Namespace, loaded: Loaded) -> None:
         for one in found
     )
     _print("published runs, the nearest first; planned with the constants of this plan", columns, rows)
+
+
+def _refuse_budget(arguments: argparse.Namespace, *names: str) -> None:
+    """Flags of a plan that have no effect in these commands."""
+    for name in (*names, "tokens", "price", "mtbf_hours"):
+        if (value := getattr(arguments, name, None)) is not None:
+            fix = f"leave it out of moe-exp plan {arguments.plan_command}"
+            raise setting_error(name, value, "has no effect here", fix)
+
+
+def check_new_file(name: str, path: Path) -> None:
+    """Refuses a path that a new file cannot or must not take."""
+    # a directory; or a device such as /dev/stdout, which a file would take the place of
+    if path.exists() and not path.is_file():
+        raise setting_error(name, path, "is there and is no regular file", "name a file")
+    if not path.parent.is_dir():
+        raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
 
 
 def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:

@@ -86,21 +86,18 @@ class _Account:
         logits = self._all_tokens * config.padded_vocab_size / self._tp
         norm, mask = self._tokens * self._norm(self._hidden), self._tokens * self._mask(self._hidden)
         attention = norm + self._attention() + norm + 2 * mask
-        dense = attention + self._dense() if self._has_dense else 0.0
+        saved = self._saved()
+        attention -= sum(size for name, size in saved.items() if name != "mlp")
+        dense = attention + self._dense() - saved.get("mlp", 0.0) if self._has_dense else 0.0
         experts = self._experts() if self._has_moe else 0.0
         moe = attention + experts if self._has_moe else 0.0
-        recomputed = 0.0
-        if modules := self._job.engine.recompute:
-            saved = {name: size for name, size in self._saved().items() if name in modules}
-            recomputed = max(saved.values(), default=0.0)
-            moe -= sum(size for name, size in saved.items() if name != "mlp") if moe else 0.0
-            dense -= sum(saved.values()) if dense else 0.0
+        recomputed = max(saved.values(), default=0.0)
         if config.recompute == "full":
             shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is what was kept
             recomputed = max(dense, moe) - shared
             dense, moe = (hidden if kept else 0.0 for kept in (dense, moe))
         elif config.recompute == "selective" and self._has_moe:
-            recomputed = experts - (hidden if self._reads_input else 0.0)
+            recomputed += experts - (hidden if self._reads_input else 0.0)
             moe = attention + hidden
         return Activations(
             dense_layer=dense,
@@ -114,15 +111,20 @@ class _Account:
         )
 
     def _saved(self) -> dict[str, float]:
-        """Bytes that a layer does not keep if a module of `Engine.recompute` is computed again."""
+        """Bytes that a layer does not keep because of `Engine.recompute`, by module."""
+        modules = self._job.engine.recompute
+        if not modules or self._config.recompute == "full":
+            return {}
         query, key, value, result = self._channels
         heads = self._width * self._all_tokens / self._tp
-        return {
+        is_latent = self._config.multi_latent_attention
+        sizes = {
             "layernorm": 2 * self._input * self._tokens * self._hidden,
-            "mla_up_proj": heads * (query + key + value),
+            "mla_up_proj": heads * (query + key + value) if is_latent else 0.0,
             "core_attn": heads * result,
             "mlp": self._all_tokens * self._mlp(self._config.ffn_hidden_size / self._tp),
         }
+        return {name: size for name, size in sizes.items() if name in modules}
 
     def _loss(self, logits: float) -> float:
         """Kept by the cross entropy: targets with probabilities and a mask, or with logits and log-sums."""

@@ -64,7 +64,8 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
         experts = _words_on_experts(config, hardware)
         words["experts"] = f"{experts} (its memory; the time is counted the same for all)"
     if config.cross_entropy == "triton":
-        words["cross entropy"] = "triton: the memory of its kernel, the time of Megatron's"
+        time = "its time, as of a fused kernel" if hardware.is_recent else "the time of Megatron's"
+        words["cross entropy"] = f"triton: the memory of its kernel, {time}"
     if config.fp8 != "none":
         what = [
             name

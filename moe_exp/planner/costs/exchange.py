@@ -39,18 +39,18 @@ def exchange_seconds(job: Job, num_bytes: float, hardware: Hardware, constants: 
         rows, seconds = priced(config, "dispatcher", costs)
         if job.software == "2024-10" and config.dispatcher != "allgather":
             seconds += constants.exchange_seconds_2024 * (config.ep - 1)
-    share = constants.link_ring if hardware.is_recent else constants.tensor_bandwidth
+    share = slices.recent_share(constants) if hardware.is_recent else constants.tensor_bandwidth
     return seconds + slices.reduce_scatter(rows * config.etp, share)
 
 
 def _of_recent(job: Job, num_bytes: float, experts: Group, constants: TimeConstants) -> tuple[float, float]:
     """Bytes that a rank's experts get, and seconds."""
     config, slots = job.config, num_bytes * job.config.topk
+    if config.ep == 1:
+        return slots, 0.0
     if config.dispatcher == "allgather":
         everywhere = num_bytes * config.ep
-        of_network = constants.network_ring / experts.hardware.network_share
-        share = constants.link_ring if experts.in_node else of_network
-        return everywhere, experts.reduce_scatter(everywhere, share)
+        return everywhere, experts.reduce_scatter(everywhere, experts.recent_share(constants))
     nodes = experts.num_nodes
     sends_once = priced(config, "dispatcher", {"auto": False, "alltoall": False, "deepep": True})
     if sends_once or job.engine.dispatcher == "hybridep":
@@ -66,6 +66,14 @@ def _of_recent(job: Job, num_bytes: float, experts: Group, constants: TimeConsta
         outside / hardware.network_bytes_per_second / constants.network_exchange,
     )
     return slots, seconds + constants.exchange_seconds
+
+
+def skew_of(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
+    """Time of experts and exchange with the router's load, by that with tokens spread evenly over experts."""
+    config = job.config
+    is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
+    is_even = job.engine.balanced or config.ep == 1 or is_padded
+    return constants.skew if hardware.is_recent and not is_even else 1.0
 
 
 def places_of_token(config: Config, num_places: float) -> float:

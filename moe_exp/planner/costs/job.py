@@ -40,9 +40,10 @@ class Engine:
     shards_parameters: bool = False  # FSDP: parameters are gathered and gradients reduced layer by layer
     gradient_bytes: float = 4.0  # per parameter, between micro-batches
     reduced_bytes: float = 4.0  # per gradient, as it is sent
-    gathered_bytes: float = 2.0  # per weight, as it is sent
+    gathered_bytes: float | None = None  # per weight, as it is sent; None: in the compute type
     state_bytes: float | None = None  # per parameter in the optimizer; None: by OPTIMIZER
     num_mtp_layers: int = 0  # last layers of the model that predict tokens ahead, with an output layer each
+    clamped_swiglu: bool = False  # the activation of GPT-OSS, by unfused kernels
     window: int = 0  # tokens that every second layer's attention sees; 0: all
     balanced: bool = False  # tokens are sent to all experts alike, whatever the router says
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from moe_exp.config import Config, problem
 from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import TimeConstants
+from moe_exp.planner.costs.exchange import skew_of
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import Device, Pass, Shape, num_slots, num_tokens, shared_rows
@@ -86,6 +87,9 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     if any(fp8_parts(config)) and not device.fp8_speedup:
         rule = "the device has no FP8 peak (dense_flops of its profile)"
         raise ValueError(problem("fp8", config.fp8, rule, "choose another --gpu, or set FP8=none"))
+    if job.engine.is_nvfp4 and not device.fp4_speedup:
+        rule = "the device has no FP4 peak (dense_flops of its profile)"
+        raise ValueError(problem("precision", "nvfp4", rule, "choose another device or precision"))
     elementwise = constants.elementwise if device.is_recent else 1.0
     parts = {name: _linears(job, device, shapes) for name, shapes in job.products.items()}
     parts["core"] = _core(job, device, constants)
@@ -94,7 +98,7 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
     )
     if device.is_recent:
         parts["norms"] += device.moved(tokens * _rotated(config) / config.tp, _HEAD_BYTES) * elementwise
-        elementwise *= constants.clamped_swiglu if config.use_moe and job.engine.window else 1.0
+        elementwise *= constants.clamped_swiglu if job.engine.clamped_swiglu else 1.0
     ways = 2 if config.gated else 1
 
     def activated(elements: float, bytes_each: tuple[float, float] = _ACTIVATION_BYTES) -> Pass:
@@ -114,8 +118,8 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
             parts["experts"] *= 1 / constants.grouped_matrix
             if job.engine.static_rows:
                 parts |= {name: parts[name] * constants.static_rows for name in ("rows", "activation")}
-            skew = 1.0 if job.engine.balanced else constants.skew
-            parts |= {name: parts[name] * skew for name in MOE}
+        skew = skew_of(job, device.hardware, constants)
+        parts |= {name: parts[name] * skew for name in ("rows", "experts", "activation")}
     is_fused = device.is_recent and config.cross_entropy == "triton"
     logit_bytes = _FUSED_LOGIT_BYTES if is_fused else _LOGIT_BYTES
     parts["output"] += device.moved(tokens * config.padded_vocab_size / config.tp, logit_bytes)
@@ -156,7 +160,7 @@ def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
         if is_fp8:
             speedup = device.fp4_speedup if job.engine.is_nvfp4 else device.fp8_speedup
             # weights that come in FP8 are not cast
-            cast_weights = columns if job.engine.gathered_bytes > 1 else 0
+            cast_weights = 0 if job.engine.gathered_bytes == 1 else columns
             casts = device.moved((rows + cast_weights) * depth * count, (_CAST_BYTES, 0)).forward
             forward += casts * device.cast_share
             backward += device.moved(rows * columns * count, (0, _CAST_BYTES)).backward * device.cast_share

@@ -78,7 +78,7 @@ class Device:
     def __init__(self, hardware: Hardware, dtype: str, constants: TimeConstants, *, num_processes: int = 1):
         shares, peak = _shares(hardware, constants), hardware.dense_flops[dtype]
         volta = hardware.architecture == "volta"
-        self.is_cpu, self.is_recent = hardware.is_cpu, hardware.is_recent
+        self.hardware, self.is_cpu, self.is_recent = hardware, hardware.is_cpu, hardware.is_recent
         # More processes than cores take turns.
         crowd = max(1.0, num_processes / hardware.gpus_per_node) if hardware.is_cpu else 1.0
         self.flops = peak * hardware.matrix_share * shares.matrix / crowd

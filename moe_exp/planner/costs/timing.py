@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.exchange import exchange_seconds
+from moe_exp.planner.costs.exchange import exchange_seconds, skew_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
 from moe_exp.planner.costs.params import RankParameters
@@ -96,7 +96,7 @@ class StagePass:
 
 
 def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list[StagePass]:
-    """The passes over every stage: of products a third is forward, of collectives half."""
+    """The passes over every stage. Of collectives, forward has one of two, or of three with a recompute."""
     device = Device(hardware, job.config.dtype, constants, num_processes=job.config.gpus_per_node)
     times, counts = layer_times(job, device, constants), _counts(job)
     parts = _parts_of_stages(job, times, hardware, constants, counts)
@@ -105,10 +105,19 @@ def stage_passes(job: Job, hardware: Hardware, constants: TimeConstants) -> list
         computed = sum(parts[name][stage] for name in ("compute", "host"))
         sent = sum(of[stage] for name, of in parts.items() if name not in ("compute", "host"))
         ahead = dense * times.layer(False).forward + moe * times.layer(True).forward
-        ahead += times.parts["output"].forward if stage == len(counts) - 1 else 0.0
+        outputs = 1 + job.engine.num_mtp_layers if stage == len(counts) - 1 else 0
+        ahead += outputs * times.parts["output"].forward
         forward = ahead / parts["compute"][stage] * computed if computed else 0.0
-        exchange = parts["expert_parallel"][stage] / 2
-        found.append(StagePass(forward + sent / 2, computed - forward + sent / 2, exchange, exchange))
+        share = 1 / 3 if job.config.recompute in ("full", "selective") else 1 / 2
+        exchange = parts["expert_parallel"][stage]
+        found.append(
+            StagePass(
+                forward + share * sent,
+                computed - forward + (1 - share) * sent,
+                share * exchange,
+                (1 - share) * exchange,
+            )
+        )
     return found
 
 
@@ -157,14 +166,15 @@ def _layer(
     # expert gather them.
     mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
     exchanges = 2 * (1 + of_experts) if is_moe else 0
-    again = priced(config, "recompute", repeated) + sum(repeated[name] for name in engine.recompute)
+    again = priced(config, "recompute", repeated)
+    if config.recompute != "full":
+        again += sum(repeated[name] for name in engine.recompute)
     compute = one.forward + one.backward + again
     exchange = 0.0
     if exchanges:
         tokens = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
         exchange = exchanges * exchange_seconds(job, tokens, hardware, constants)
-        if hardware.is_recent and not engine.balanced:
-            exchange *= constants.skew
+        exchange *= skew_of(job, hardware, constants)
     tensor = _gathered(job, hardware, constants) * ((1 + forwards) + mlp_gathers)
     context = _context(job, hardware, constants) * (1 + forwards)
     if hardware.is_recent:
@@ -196,11 +206,11 @@ def _rows_bytes(config: Config) -> float:
 def _gathered(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     """An all-reduce of a micro-batch's activations, or sequence parallelism's gather and scatter."""
     group = Group(job.config.tp, 1, hardware, hardware.link_domain(job.config.gpus_per_node))
-    return group.all_reduce(_rows_bytes(job.config), _link_share(hardware, constants))
+    return group.all_reduce(_rows_bytes(job.config), _ring_share(group, constants))
 
 
-def _link_share(hardware: Hardware, constants: TimeConstants) -> float:
-    return constants.link_ring if hardware.is_recent else constants.tensor_bandwidth
+def _ring_share(group: Group, constants: TimeConstants) -> float:
+    return group.recent_share(constants) if group.hardware.is_recent else constants.tensor_bandwidth
 
 
 def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
@@ -209,7 +219,7 @@ def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     group = Group(config.cp, config.tp, hardware, hardware.link_domain(config.gpus_per_node))
     keys = 2 * config.num_query_groups * config.kv_channels / config.tp
     num_bytes = num_tokens(config) * config.cp * keys * (4 if config.dtype == "fp32" else 2)
-    return group.reduce_scatter(num_bytes, _link_share(hardware, constants))
+    return group.reduce_scatter(num_bytes, _ring_share(group, constants))
 
 
 def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
@@ -244,19 +254,17 @@ def _data_parallel(
     num_bytes = {"distributed": gradient + weight, "zero1": 2 * gradient + weight, "none": 2 * gradient}
     per_parameter: float = num_bytes[job.sharding]
     if hardware.is_recent and job.sharding == "distributed":
-        per_parameter = engine.reduced_bytes + engine.gathered_bytes
+        gathered = weight if engine.gathered_bytes is None else engine.gathered_bytes
+        per_parameter = engine.reduced_bytes + gathered
     total = 0.0
     for parameters, model_ranks in ((rank.dense, config.tp), (rank.expert, config.etp * config.ep)):
         size = config.world_size // config.pp // model_ranks
         group = Group(size, model_ranks, hardware, hardware.link_domain(config.gpus_per_node))
-        share = constants.data_bandwidth
-        if hardware.is_recent:
-            of_network = constants.network_ring / hardware.network_share
-            share = constants.link_ring if group.in_node else of_network
+        share = group.recent_share(constants) if hardware.is_recent else constants.data_bandwidth
         if parameters and group.size > 1:
             total += group.reduce_scatter(parameters * per_parameter, share)
     if engine.shards_parameters:  # layer by layer for every micro-batch, forward and backward
-        per_microbatch = (engine.reduced_bytes + 2 * engine.gathered_bytes) / per_parameter
+        per_microbatch = (2 * per_parameter - engine.reduced_bytes) / per_parameter
         return total * per_microbatch * job.num_microbatches * constants.sharded_exposed
     return max(total - hidden, _FIRST_BUCKET * total) if hidden else total
 

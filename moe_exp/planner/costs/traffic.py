@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.hardware import Hardware
 
 
@@ -56,6 +57,10 @@ class Group:
     def all_reduce(self, num_bytes: float, share: float) -> float:
         """Seconds of an all-reduce: a reduce-scatter and an all-gather."""
         return 2 * self.reduce_scatter(num_bytes, share)
+
+    def recent_share(self, constants: TimeConstants) -> float:
+        """Share of `bytes_per_second` that rings reach on devices newer than Ampere."""
+        return constants.link_ring if self.in_node else constants.network_ring / self.hardware.network_share
 
     @property
     def num_nodes(self) -> float:

@@ -66,6 +66,7 @@ def fit(
     machine_of: Callable[[MeasuredRun], str] | None = None,
     rest: T | None = None,
     noise: float = _NOISE,
+    hold: Sequence[str] = (),
 ) -> Fit[T]:
     """Fits the constants of a dataclass (see `constants.constant`) to measured runs.
 
@@ -75,10 +76,11 @@ def fit(
     prior by default. Constants that no run depends on are those of `rest`, or stay at their prior.
     `machine_of` names the machine (or program) of a run: each has a factor of its own on all its times, so
     that a slow one does not shift the constants (a random effect with a spread of `_MACHINE_FACTOR`).
-    `noise` is the relative error of a good row: the smaller, the less do priors count.
+    `noise` is the relative error of a good row: the smaller, the less do priors count. Constants in `hold`
+    are not fitted.
     """
     space = _Space(kind, prior)
-    space.fix_unused(runs, log_ratio, rest)
+    space.fix_unused(runs, log_ratio, rest, hold)
     if not runs:
         return Fit(space.constants([0.0] * space.size), {}, {})
     from scipy.optimize import least_squares
@@ -129,13 +131,15 @@ class _Space(Generic[T]):
         """Number of constants that are fitted."""
         return len(self._scales)
 
-    def fix_unused(self, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], rest: T | None) -> None:
-        """Takes constants out that no run depends on."""
+    def fix_unused(
+        self, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], rest: T | None, hold: Sequence[str]
+    ) -> None:
+        """Takes constants out that no run depends on, and those of `hold`."""
         at_prior = self.constants([0.0] * self.size)
         before = [log_ratio(run, at_prior) for run in runs]
         for name, (center, spread) in list(self._scales.items()):
             moved = replace(at_prior, **{name: math.exp(center + 0.1 * spread)})  # type: ignore[type-var]
-            if before == [log_ratio(run, moved) for run in runs]:
+            if name in hold or before == [log_ratio(run, moved) for run in runs]:
                 self._scales.pop(name)
                 self._fixed[name] = getattr(rest, name) if rest else math.exp(center)
 
@@ -195,7 +199,7 @@ def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Ca
             with_time,
             log_time_ratio,
             prior.time if prior else None,
-            rest=load_constants().time,
+            rest=(prior or load_constants()).time,
         ),
         hardware=tuple(sorted({run.hardware.name for run in with_time})),
     )

@@ -12,7 +12,8 @@ FP8 = {
     "fp8_cs": ("hybrid", "tensorwise"), "fp8_ds": ("hybrid", "tensorwise"), "fp8_sub": ("e4m3", "blockwise"),
     "fp8_mx": ("e4m3", "mxfp8"), "nvfp4": ("e4m3", "mxfp8"),
 }  # fmt: skip
-_RECOMPUTE = {"full": "full", "moe": "selective", "moe_act": "moe_act"}  # module to RECOMPUTE, the most first
+# Module that is computed again to RECOMPUTE, the most first.
+_RECOMPUTE = {"full": "full", "moe": "selective", "selective": "selective", "moe_act": "moe_act"}
 _MODULES = {"layernorm", "mla_up_proj", "core_attn", "mlp"}
 _SCOPES = {"attn", "mlp", "moe_router", "moe_preprocess"}
 _WHOLE_GRAPHS = ("full_iteration", "local")
@@ -23,23 +24,27 @@ _WORDS = {
     "static_rows": ("0", "1"),
     "fp8_attention": ("0", "1"),
     "fp8_param_gather": ("0", "1"),
+    "clamped_swiglu": ("0", "1"),
     "ep_overlap": ("0", "1", "1;delay_wgrad"),
 }
 _NUMBERS = ("num_mtp_layers", "sliding_window")
 _OTHERS = ("cuda_graph", "optimizer_dtypes", "pipeline_layout")
-_DTYPES = re.compile(r"((main_params|main_grads|exp_avg|exp_avg_sq|grad_reduce|optimizer)=\w+(;|$))+")
-_BYTES = {"fp32": 4.0, "bf16": 2.0}
+_DTYPES = re.compile(
+    r"((main_params|main_grads|exp_avg|exp_avg_sq|grad_reduce)=(fp32|bf16|fp16|fp8)(;|$)|optimizer=\w+(;|$))+"
+)
+_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
+_LAYOUT = re.compile(r"E([tmL|()]|\*\d{1,3})*")
 
 
 def has_engine(row: Mapping[str, str]) -> bool:
     """Whether a row says anything about the program."""
     modules = set((row.get("recompute") or "").split(";"))
-    is_said = any(row.get(name) for name in (*_WORDS, *_NUMBERS, *_OTHERS))
+    is_said = any(row.get(name) for name in (*_WORDS, *_NUMBERS, *_OTHERS)) or len(modules) > 1
     return (
         is_said
         or row.get("precision") in FP8
         or row.get("dispatcher") == "hybridep"
-        or bool(modules & _MODULES)
+        or bool(modules & {*_MODULES, "moe"})
     )
 
 
@@ -64,6 +69,9 @@ def problems_of(row: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     ):
         scope = f"transformer_engine:SCOPES with some of {';'.join(sorted(_SCOPES))}"
         yield "cuda_graph", f"must be none, {', '.join(_WHOLE_GRAPHS)}, or {scope}"
+    layout = row.get("pipeline_layout") or ""
+    if layout.startswith("E") and " " not in layout and not _LAYOUT.fullmatch(layout):
+        yield "pipeline_layout", "must be like Et*3|(tt|)*29m|L"
     if row.get("optimizer_dtypes") and not _DTYPES.fullmatch(row["optimizer_dtypes"]):
         yield "optimizer_dtypes", "must be like main_grads=bf16;exp_avg=fp32;exp_avg_sq=fp32;grad_reduce=bf16"
 
@@ -104,11 +112,12 @@ def engine_of(row: Mapping[str, str]) -> Engine:
         shards_parameters=row.get("sharding") == "fsdp",
         gradient_bytes=gradient,
         reduced_bytes=_BYTES.get(types.get("grad_reduce", ""), gradient),
-        gathered_bytes=1.0 if row.get("fp8_param_gather") == "1" else 2.0,
-        state_bytes=4.0 + sum(moments),
+        gathered_bytes=1.0 if row.get("fp8_param_gather") == "1" else None,
+        state_bytes=4.0 + sum(moments) if types else None,
         num_mtp_layers=int(row.get("num_mtp_layers") or 0),
+        clamped_swiglu=row.get("clamped_swiglu") == "1",
         window=int(row.get("sliding_window") or 0),
-        balanced=row.get("balance") in (None, "", "forced"),
+        balanced=row.get("balance") == "forced",
     )
 
 

@@ -127,9 +127,10 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
     for name, words in _WORDS.items():
         if row.get(name) and row[name] not in words:
             yield f"{where}, column {name}={row[name]}: is not known. Fix: use one of {', '.join(words)}."
-    for name, rule in problems_of(row):
+    of_engine = list(problems_of(row))
+    for name, rule in of_engine:
         yield f"{where}, column {name}={row[name]}: {rule}. Fix: correct the cell."
-    plain = plain_row(row) if row.get("layers", "").isdecimal() else row
+    plain = row if of_engine or not (row.get("layers") or "").isdecimal() else plain_row(row)
     for name in _AS_SETTINGS:
         if plain.get(name) and (error := _setting(name, plain[name])[1]):
             yield f"{where}, column {name}={row[name]}: {error}. Fix: correct the cell, or leave it empty."

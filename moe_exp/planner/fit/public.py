@@ -17,7 +17,7 @@ from moe_exp.planner.costs.timing import TimeConstants
 from moe_exp.planner.fit.calibration import Fit, fit, log_time_ratio
 from moe_exp.planner.fit.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.prediction import kind_of
+from moe_exp.planner.prediction import kind_of, load_constants
 
 # What a row has to state, to be scored with the others.
 _NEEDS, _NEEDS_OF_MOE = {"layout", "recompute"}, {"layout", "recompute", "dispatcher"}
@@ -64,7 +64,17 @@ def fit_public(
         return run.cluster
 
     ratio = _SharedRatio()
-    return fit(TimeConstants, stated, ratio, prior, start, machine_of=cluster_of, noise=_NOISE)
+    return fit(
+        TimeConstants,
+        stated,
+        ratio,
+        prior,
+        start,
+        machine_of=cluster_of,
+        rest=load_constants().time,
+        noise=_NOISE,
+        hold=["unaligned"],  # the runs of older devices determine it
+    )
 
 
 class _SharedRatio:

@@ -1,1 +1,1 @@
-"""What a plan looks like: in time, by part of a layer, on other devices, beside published runs. No torch."""
+"""Views of a plan: in time, by part of a layer, on other devices, beside published runs. No torch."""

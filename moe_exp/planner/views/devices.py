@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from moe_exp.config import Config
 from moe_exp.host.progress import progress
@@ -31,6 +32,7 @@ def compare_devices(
     devices: Mapping[str, Hardware],
     constants: Constants,
     prices: Mapping[str, float],
+    fixed: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[OnDevice]:
     """The best layout on each of `devices`, the cheapest or fastest first.
 
@@ -39,11 +41,12 @@ def compare_devices(
         devices: by name.
         constants: of the planner.
         prices: of an hour of a device, by name.
+        fixed: values of layout settings, see `search`.
     """
     found = []
     with progress("devices", len(devices), unit="devices") as advance:
         for name, hardware in devices.items():
-            ranked = search(configs[name], hardware, constants=constants).ranked
+            ranked = search(configs[name], hardware, fixed=fixed, constants=constants).ranked
             found.append(_on_device(hardware, ranked[0] if ranked else None, prices.get(name)))
             advance(1)
     return sorted(found, key=lambda one: (one.price_per_trillion or float("inf"), one.hours_per_trillion))

@@ -44,8 +44,10 @@ def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count
     for run in sorted(read_public_runs(), key=lambda run: run.date):
         planned = time_of(run.job, run.hardware, constants.time).total
         distance = _distance(config, hardware, run.job, run.hardware)
-        sizes = _sizes(run.job.config)
-        key = (run.model, run.hardware.name, run.precision, run.dispatcher, run.job.engine, *sizes)
+        config_of = run.job.config
+        others = (config_of.gbsz, config_of.vpp, config_of.etp, config_of.recompute)
+        what = (run.model, run.hardware.name, run.precision, run.dispatcher, run.job.engine)
+        key = (*what, *others, *_sizes(config_of))
         found[key] = Neighbor(run, distance, planned)
     return sorted(found.values(), key=lambda one: one.distance)[:count]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_exp.planner.costs.constants import TimeConstants
-from moe_exp.planner.costs.exchange import exchange_seconds
+from moe_exp.planner.costs.exchange import exchange_seconds, skew_of
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.layer_time import layer_times
@@ -46,14 +46,24 @@ def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Par
         flops, num_bytes, peak = _products(job, name, hardware)
         if name == "core":
             queries = config.mbsz * config.seq_len / config.cp * config.num_heads / config.tp
-            flops = 3.5 * 4 * queries * attended_tokens(config) / 2 * config.kv_channels
-            num_bytes = 8 * 2 * queries * config.kv_channels  # queries, keys, values, result; and gradients
-        bound = "compute" if num_bytes and flops / num_bytes > peak / device.bandwidth else "memory"
+            keys = config.mbsz * config.seq_len * config.num_query_groups / config.tp
+            channels = float(config.kv_channels)
+            if config.multi_latent_attention:  # as `layer_time` has it
+                channels = (channels + config.v_head_dim) / 2
+                keys = queries * config.cp
+            flops = 3.5 * 4 * queries * attended_tokens(config) / 2 * channels
+            # queries, result, keys and values, read or written forward and backward
+            num_bytes = 3 * device.num_bytes * channels * (2 * queries + 2 * keys)
+        bound = (
+            "compute"
+            if num_bytes and flops / num_bytes > peak / hardware.memory_bytes_per_second
+            else "memory"
+        )
         if name not in without and one.forward:
             found.append(Part(name, flops, num_bytes, one.forward + one.backward, bound, peak))
     if config.use_moe and config.ep * config.etp > 1:
         sent = shared_rows(job, num_tokens(config)) * config.hidden_size * device.num_bytes
-        seconds = 4 * exchange_seconds(job, sent, hardware, constants)
+        seconds = 4 * exchange_seconds(job, sent, hardware, constants) * skew_of(job, hardware, constants)
         found.append(Part("exchange", 0.0, 0.0, seconds, "links", found[0].peak))
     host = times.host_moe if config.use_moe else times.host_dense
     if host:

@@ -12,6 +12,7 @@ from moe_exp.planner.costs.exchange import exchange_seconds
 from moe_exp.planner.costs.job import Engine, Job
 from moe_exp.planner.costs.memory import memory_of
 from moe_exp.planner.costs.timing import time_of
+from moe_exp.planner.costs.traffic import Group
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import load_constants, predict
 
@@ -79,6 +80,18 @@ def test_overlap_hides_most_of_the_exchange():
 def test_balanced_tokens_are_faster_than_the_router_s():
     free, balanced = (seconds(job(Engine(balanced=balanced))) for balanced in (False, True))
     assert free.expert_parallel == pytest.approx(balanced.expert_parallel * load_constants().time.skew)
+
+
+def test_one_rank_has_all_experts_and_no_skew():
+    free, balanced = (seconds(job(Engine(balanced=balanced), ep=1)) for balanced in (False, True))
+    assert free == balanced and free.expert_parallel == 0
+
+
+def test_rings_over_the_network_reach_their_share_of_it():
+    group, constants = Group(4, 8, load_hardware("H100"), 8), load_constants().time
+    assert group.bytes_per_second * group.recent_share(constants) == pytest.approx(
+        constants.network_ring * 50e9
+    )
 
 
 def test_fp8_and_nvfp4_by_their_peaks():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from dataclasses import replace
 
 import pytest
@@ -222,10 +223,27 @@ def test_columns_of_other_programs(tmp_path):
         ("recompute", "router", "router is not known; use none or some of"),
         ("cuda_graph", "transformer_engine:head", "must be none, full_iteration, local, or"),
         ("optimizer_dtypes", "bf16", "must be like main_grads=bf16"),
-        ("num_mtp_layers", "-1", "must be a whole number, 0 or more"),
+        ("num_mtp_layers", "1.5", "must be a whole number, 0 or more"),
+        ("pipeline_layout", "Et*99999999|L", "must be like"),
+        ("optimizer_dtypes", "exp_avg=int8", "must be like main_grads=bf16"),
         ("precision", "fp6", "is not known. Fix: use one of"),
     ],
 )
 def test_bad_cells_of_other_programs(tmp_path, column, value, rule):
-    with pytest.raises(ValueError, match=rf"row mine, column {column}={value}: {rule}"):
+    with pytest.raises(ValueError, match=re.escape(f"row mine, column {column}={value}: {rule}")):
         read_runs(write(tmp_path / "runs.csv", **{column: value}))
+
+
+@pytest.mark.parametrize(
+    ("text", "recompute"), [("moe", "selective"), ("selective;layernorm", "selective"), ("full", "full")]
+)
+def test_recompute_does_not_depend_on_other_columns(tmp_path, text, recompute):
+    for others in ({}, {"tp_overlap": "0"}):
+        (run,) = read_runs(write(tmp_path / "runs.csv", recompute=text, **others))
+        assert run.job.config.recompute == recompute
+
+
+def test_nvfp4_needs_a_device_that_has_it(tmp_path):
+    (run,) = read_runs(write(tmp_path / "runs.csv", precision="nvfp4", gpu="H100-80GB"))
+    with pytest.raises(ValueError, match=r"PRECISION=nvfp4: the device has no FP4 peak"):
+        predict(run.job, run.hardware)
