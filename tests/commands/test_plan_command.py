@@ -106,7 +106,7 @@ def test_it_says_what_it_counts(plan):
         ),
         ("--cross-entropy", "triton"): (
             "cross entropy",
-            "triton: the memory of its kernel, the time of Megatron's",
+            "triton: the memory and the time of a fused kernel",
         ),
     }
     for flags, (part, words) in said.items():

@@ -64,8 +64,9 @@ def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
         experts = _words_on_experts(config, hardware)
         words["experts"] = f"{experts} (its memory; the time is counted the same for all)"
     if config.cross_entropy == "triton":
-        time = "its time, as of a fused kernel" if hardware.is_recent else "the time of Megatron's"
-        words["cross entropy"] = f"triton: the memory of its kernel, {time}"
+        older = "triton: the memory of its kernel, the time of Megatron's"
+        fused = "triton: the memory and the time of a fused kernel"
+        words["cross entropy"] = fused if hardware.is_recent else older
     if config.fp8 != "none":
         what = [
             name

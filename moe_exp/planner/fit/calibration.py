@@ -66,7 +66,7 @@ def fit(
     machine_of: Callable[[MeasuredRun], str] | None = None,
     rest: T | None = None,
     noise: float = _NOISE,
-    hold: Sequence[str] = (),
+    hold: Mapping[str, float] | None = None,
 ) -> Fit[T]:
     """Fits the constants of a dataclass (see `constants.constant`) to measured runs.
 
@@ -77,10 +77,10 @@ def fit(
     `machine_of` names the machine (or program) of a run: each has a factor of its own on all its times, so
     that a slow one does not shift the constants (a random effect with a spread of `_MACHINE_FACTOR`).
     `noise` is the relative error of a good row: the smaller, the less do priors count. Constants in `hold`
-    are not fitted.
+    keep these values.
     """
     space = _Space(kind, prior)
-    space.fix_unused(runs, log_ratio, rest, hold)
+    space.fix_unused(runs, log_ratio, rest, hold or {})
     if not runs:
         return Fit(space.constants([0.0] * space.size), {}, {})
     from scipy.optimize import least_squares
@@ -132,7 +132,7 @@ class _Space(Generic[T]):
         return len(self._scales)
 
     def fix_unused(
-        self, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], rest: T | None, hold: Sequence[str]
+        self, runs: Sequence[MeasuredRun], log_ratio: LogRatio[T], rest: T | None, hold: Mapping[str, float]
     ) -> None:
         """Takes constants out that no run depends on, and those of `hold`."""
         at_prior = self.constants([0.0] * self.size)
@@ -141,7 +141,8 @@ class _Space(Generic[T]):
             moved = replace(at_prior, **{name: math.exp(center + 0.1 * spread)})  # type: ignore[type-var]
             if name in hold or before == [log_ratio(run, moved) for run in runs]:
                 self._scales.pop(name)
-                self._fixed[name] = getattr(rest, name) if rest else math.exp(center)
+                value = getattr(rest, name) if rest else math.exp(center)
+                self._fixed[name] = hold.get(name, value)
 
     def point(self, constants: T) -> list[float]:
         """Where these constants are."""

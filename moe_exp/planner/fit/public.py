@@ -71,9 +71,8 @@ def fit_public(
         prior,
         start,
         machine_of=cluster_of,
-        rest=load_constants().time,
         noise=_NOISE,
-        hold=["unaligned"],  # the runs of older devices determine it
+        hold={"unaligned": load_constants().time.unaligned},  # the runs of older devices determine it
     )
 
 
