@@ -260,7 +260,9 @@ def _calibrate(arguments: argparse.Namespace) -> None:
 
     _check_out(arguments.out, arguments.runs)
     prior = load_constants(arguments.prior) if arguments.prior else None
-    calibration = calibrate([run_of_row(row) for row in _read(arguments.runs)], prior)
+    calibration = calibrate(
+        [run_of_row(row) for row in _read(arguments.runs)], prior, prior or load_constants()
+    )
     write_atomically(arguments.out, profile_text(calibration, arguments.runs))
     PlanPrinter(sys.stdout).calibration(calibration)
     for line in doubts(calibration):

@@ -19,7 +19,7 @@ from moe_exp.planner.costs.memory import MemoryConstants, memory_of
 from moe_exp.planner.costs.timing import TimeConstants, time_of
 from moe_exp.planner.fit.measured import GIBIBYTE, MeasuredRun, data_parallel_size, job_of_row
 from moe_exp.planner.hardware import load_hardware
-from moe_exp.planner.prediction import Constants, load_constants, predict
+from moe_exp.planner.prediction import Constants, predict
 
 T = TypeVar("T")
 LogRatio = Callable[[MeasuredRun, T], float]
@@ -187,8 +187,13 @@ class Calibration:
         )
 
 
-def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Calibration:
-    """Fits all constants to trusted measurements; ValueError without any. Few rows need a `prior`."""
+def calibrate(
+    runs: Sequence[MeasuredRun], prior: Constants | None = None, rest: Constants | None = None
+) -> Calibration:
+    """Fits all constants to trusted measurements; ValueError without any. Few rows need a `prior`.
+
+    Constants that no row depends on are those of `rest`, or of the prior.
+    """
     with_memory, with_time = [run for run in runs if run.memory_gib], [run for run in runs if run.seconds]
     if not with_memory and not with_time:
         rule = "no row has a measured mem_gb or sec_per_it that can be trusted"
@@ -200,7 +205,7 @@ def calibrate(runs: Sequence[MeasuredRun], prior: Constants | None = None) -> Ca
             with_time,
             log_time_ratio,
             prior.time if prior else None,
-            rest=(prior or load_constants()).time,
+            rest=rest.time if rest else None,
         ),
         hardware=tuple(sorted({run.hardware.name for run in with_time})),
     )

@@ -34,8 +34,12 @@ def fitted() -> Calibration:
 
 def test_the_constants_of_the_package_are_the_fit_to_its_runs():
     shipped, again = load_constants(), fitted().constants
+    names = [one.name for one in fields(TimeConstants)]
+    recent = names[names.index("recent_matrix") :]  # fitted to other runs, see test_public_runs.py
     for kind in ("memory", "time"):
         for name, value in vars(getattr(again, kind)).items():
+            if name in recent:
+                continue
             assert getattr(getattr(shipped, kind), name) == pytest.approx(value, rel=0.02), name
     assert shipped.hardware == ("A100-80GB", "V100-32GB")
     assert shipped.time_error == pytest.approx(again.time_error, rel=0.02)
