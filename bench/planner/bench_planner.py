@@ -19,10 +19,9 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from pathlib import Path
 
-from public_scores import report, scored_runs, write_constants
+from public_scores import pairs_in_order, report, scored_runs, write_constants
 
 from moe_exp.host.progress import progress
 from moe_exp.planner.fit.calibration import calibrate, log_memory_ratio, log_time_ratio
@@ -46,13 +45,12 @@ def errors_of(runs: Sequence[MeasuredRun], constants: Constants) -> Errors:
 
     times = {run.row_id: expm1(log_time_ratio(run, constants.time)) for run in runs if run.seconds}
     memory = [expm1(log_memory_ratio(run, constants.memory)) for run in runs if run.memory_gib]
-    pairs = right = 0
-    for a, b in combinations([run for run in runs if run.seconds], 2):
-        if a.hardware != b.hardware or abs(a.seconds - b.seconds) < 0.05 * min(a.seconds, b.seconds):
-            continue
-        pairs += 1
-        predicted = a.seconds * (1 + times[a.row_id]) - b.seconds * (1 + times[b.row_id])
-        right += (predicted > 0) == (a.seconds > b.seconds)
+    by_device: dict[str, list[tuple[float, float]]] = {}
+    for run in runs:
+        if run.seconds:
+            both = (run.seconds, run.seconds * (1 + times[run.row_id]))
+            by_device.setdefault(run.hardware.name, []).append(both)
+    right, pairs = pairs_in_order(by_device.values())
     return Errors(memory, list(times.values()), pairs, right)
 
 

@@ -13,7 +13,7 @@ from itertools import combinations
 
 from moe_exp.host.files import read_json, write_atomically
 from moe_exp.host.progress import progress
-from moe_exp.planner.costs.timing import TimeConstants
+from moe_exp.planner.costs.constants import RECENT, TimeConstants
 from moe_exp.planner.fit.calibration import Fit, log_memory_ratio, log_time_ratio
 from moe_exp.planner.fit.public import PublicRun, fit_public, read_public_runs
 from moe_exp.planner.prediction import CONSTANTS, load_constants
@@ -36,8 +36,7 @@ class Scored:
 def write_constants(found: Sequence[Scored]) -> None:
     """Writes constants of recent devices, fitted to all runs, and the errors of `found` to the package's."""
     content, constants = read_json(CONSTANTS), fit_public(read_public_runs()).constants
-    names = list(vars(constants))
-    for name in names[names.index("recent_matrix") :]:
+    for name in RECENT:
         content["constants"]["time"][name] = float(f"{getattr(constants, name):.5g}")
     errors: dict[str, list[float]] = {}
     for one in found:
@@ -149,14 +148,21 @@ def _order(found: Sequence[Scored]) -> tuple[int, int]:
 
     Compared are seconds per token, because batches differ.
     """
-    right = pairs = 0
     groups: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for one in found:
         run, config = one.run, one.run.job.config
         measured = run.seconds / (config.gbsz * config.seq_len) * config.world_size
         key = (run.cluster, run.model, config.seq_len)
         groups.setdefault(key, []).append((measured, measured * (1 + one.time)))
-    for times in groups.values():
+    return pairs_in_order(groups.values())
+
+
+def pairs_in_order(groups: Iterable[Sequence[tuple[float, float]]]) -> tuple[int, int]:
+    """Pairs of a group's (measured, predicted) times that the prediction has in the right order, and all that
+    differ by `_APART` or more.
+    """
+    right = pairs = 0
+    for times in groups:
         for (a, predicted_a), (b, predicted_b) in combinations(times, 2):
             if abs(a - b) >= _APART * min(a, b):
                 pairs += 1

@@ -6,7 +6,7 @@ are in `profiles/constants.json`, from `profiles/measured_runs.csv`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 
@@ -101,3 +101,8 @@ class TimeConstants:
     skew: float = constant(
         1.15, 0.1, "time of experts and exchange with the router's load, by a balanced one"
     )
+
+
+_NAMES = [one.name for one in fields(TimeConstants)]
+# Constants of devices newer than Ampere, which are fitted to published runs.
+RECENT = tuple(_NAMES[_NAMES.index("recent_matrix") :])

@@ -10,19 +10,20 @@ from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.job import Job
+from moe_exp.planner.costs.products import hidden_bytes
 from moe_exp.planner.costs.traffic import Group
 from moe_exp.planner.hardware import Hardware
 
 
-def exchange_seconds(job: Job, num_bytes: float, hardware: Hardware, constants: TimeConstants) -> float:
-    """Seconds of one way, with the gather over expert TP ranks, for a rank's tokens of `num_bytes`."""
+def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
+    """Seconds of one way, with the gather over expert TP ranks, for a rank's tokens of a micro-batch."""
     config = job.config
     if config.ep * config.etp == 1:
         return 0.0
+    num_bytes = hidden_bytes(config) / (config.tp if job.sequence_parallel else 1)
     slots = num_bytes * config.topk
-    domain = hardware.link_domain(config.gpus_per_node)
-    experts = Group(config.ep, config.etp, hardware, domain)
-    slices = Group(config.etp, 1, hardware, domain)
+    experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
+    slices = Group(config.etp, 1, hardware, config.gpus_per_node)
     everywhere = num_bytes * config.ep
     if hardware.is_recent:
         rows, seconds = _of_recent(job, num_bytes, experts, constants)

@@ -101,8 +101,8 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
         elementwise *= constants.clamped_swiglu if job.engine.clamped_swiglu else 1.0
     ways = 2 if config.gated else 1
 
-    def activated(elements: float, bytes_each: tuple[float, float] = _ACTIVATION_BYTES) -> Pass:
-        return device.moved(elements, bytes_each) * elementwise
+    def activated(elements: float) -> Pass:
+        return device.moved(elements, _ACTIVATION_BYTES) * elementwise
 
     parts["mlp"] += activated(tokens * ways * config.ffn_hidden_size / config.tp)
     parts |= {"rows": nothing, "activation": nothing}

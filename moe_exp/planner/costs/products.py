@@ -171,6 +171,11 @@ def num_tokens(config: Config) -> float:
     return config.mbsz * config.seq_len / config.cp
 
 
+def hidden_bytes(config: Config) -> float:
+    """Bytes of the hidden states of a micro-batch on a context parallel rank."""
+    return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
+
+
 def shared_rows(job: Job, tokens: float) -> float:
     """Rows of a rank between the products of a layer, of `tokens` of its micro-batch."""
     return tokens / job.config.tp if job.sequence_parallel else tokens

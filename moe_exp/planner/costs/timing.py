@@ -17,7 +17,7 @@ from moe_exp.planner.costs.exchange import exchange_seconds, skew_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.layer_time import LayerTimes, layer_times
 from moe_exp.planner.costs.params import RankParameters
-from moe_exp.planner.costs.products import Device, num_tokens, projections
+from moe_exp.planner.costs.products import Device, hidden_bytes, num_tokens, projections
 from moe_exp.planner.costs.traffic import Group
 from moe_exp.planner.hardware import Hardware
 
@@ -172,8 +172,7 @@ def _layer(
     compute = one.forward + one.backward + again
     exchange = 0.0
     if exchanges:
-        tokens = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
-        exchange = exchanges * exchange_seconds(job, tokens, hardware, constants)
+        exchange = exchanges * exchange_seconds(job, hardware, constants)
         exchange *= skew_of(job, hardware, constants)
     tensor = _gathered(job, hardware, constants) * ((1 + forwards) + mlp_gathers)
     context = _context(job, hardware, constants) * (1 + forwards)
@@ -199,14 +198,10 @@ def _waiting(busy: float, host: float, constants: TimeConstants) -> float:
     return max(busy, host) + constants.host_serial * min(busy, host) - busy if host else 0.0
 
 
-def _rows_bytes(config: Config) -> float:
-    return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
-
-
 def _gathered(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     """An all-reduce of a micro-batch's activations, or sequence parallelism's gather and scatter."""
-    group = Group(job.config.tp, 1, hardware, hardware.link_domain(job.config.gpus_per_node))
-    return group.all_reduce(_rows_bytes(job.config), _ring_share(group, constants))
+    group = Group(job.config.tp, 1, hardware, job.config.gpus_per_node)
+    return group.all_reduce(hidden_bytes(job.config), _ring_share(group, constants))
 
 
 def _ring_share(group: Group, constants: TimeConstants) -> float:
@@ -216,7 +211,7 @@ def _ring_share(group: Group, constants: TimeConstants) -> float:
 def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     """Keys and values of the other ranks, for one pass over a layer."""
     config = job.config
-    group = Group(config.cp, config.tp, hardware, hardware.link_domain(config.gpus_per_node))
+    group = Group(config.cp, config.tp, hardware, config.gpus_per_node)
     keys = 2 * config.num_query_groups * config.kv_channels / config.tp
     num_bytes = num_tokens(config) * config.cp * keys * (4 if config.dtype == "fp32" else 2)
     return group.reduce_scatter(num_bytes, _ring_share(group, constants))
@@ -227,9 +222,8 @@ def _message(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     config = job.config
     if config.pp == 1:
         return 0.0
-    domain = hardware.link_domain(config.gpus_per_node)
-    group = Group(config.pp, config.world_size // config.pp, hardware, domain)
-    num_bytes = _rows_bytes(config) / (config.tp if job.sequence_parallel else 1)
+    group = Group(config.pp, config.world_size // config.pp, hardware, config.gpus_per_node)
+    num_bytes = hidden_bytes(config) / (config.tp if job.sequence_parallel else 1)
     speed = hardware.node_bytes_per_second if group.in_node else hardware.network_bytes_per_second
     if hardware.is_recent:
         of_ring = constants.link_ring if group.in_node else constants.network_ring
@@ -259,7 +253,7 @@ def _data_parallel(
     total = 0.0
     for parameters, model_ranks in ((rank.dense, config.tp), (rank.expert, config.etp * config.ep)):
         size = config.world_size // config.pp // model_ranks
-        group = Group(size, model_ranks, hardware, hardware.link_domain(config.gpus_per_node))
+        group = Group(size, model_ranks, hardware, config.gpus_per_node)
         share = group.recent_share(constants) if hardware.is_recent else constants.data_bandwidth
         if parameters and group.size > 1:
             total += group.reduce_scatter(parameters * per_parameter, share)

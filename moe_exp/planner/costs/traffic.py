@@ -24,8 +24,12 @@ class Group:
 
     @property
     def in_node(self) -> bool:
-        """Whether no message leaves a node."""
-        return self.size * self.stride <= self.gpus_per_node
+        """Whether no message leaves a node, or the devices that are connected as those of one."""
+        return self.size * self.stride <= self._domain
+
+    @property
+    def _domain(self) -> int:
+        return self.hardware.link_domain(self.gpus_per_node)
 
     @property
     def _network_bytes_per_second(self) -> float:
@@ -33,7 +37,7 @@ class Group:
 
     @property
     def _in_one_node(self) -> int:
-        return min(self.size, max(1, self.gpus_per_node // self.stride))
+        return min(self.size, max(1, self._domain // self.stride))
 
     @property
     def bytes_per_second(self) -> float:

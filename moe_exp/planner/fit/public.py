@@ -37,8 +37,6 @@ class PublicRun(MeasuredRun):
     is_stated: bool = True
     source: str = ""  # repository and path
     date: str = ""  # of the publication, year first
-    simulated_seconds: float | None = None  # that another simulator gives
-    simulated_memory_gib: float | None = None
 
     @property
     def kind(self) -> str:
@@ -112,8 +110,6 @@ def _run(row: Mapping[str, str], jobs: dict[str, Job]) -> PublicRun:
         is_stated=_is_stated(row),
         source=f"{row['repo']} {row['path']}",
         date=row["date"],
-        simulated_seconds=number("sim_sec_per_it"),
-        simulated_memory_gib=number("sim_mem_gb"),
     )
 
 

@@ -8,8 +8,8 @@ from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.exchange import exchange_seconds, skew_of
 from moe_exp.planner.costs.flops import attended_tokens
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.layer_time import layer_times
-from moe_exp.planner.costs.products import Device, num_tokens, shared_rows
+from moe_exp.planner.costs.layer_time import MLP, MOE, layer_times
+from moe_exp.planner.costs.products import Device
 from moe_exp.planner.hardware import Hardware
 
 
@@ -40,10 +40,10 @@ def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Par
     config = job.config
     device = Device(hardware, config.dtype, constants, num_processes=config.gpus_per_node)
     times = layer_times(job, device, constants)
-    without = ("mlp",) if config.use_moe else ("router", "rows", "experts", "activation", "shared_expert")
+    without = MLP if config.use_moe else MOE
     found = []
     for name, one in times.parts.items():
-        flops, num_bytes, peak = _products(job, name, hardware)
+        flops, num_bytes, peak = _products(job, name, device)
         if name == "core":
             queries = config.mbsz * config.seq_len / config.cp * config.num_heads / config.tp
             keys = config.mbsz * config.seq_len * config.num_query_groups / config.tp
@@ -62,8 +62,7 @@ def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Par
         if name not in without and one.forward:
             found.append(Part(name, flops, num_bytes, one.forward + one.backward, bound, peak))
     if config.use_moe and config.ep * config.etp > 1:
-        sent = shared_rows(job, num_tokens(config)) * config.hidden_size * device.num_bytes
-        seconds = 4 * exchange_seconds(job, sent, hardware, constants) * skew_of(job, hardware, constants)
+        seconds = 4 * exchange_seconds(job, hardware, constants) * skew_of(job, hardware, constants)
         found.append(Part("exchange", 0.0, 0.0, seconds, "links", found[0].peak))
     host = times.host_moe if config.use_moe else times.host_dense
     if host:
@@ -71,13 +70,14 @@ def roofline(job: Job, hardware: Hardware, constants: TimeConstants) -> list[Par
     return found
 
 
-def _products(job: Job, name: str, hardware: Hardware) -> tuple[float, float, float]:
+def _products(job: Job, name: str, device: Device) -> tuple[float, float, float]:
     """Operations, bytes and peak of the products of a part."""
     flops = num_bytes = 0.0
-    peak = hardware.dense_flops[job.config.dtype]
+    peaks = device.hardware.dense_flops
+    peak = peaks[job.config.dtype]
     for rows, columns, depth, number, is_fp8 in job.products.get(name, []):
-        width = 1 if is_fp8 else 4 if job.config.dtype == "fp32" else 2
-        peak = hardware.dense_flops.get("fp8", peak) if is_fp8 else peak
+        width = 1 if is_fp8 else device.num_bytes
+        peak = peaks.get("fp8", peak) if is_fp8 else peak
         flops += 6 * rows * columns * depth * number
         num_bytes += 3 * width * number * (rows * depth + depth * columns + rows * columns)
     return flops, num_bytes, peak

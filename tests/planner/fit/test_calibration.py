@@ -3,12 +3,13 @@ from __future__ import annotations
 import json
 import math
 import random
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from statistics import fmean
 
 import pytest
 
+from moe_exp.planner.costs.constants import RECENT
 from moe_exp.planner.costs.timing import TimeConstants, time_of
 from moe_exp.planner.fit.calibration import (
     Calibration,
@@ -34,22 +35,19 @@ def fitted() -> Calibration:
 
 def test_the_constants_of_the_package_are_the_fit_to_its_runs():
     shipped, again = load_constants(), fitted().constants
-    names = [one.name for one in fields(TimeConstants)]
-    recent = names[names.index("recent_matrix") :]  # fitted to other runs, see test_public_runs.py
     for kind in ("memory", "time"):
         for name, value in vars(getattr(again, kind)).items():
-            if name in recent:
-                continue
+            if name in RECENT:
+                continue  # fitted to other runs, see test_public_runs.py
             assert getattr(getattr(shipped, kind), name) == pytest.approx(value, rel=0.02), name
     assert shipped.hardware == ("A100-80GB", "V100-32GB")
     assert shipped.time_error == pytest.approx(again.time_error, rel=0.02)
 
 
 def test_few_constants():
-    constants, names = load_constants(), [one.name for one in fields(TimeConstants)]
-    first = names.index("recent_matrix")  # from here on, of devices newer than Ampere
-    assert len(vars(constants.memory)) + len(names[:first]) <= 20
-    assert 8 * len(names[first:]) < sum(run.is_stated for run in read_public_runs())
+    constants = load_constants()
+    assert len(vars(constants.memory)) + len(vars(constants.time)) - len(RECENT) <= 20
+    assert 8 * len(RECENT) < sum(run.is_stated for run in read_public_runs())
 
 
 @pytest.mark.parametrize("seed", [3, 4])
