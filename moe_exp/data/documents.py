@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 
 _MOST_NAMED = 5
+_COUNT_BYTES = 2**22
 _OFFICE_SUFFIXES = (".docx", ".doc", ".odt", ".rtf", ".pdf", ".epub", ".html", ".htm", ".pptx", ".tex")
 _PARQUET_RATIO = 2.5  # of JSONL to Parquet, usually
 
@@ -342,6 +343,18 @@ def read_lines(
             yield number, line.removesuffix(b"\n").removesuffix(b"\r")
     except DAMAGE as error:
         raise damaged(path, number + 1, error) from error
+
+
+def lines_before(path: Path, start: int) -> int:
+    """Number of lines that start before byte `start` of a file."""
+    if not start:
+        return 0
+    with path.open("rb") as file:
+        num_lines, left = 1, start - 1
+        while left and (chunk := file.read(min(_COUNT_BYTES, left))):
+            num_lines += chunk.count(b"\n")
+            left -= len(chunk)
+    return num_lines
 
 
 def estimate_line_bytes(paths: Iterable[Path]) -> int:

@@ -17,13 +17,14 @@ from typing import Any
 import orjson
 
 from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, convert, sort_inputs
-from moe_exp.data.convert.execution import Execution, num_workers
 from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
 from moe_exp.data.kinds import PARQUET_SUFFIX
-from moe_exp.data.shuffle.shuffle import check_settings, shuffle
+from moe_exp.data.shuffle.by_tasks import shuffle_documents
+from moe_exp.data.shuffle.shuffle import check_settings
 from moe_exp.data.stage import check_free_disk, free_disk, is_stale, run_stage
+from moe_exp.data.tasks.execution import Execution, num_workers
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
 
@@ -36,6 +37,7 @@ _SHUFFLE_RATE = 80e6
 _DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
 _TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst
 _NUM_SAMPLED = 8
+_LARGE_BYTES = 50e9  # minutes for one process
 
 
 @dataclass(frozen=True)
@@ -48,9 +50,11 @@ class Preparation:
         data_dir: gets the folders.
         patterns, revision, text_field: in place of the source's own.
         settings: what is kept; its text field is the source's.
-        execution: where the conversion runs.
+        execution: where the tasks of the conversion, and of the shuffle, run.
         shuffle: keyword arguments of `moe_exp.data.shuffle.shuffle`: seed, num_shards, valid_fraction,
             memory_bytes.
+        shuffle_tasks: tasks of the shuffle; default: 1, on SLURM and Ray as many as chunks if there are over
+            50 GB of text.
         start_over: convert and shuffle again.
         download_again: fetch the files again too.
     """
@@ -63,6 +67,7 @@ class Preparation:
     settings: ConvertSettings = field(default_factory=ConvertSettings)
     execution: Execution = field(default_factory=Execution)
     shuffle: Mapping[str, Any] = field(default_factory=dict)
+    shuffle_tasks: int | None = None
     start_over: bool = False
     download_again: bool = False
 
@@ -105,7 +110,17 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM
     # jobs.
     start_over = start_over or bool(converted.get("starts_over") and is_stale(shuffled, outputs))
-    return shuffle(outputs, shuffled, name=source.name, start_over=start_over, **wanted.shuffle)
+    is_large = wanted.execution.executor != "local" and _size(outputs) > _LARGE_BYTES
+    tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
+    return shuffle_documents(
+        outputs,
+        shuffled,
+        name=source.name,
+        start_over=start_over,
+        tasks=tasks,
+        execution=wanted.execution if tasks > 1 else None,
+        **wanted.shuffle,
+    )
 
 
 def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:

@@ -21,6 +21,7 @@ from helpers.checkpoint.ckpt_files import write_checkpoint
 from helpers.docs.commands import whole_parser
 from helpers.hf.tiny_models import tiny_model
 from helpers.run_folders import event, train_record, write_run
+from moe_exp.data.embedded import ensure_embedded_corpus
 
 # Those that start ranks, jobs or servers, or follow for ever; the others run as they are.
 ONLY_PLANNED = ("train", "compare", "sweep", "slurm", "prepare", "download")
@@ -29,10 +30,14 @@ NOT_GIVEN = ("--every", "--watch", "--help", "--test-alert", "--project", "--mai
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch):
-    """A folder of its own, and no network."""
+def alone(tmp_path, monkeypatch, session_runs):
+    """A folder of its own with the embedded corpus, which takes as long to build as an answer may, and no
+    network.
+    """
     place = tmp_path / "here"
     place.mkdir()
+    ensure_embedded_corpus(session_runs.data_dir)
+    (place / "data").symlink_to(session_runs.data_dir)
     monkeypatch.chdir(place)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))

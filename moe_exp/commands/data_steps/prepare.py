@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
+from moe_exp.commands.data_steps.execution import add, add_execution, execution_of
 from moe_exp.commands.data_steps.shuffle import add_text_documents, memory_bytes
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.download.hub import download
@@ -91,64 +90,44 @@ def _add_prepare(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     parser.add_argument(
         "--dry-run", action="store_true", help="print files, disk and time, and write nothing"
     )
-    _add(parser, "--data-dir", type=Path, default=Path("data"), metavar="FOLDER", help="(default: data)")
-    _add(
+    add(parser, "--data-dir", type=Path, default=Path("data"), metavar="FOLDER", help="(default: data)")
+    add(
         parser, "--start-over", action="store_true", help="convert and shuffle again, with other settings too"
     )
-    _add(parser, "--download-again", action="store_true", help="fetch the files again too")
+    add(parser, "--download-again", action="store_true", help="fetch the files again too")
     _add_selection(parser.add_argument_group("what is kept"))
     _add_shards(parser.add_argument_group("shards"))
-    _add_execution(parser.add_argument_group("where the conversion runs"))
+    group = parser.add_argument_group("where the tasks run")
+    add_execution(group, "number of chunks (default: one per input file, at most 64)")
+    about = "tasks of the shuffle (default: 1; on SLURM and Ray as many as chunks if over 50 GB)"
+    add(group, "--shuffle-tasks", type=int, metavar="N", help=about)
     parser.set_defaults(run=_prepare)
 
 
-def _add(parser: Any, flag: str, **options: Any) -> None:
-    parser.add_argument(flag, *{flag.replace("-", "_").replace("__", "--", 1)} - {flag}, **options)
-
-
 def _add_selection(group: Any) -> None:
-    _add(group, "--language", metavar="CODES", help="values of the field language, as in en or en,de")
-    _add(group, "--min-language-score", type=float, metavar="X", help="of the field language_score, 0 to 1")
-    _add(group, "--min-score", type=float, metavar="X", help="of the field score")
-    _add(group, "--min-chars", type=int, metavar="N", help="shortest text, characters")
-    _add(group, "--max-chars", type=int, metavar="N", help="longest text, characters")
-    _add(group, "--limit", type=int, metavar="N", help="maximum number of documents to read")
-    _add(group, "--dedup", action="store_true", help="keep one of each text")
+    add(group, "--language", metavar="CODES", help="values of the field language, as in en or en,de")
+    add(group, "--min-language-score", type=float, metavar="X", help="of the field language_score, 0 to 1")
+    add(group, "--min-score", type=float, metavar="X", help="of the field score")
+    add(group, "--min-chars", type=int, metavar="N", help="shortest text, characters")
+    add(group, "--max-chars", type=int, metavar="N", help="longest text, characters")
+    add(group, "--limit", type=int, metavar="N", help="maximum number of documents to read")
+    add(group, "--dedup", action="store_true", help="keep one of each text")
     about = "JSONL of benchmark texts; drops what shares 12 words in a row with one"
-    _add(group, "--decontaminate", type=Path, metavar="FILE", help=about)
+    add(group, "--decontaminate", type=Path, metavar="FILE", help=about)
     add_text_documents(group)
     about = "skip and count what is no document instead of stopping"
-    _add(group, "--skip-bad", action="store_true", help=about)
+    add(group, "--skip-bad", action="store_true", help=about)
 
 
 def _add_shards(group: Any) -> None:
-    _add(
+    add(
         group, "--seed", type=int, default=0, help="of the order and of the validation documents (default: 0)"
     )
-    _add(group, "--nchunks", type=int, default=32, metavar="N", help="shards for training (default: 32)")
+    add(group, "--nchunks", type=int, default=32, metavar="N", help="shards for training (default: 32)")
     about = "of the texts, for validation (default: 0.005)"
-    _add(group, "--valid-fraction", type=float, default=0.005, metavar="X", help=about)
-    about = "of the shuffle, as in 8GB (default: a quarter of what is left)"
-    _add(group, "--memory", type=memory_bytes, metavar="SIZE", help=about)
-
-
-def _add_execution(group: Any) -> None:
-    _add(group, "--executor", default="local", metavar="NAME", help="local, slurm or ray (default: local)")
-    about = "number of chunks (default: one per input file, at most 64)"
-    _add(group, "--tasks", type=int, metavar="N", help=about)
-    about = "tasks at a time (default: the cores here; no limit elsewhere)"
-    _add(group, "--workers", type=int, metavar="N", help=about)
-    _add(group, "--partition", help="of the SLURM jobs")
-    _add(group, "--time", default="24:00:00", help="limit of a SLURM job (default: 24:00:00)")
-    _add(group, "--qos", help="of the SLURM jobs")
-    about = "of a SLURM job or Ray task (default: 1)"
-    _add(group, "--cpus-per-task", type=int, default=1, metavar="N", help=about)
-    about = "of a SLURM job or Ray task (default: 4)"
-    _add(group, "--mem-per-cpu", type=int, default=4, metavar="GB", help=about)
-    about = "the cluster's MaxArraySize (default: 1001)"
-    _add(group, "--max-array-size", type=int, default=1001, metavar="N", help=about)
-    about = "another option of sbatch; may be repeated"
-    _add(group, "--sbatch", action="append", default=[], metavar="NAME=VALUE", help=about)
+    add(group, "--valid-fraction", type=float, default=0.005, metavar="X", help=about)
+    about = "of a task of the shuffle, as in 8GB (default: a quarter of what is left for all of them)"
+    add(group, "--memory", type=memory_bytes, metavar="SIZE", help=about)
 
 
 class _List(argparse.Action):
@@ -159,7 +138,6 @@ class _List(argparse.Action):
 
 def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.convert.convert import ConvertSettings
-    from moe_exp.data.convert.execution import Execution
     from moe_exp.data.kinds import TextRule
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.shuffle.shuffle import shuffle_summary
@@ -170,8 +148,6 @@ def _prepare(arguments: argparse.Namespace) -> int:
 
     languages = tuple(arguments.language.split(",")) if arguments.language else ()
     filters = given("min_language_score", "min_score", "min_chars", "max_chars", "limit", "decontaminate")
-    jobs = given("executor", "workers", "partition", "qos", "cpus_per_task", "max_array_size")
-    jobs |= {"time_limit": arguments.time, "mem_per_cpu_gb": arguments.mem_per_cpu}
     wanted = Preparation(
         arguments.source,
         patterns=tuple(arguments.pattern),
@@ -181,10 +157,10 @@ def _prepare(arguments: argparse.Namespace) -> int:
             **filters,
             **given("tasks", "skip_bad", "dedup"),
         ),
-        execution=Execution(**jobs, sbatch=tuple(arguments.sbatch), finish_command=_finish_command()),
+        execution=execution_of(arguments),
         shuffle={"num_shards": arguments.nchunks, "memory_bytes": arguments.memory}
         | given("seed", "valid_fraction"),
-        **given("data_dir", "revision", "text_field", "start_over", "download_again"),
+        **given("data_dir", "revision", "text_field", "start_over", "download_again", "shuffle_tasks"),
     )
     if arguments.dry_run:
         plan(wanted)
@@ -198,10 +174,3 @@ def _prepare(arguments: argparse.Namespace) -> int:
         f"shuffled: {arguments.data_dir / wanted.source().name}_shuffled", shuffle_summary(manifest)
     )
     return 0
-
-
-def _finish_command() -> tuple[str, ...]:
-    """This command once more, for the last SLURM job: then it continues from the chunks."""
-    again = {"--start-over", "--start_over", "--download-again", "--download_again"}
-    program = os.path.abspath(sys.argv[0])  # noqa: PTH100
-    return (sys.executable, program, *(word for word in sys.argv[1:] if word not in again))

@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from moe_exp.commands.data_steps.execution import add_execution, execution_of
+from moe_exp.commands.guard import UNDER_WAY
+
 _COMMON = ("text_field", "skip_bad", "start_over")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -44,6 +47,8 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
     add("--memory", type=memory_bytes, help=memory_help)
     add_text_documents(parser)
     _add_common(parser)
+    about = "tasks, on as many cores or machines (default: 1, this process); resume with the same number"
+    add_execution(parser.add_argument_group("where the tasks run"), about)
     parser.set_defaults(run=_shuffle)
 
 
@@ -86,11 +91,12 @@ def memory_bytes(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _shuffle(arguments: argparse.Namespace) -> None:
+def _shuffle(arguments: argparse.Namespace) -> int:
     # before numpy: no matrices here, and its idle threads spin
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from moe_exp.data.kinds import TextRule
-    from moe_exp.data.shuffle.shuffle import check_shuffle, estimate_shuffle, shuffle, shuffle_summary
+    from moe_exp.data.shuffle.by_tasks import disk_bytes, shuffle_documents
+    from moe_exp.data.shuffle.shuffle import check_shuffle, estimate_shuffle, shuffle_summary
     from moe_exp.host.progress import print_summary
 
     first = arguments.inputs[0].absolute()
@@ -100,11 +106,19 @@ def _shuffle(arguments: argparse.Namespace) -> None:
     options = {"name": name, "num_shards": arguments.num_shards, "valid_fraction": arguments.valid_fraction}
     if arguments.dry_run:
         files = check_shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
-        return print_summary(f"shuffle to {output}, dry run", estimate_shuffle(files, arguments.memory))
-    options |= {name: getattr(arguments, name) for name in ("seed", *_COMMON)}
-    options["rule"] = TextRule(arguments.text_documents)
-    manifest = shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
-    return print_summary(f"shuffled: {output}", shuffle_summary(manifest))
+        estimate = estimate_shuffle(files, arguments.memory)
+        if (arguments.tasks or 1) > 1:
+            estimate |= {"tasks": arguments.tasks, "disk_bytes": disk_bytes(files)}
+        print_summary(f"shuffle to {output}, dry run", estimate)
+        return 0
+    options |= {name: getattr(arguments, name) for name in ("seed", "tasks", *_COMMON)}
+    options |= {"rule": TextRule(arguments.text_documents), "execution": execution_of(arguments)}
+    manifest = shuffle_documents(arguments.inputs, output, **options, memory_bytes=arguments.memory)
+    if manifest is None:
+        print("SLURM jobs are under way; `squeue --me` shows them. The same command shows how far they are.")
+        return UNDER_WAY
+    print_summary(f"shuffled: {output}", shuffle_summary(manifest))
+    return 0
 
 
 def _merge(arguments: argparse.Namespace) -> None:

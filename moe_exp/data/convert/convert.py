@@ -23,9 +23,6 @@ from moe_exp.data.convert.dedup import (
     SignDocuments,
     write_contamination_index,
 )
-from moe_exp.data.convert.execution import Execution, Pass
-from moe_exp.data.convert.jobs import merge_stats, run_passes
-from moe_exp.data.convert.slurm_jobs import check_no_jobs
 from moe_exp.data.convert.steps import (
     FieldFilter,
     Filter,
@@ -37,6 +34,9 @@ from moe_exp.data.convert.steps import (
 from moe_exp.data.documents import Tally, check_apart
 from moe_exp.data.kinds import DATA_SUFFIXES, FILES, KINDS, TextRule
 from moe_exp.data.stage import MAKE_AGAIN, Stage, fingerprint, run_stage
+from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
+from moe_exp.data.tasks.jobs import merge_stats, run_passes
+from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.host.files import read_json
 from moe_exp.host.progress import progress_of
 
@@ -239,12 +239,8 @@ def _progress(
     firsts = [one.pipeline[0] for one in passes]
     reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
     total = len(reading) * sum(path.stat().st_size for path in inputs)
-    with progress_of(lambda: _through(reading), f"convert {stage.output.name}", total):
+    with progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total):
         yield
-
-
-def _through(folders: Sequence[Path]) -> int:
-    return sum(int.from_bytes(path.read_bytes(), "little") for folder in folders for path in folder.glob("*"))
 
 
 def _publish(stage: Stage, main: Pass, inputs: Sequence[Path], facts: dict[str, Any]) -> dict[str, Any]:

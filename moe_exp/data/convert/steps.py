@@ -11,10 +11,7 @@ import base64
 import contextlib
 import datetime
 import decimal
-import glob
 import json
-import os
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,9 +20,8 @@ from typing import Any
 
 from moe_exp.data.documents import Tally, read_documents, read_objects, skip_or_raise, text_in
 from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, read_table
+from moe_exp.data.tasks.execution import Through, complete_files
 from moe_exp.host.files import file_hash, write_json
-
-_REPORT_BYTES = 2**20
 
 
 @dataclass
@@ -79,7 +75,7 @@ class ReadFiles:
         limit = None
         if self.limit is not None:
             limit = self.limit // self.num_tasks + (rank < self.limit % self.num_tasks)
-        through = _Through(self.progress_folder, rank)
+        through = Through(self.progress_folder, rank)
         for name in self.task_files(rank):
             path = Path(self.root, name)
             first = self.tally.num_documents
@@ -95,7 +91,7 @@ class ReadFiles:
             self.stats["input_files"].update(1)
             self.stats["documents"].update(self.tally.num_documents - first, "input_file")
 
-    def _rows(self, path: Path, through: _Through) -> Iterator[dict[str, Any]]:
+    def _rows(self, path: Path, through: Through) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {"text_field": self.text_field, "skip_bad": self.skip_bad}
         if path.suffix in TABLE_SUFFIXES:
             return read_rows(path, self.tally, **options, advance=through.advance)
@@ -120,36 +116,6 @@ def _metadata(row: dict[str, Any]) -> dict[str, Any]:
         with contextlib.suppress(json.JSONDecodeError):
             metadata = json.loads(metadata)
     return (metadata if isinstance(metadata, dict) else {"metadata": metadata}) | row
-
-
-class _Through:
-    """Input bytes that a task has read, in a file of 8 bytes that others read."""
-
-    def __init__(self, folder: str, rank: int):
-        self._file = None
-        self._ended = self._bytes = self._reported = 0.0
-        if folder:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self._file = os.open(Path(folder, f"{rank:05d}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-
-    def advance(self, num_bytes: float) -> None:
-        self._bytes += num_bytes
-        if self._bytes - self._reported > _REPORT_BYTES:
-            self._write()
-
-    def end_file(self, num_bytes: int) -> None:
-        self._ended += num_bytes
-        self._bytes = self._ended
-        self._write()
-
-    def _write(self) -> None:
-        self._reported = self._bytes
-        if self._file is not None:
-            os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
-
-    def __del__(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
 
 
 def read_rows(
@@ -341,20 +307,13 @@ class WriteChunk:
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
-        for old in self.folder.glob(f".{glob.escape(path.name)}.*.tmp"):  # of a task that was killed
-            old.unlink(missing_ok=True)
-        # A name of its own: should a killed task's process still run somewhere, the two do not write one
-        # file.
-        temporary = self.folder / f".{path.name}.{uuid.uuid4().hex[:8]}.tmp"
-        temporary.touch()  # a task with no document has an empty chunk
-        writer = chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
-        self.stats = writer.stats
-        for _ in writer.run(data, rank, world_size):
-            pass
-        counts = self._counts(temporary, rank)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
+        with complete_files([path]) as (temporary,):
+            temporary.touch()  # a task with no document has an empty chunk
+            writer = chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
+            self.stats = writer.stats
+            for _ in writer.run(data, rank, world_size):
+                pass
+            counts = self._counts(temporary, rank)
         self.counts_folder.mkdir(parents=True, exist_ok=True)
         write_json(self.counts_folder / f"{rank:05d}.json", counts)
 

@@ -56,12 +56,13 @@ class LineBlocks:
         self.buffer = bytearray(block_bytes + 1)  # one more for the LF that the last line may lack
         self.view = memoryview(self.buffer)
 
-    def read(self, path: Path, *, start: int = 0) -> Iterator[tuple[int, int]]:
+    def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[tuple[int, int]]:
         """Yields (begin, end) of the lines in `buffer`, the last one with its LF too.
 
         Args:
             path: a file of any kind; the BOM of JSONL is left out.
             start: bytes of its lines to leave out, as many as some blocks had.
+            end: where to stop: the end of a line, in bytes of the file; None for all of it.
 
         Raises:
             ValueError: a line is longer than `longest_bytes`.
@@ -70,14 +71,16 @@ class LineBlocks:
         kept, at_start = 0, start == 0
         with _open(path, self.text_field, self.rule) as (readinto, skip):
             skip(start)
+            if end is not None:
+                readinto = _limited(readinto, end - start)
             while num_bytes := self._fill(readinto, kept):
                 filled = kept + num_bytes
-                end = self.buffer.rfind(b"\n", kept, filled) + 1
-                if end:
-                    yield self._after_bom(at_start), end
+                lines_end = self.buffer.rfind(b"\n", kept, filled) + 1
+                if lines_end:
+                    yield self._after_bom(at_start), lines_end
                     at_start = False
-                    self.view[: filled - end] = self.view[end:filled].tobytes()
-                kept = filled - end
+                    self.view[: filled - lines_end] = self.view[lines_end:filled].tobytes()
+                kept = filled - lines_end
                 if kept == len(self.buffer) - 1:
                     self._grow(path)
         if kept:
@@ -101,6 +104,19 @@ class LineBlocks:
             raise ValueError(f"{path}: {rule}. Fix: give more memory, or take the line out.")
         self._allocate(min(2 * num_bytes, self.longest_bytes))
         self.view[:num_bytes] = full[:-1]
+
+
+def _limited(readinto: Callable[[memoryview], int], num_bytes: int) -> Callable[[memoryview], int]:
+    """A function that reads no more than `num_bytes`."""
+    left = num_bytes
+
+    def limited(view: memoryview) -> int:
+        nonlocal left
+        num_read = readinto(view[:left])
+        left -= num_read
+        return num_read
+
+    return limited
 
 
 @contextmanager
@@ -144,6 +160,7 @@ class Documents:
         text_bytes: lengths of the texts in UTF-8.
         num_bytes: that the block has in the decompressed file, with all that is no document.
         num_lines: likewise.
+        start: where the buffer begins in the decompressed file.
     """
 
     begins: NDArray[np.int64]
@@ -153,6 +170,7 @@ class Documents:
     text_bytes: NDArray[np.int64]
     num_bytes: int
     num_lines: int
+    start: int = 0
 
     def tally(self) -> Tally:
         """Counts of the texts."""
@@ -182,26 +200,31 @@ class DocumentBlocks:
         self.lines, self.tally, self.most_lines = lines, tally, most_lines
         self.text_field, self.skip_bad = text_field, skip_bad
 
-    def read(self, path: Path, *, start: int = 0, num_lines: int = 0) -> Iterator[Documents]:
+    def read(
+        self, path: Path, *, start: int = 0, num_lines: int = 0, end: int | None = None
+    ) -> Iterator[Documents]:
         """Yields the documents of each block, in parts if it has more than `most_lines`.
 
         Args:
             path: a file of any kind.
             start: bytes of the decompressed file that were read before; a sum of `Documents.num_bytes`.
             num_lines: that these were.
+            end: as of `LineBlocks.read`.
 
         Raises:
             BadDocument: at the first line that is no document, or if a compressed file is damaged.
             ValueError: a line is longer than the memory for it.
         """
         try:
-            for begin, end in self.lines.read(path, start=start):
+            for begin, lines_end in self.lines.read(path, start=start, end=end):
                 position = 0  # what is before `begin` counts as read
-                while position < end:
-                    documents = self._parse(path, max(begin, position), end, num_lines)
+                while position < lines_end:
+                    documents = self._parse(path, max(begin, position), lines_end, num_lines)
+                    documents.start = start
                     documents.num_bytes -= position
                     num_lines, position = num_lines + documents.num_lines, position + documents.num_bytes
                     yield documents
+                start += lines_end
         except DAMAGE as error:
             raise damaged(path, num_lines + 1, error) from error
 

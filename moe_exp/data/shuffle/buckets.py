@@ -12,10 +12,8 @@ read.
 
 from __future__ import annotations
 
-import mmap
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +24,7 @@ from numpy.typing import NDArray
 
 from moe_exp.data.documents import Tally
 from moe_exp.data.shuffle.blocks import DIGEST_BYTES, DocumentBlocks, Documents, sum_digests, write_all
+from moe_exp.data.shuffle.line_buffer import LineBuffer
 
 RECORD = np.dtype([("key", "<u8"), ("choice", "<u8"), ("num_bytes", "<u8")])
 # Of memory per document while a piece is dealt: its record, three places, its part of the sort, and a slice
@@ -36,8 +35,6 @@ NUM_KEYS = 2**64
 _GAMMA = 0x9E3779B97F4A7C15
 _RECORDS_AT_ONCE = 2**13
 _FINE_RANGES = 4096
-_LINES_AT_ONCE = 4096
-_READ_BYTES = 2**30
 Keys = NDArray[np.uint64]
 
 
@@ -92,6 +89,27 @@ class ValidTally:
         """Documents with a smaller choice are for validation."""
         return self.threshold if self.below.num_documents else self.smallest + 1
 
+    def __iadd__(self, other: ValidTally) -> ValidTally:
+        self.below += other.below
+        if other.smallest < self.smallest:
+            self.smallest, self.at_smallest = other.smallest, Tally()
+        if other.smallest == self.smallest:
+            self.at_smallest += other.at_smallest
+        return self
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values for a file."""
+        return vars(self) | {
+            "below": self.below.to_json(),
+            "at_smallest": self.at_smallest.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> ValidTally:
+        """The other way round."""
+        tallies = {name: Tally.from_json(content[name]) for name in ("below", "at_smallest")}
+        return cls(**content | tallies)
+
     def total(self) -> Tally:
         """Counts of the validation documents."""
         return self.below if self.below.num_documents else self.at_smallest
@@ -135,16 +153,13 @@ class State:
 
     def to_json(self) -> dict[str, Any]:
         """JSON values for a file."""
-        tallies = {"below": self.valid.below.to_json(), "at_smallest": self.valid.at_smallest.to_json()}
-        return vars(self) | {"read": self.read.to_json(), "valid": vars(self.valid) | tallies}
+        return vars(self) | {"read": self.read.to_json(), "valid": self.valid.to_json()}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> State:
         """The other way round."""
-        valid = content["valid"]
-        tallies = {name: Tally.from_json(valid[name]) for name in ("below", "at_smallest")}
-        valid_tally = ValidTally(**valid | tallies)
-        return cls(**content | {"read": Tally.from_json(content["read"]), "valid": valid_tally})
+        valid, read = ValidTally.from_json(content["valid"]), Tally.from_json(content["read"])
+        return cls(**content | {"read": read, "valid": valid})
 
 
 def bucket_paths(folder: Path, bucket: int) -> tuple[Path, Path]:
@@ -311,7 +326,7 @@ class Dealer:
         self.memory_bytes, self.save = memory_bytes, save
         self.num_train = state.read.num_documents - state.valid.total().num_documents
         self.num_shards = len(outputs) - 1
-        self.view = memoryview(b"")
+        self.lines = LineBuffer()
 
     def shard_start(self, shard: int) -> int:
         """Rank of a shard's first training document: shards differ by one document at most."""
@@ -345,13 +360,14 @@ class Dealer:
         for part in _read_records(records_path, low, end):
             parts.append(part)
             num_documents += len(part[0])
-            if len(self.view) + num_documents * DOCUMENT_BYTES > self.memory_bytes:
-                self.view = memoryview(b"")  # of a piece with fewer and longer documents
+            if self.lines.num_bytes + num_documents * DOCUMENT_BYTES > self.memory_bytes:
+                self.lines.free()  # of a piece with fewer and longer documents
         records, places = (np.concatenate([part[index] for part in parts]) for index in (0, 1))
         del parts
         ends = np.cumsum(records["num_bytes"].astype(np.int64))
         begins = ends - records["num_bytes"].astype(np.int64)
-        self._read_lines(lines_path, places, begins, ends)
+        self.lines.allocate(int(ends[-1]))
+        self.lines.read(lines_path, places, begins, ends)
         order = np.argsort(records["key"])
         # limit() is at most 2**64, which no uint64 holds
         is_valid = records["choice"][order] <= np.uint64(self.state.valid.limit() - 1)
@@ -366,43 +382,7 @@ class Dealer:
             order = order[count:]
         return int(ends[-1])
 
-    def _read_lines(
-        self, path: Path, places: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64]
-    ) -> None:
-        """Reads lines that are at `places` of a file to [begins, ends) of the buffer; neighbours together."""
-        if len(self.view) < ends[-1]:
-            self.view = memoryview(b"")  # so that there are not two
-            # Not a bytearray, which would write zeros first; the memory comes when it is written to, and is
-            # used again for the next piece.
-            buffer = mmap.mmap(-1, int(ends[-1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            if hasattr(mmap, "MADV_HUGEPAGE"):  # Linux: 500 times fewer page faults
-                with suppress(OSError):  # a kernel without them
-                    buffer.madvise(mmap.MADV_HUGEPAGE)
-            self.view = memoryview(buffer)
-        firsts = np.flatnonzero(np.diff(places - begins, prepend=-1))
-        run_ends = np.append(begins[firsts[1:]], ends[-1])
-        with path.open("rb", buffering=0) as file:
-            for first in range(0, len(firsts), _LINES_AT_ONCE):
-                some = firsts[first : first + _LINES_AT_ONCE]
-                some_ends = run_ends[first : first + _LINES_AT_ONCE].tolist()
-                runs = zip(places[some].tolist(), begins[some].tolist(), some_ends, strict=True)
-                for place, begin, end in runs:
-                    self._read_run(file.fileno(), path, place, begin, end)
-
-    def _read_run(self, descriptor: int, path: Path, place: int, begin: int, end: int) -> None:
-        while begin < end:
-            num_bytes = os.preadv(descriptor, [self.view[begin : min(end, begin + _READ_BYTES)]], place)
-            if not num_bytes:
-                raise ValueError(f"{path}: ends before its last line. Fix: give --start-over.")
-            begin, place = begin + num_bytes, place + num_bytes
-
     def _write(
         self, output: int, begins: NDArray[np.int64], ends: NDArray[np.int64], order: NDArray[np.int64]
     ) -> None:
-        path, view = self.outputs[output], self.view
-        with path.open("ab", buffering=0) as file:
-            for first in range(0, len(order), _LINES_AT_ONCE):
-                some = order[first : first + _LINES_AT_ONCE]
-                places = zip(begins[some].tolist(), ends[some].tolist(), strict=True)
-                slices = [view[begin:end] for begin, end in places]
-                self.state.output_sizes[output] += write_all(file.fileno(), slices, path)
+        self.state.output_sizes[output] += self.lines.append_to(self.outputs[output], begins, ends, order)

@@ -27,10 +27,12 @@ from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, 
 from moe_exp.data.shuffle.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.host.files import bytes_text, read_json, write_json
+from moe_exp.host.memory import available_memory_bytes
 from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
 
+TASKS = "tasks.json"  # in the working folder of a shuffle by tasks
 SMALLEST_MEMORY_BYTES = 16 * 2**20
 DEFAULT_VALID_FRACTION = 0.005
 _MOST_BUCKETS = 256  # two open files each
@@ -40,6 +42,7 @@ _READ_BACK_BYTES = 2**18
 _FIXED_BYTES = 2**22  # of small objects, and of what the allocator keeps: the same for every budget
 _MOST_LINES = 2**16
 _SAVE_BYTES = 2**29
+_CHANGED = "The disk, or another program, has changed it. Fix: give --start-over."
 _BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
 
 
@@ -104,12 +107,16 @@ def shuffle(
     """
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, name=name, **sizes)
-    memory = Memory.of(_checked_memory(memory_bytes))
+    memory = Memory.of(checked_memory(memory_bytes))
     settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
     settings |= {"text_field": text_field, "skip_bad": skip_bad, **rule.facts()}
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
             return stage.manifest or {}
+        if (stage.folder / TASKS).exists():
+            num_tasks = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
+            fix = f"give --tasks {num_tasks}, or --start-over"
+            raise ValueError(f"tasks=1: {output} was begun by {num_tasks} tasks. Fix: {fix}.")
         shuffling = Shuffling(stage, inputs, memory, rule=rule)
         estimate = estimate_shuffle(inputs, memory.budget_bytes)
         check_free_disk(stage.folder, estimate["disk_bytes"] - shuffling.bytes_on_disk(), "the shuffle")
@@ -118,7 +125,7 @@ def shuffle(
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
     """input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets, disk_bytes and seconds."""
-    memory = Memory.of(_checked_memory(memory_bytes))
+    memory = Memory.of(checked_memory(memory_bytes))
     sizes = {path: path.stat().st_size for path in find_inputs(inputs)}
     line_bytes = estimate_line_bytes(sizes)
     num_buckets = _num_buckets(line_bytes, memory)
@@ -138,7 +145,12 @@ def _num_buckets(line_bytes: int, memory: Memory) -> int:
     return min(_MOST_BUCKETS, 1 + int(line_bytes / (_BUCKET_FILL * memory.piece_bytes)))
 
 
-def _checked_memory(memory_bytes: int | None) -> int:
+def checked_memory(memory_bytes: int | None) -> int:
+    """The budget, by default a quarter of what the machine or the container has left.
+
+    Raises:
+        ValueError: it is too small.
+    """
     if memory_bytes is None:
         return max(SMALLEST_MEMORY_BYTES, available_memory_bytes() // 4)
     if memory_bytes < SMALLEST_MEMORY_BYTES:
@@ -175,7 +187,7 @@ def check_settings(
     Raises:
         ValueError: one of them cannot be used.
     """
-    _checked_memory(memory_bytes)
+    checked_memory(memory_bytes)
     if not name or Path(name).name != name:
         raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
     if num_shards < 1:
@@ -218,10 +230,7 @@ class Shuffling:
         self.rule = rule
         self.stage, self.inputs, self.memory, self.save_bytes = stage, inputs, memory, save_bytes
         self.settings = stage.key["settings"]
-        name, num_shards = self.settings["name"], self.settings["num_shards"]
-        width = max(2, len(str(num_shards - 1)))
-        shards = (f"{name}.chunk.{shard:0{width}d}.jsonl" for shard in range(num_shards))
-        self.outputs = [stage.folder / file_name for file_name in (f"{name}.val.jsonl", *shards)]
+        self.outputs = output_paths(stage.folder, self.settings["name"], self.settings["num_shards"])
         self.state_path = stage.folder / "state.json"
         self.state: State | None = None
         if self.state_path.exists():
@@ -241,13 +250,13 @@ class Shuffling:
         state = self.state = self.state or State(_num_buckets(line_bytes, self.memory), ValidTally(threshold))
         if not state.is_spread:
             self._spread(state, line_bytes)
-        self._check_split(state)
+        check_split(self.inputs[0], self.settings, state.read, state.valid.total())
         dealer = Dealer(state, self.stage.folder, self.outputs, self.memory.piece_bytes, self._save)
         total_bytes = sum(lines for lines, _ in state.bucket_sizes)
         with progress("shuffle, pass 2 of 2", total_bytes, done=sum(state.output_sizes)) as advance:
             for num_bytes in dealer.deal():
                 advance(num_bytes)
-        del dealer.view
+        dealer.lines.free()
         starts = [dealer.shard_start(shard) for shard in range(dealer.num_shards + 1)]
         return self._finish(state, [end - start for start, end in pairwise(starts)])
 
@@ -271,132 +280,115 @@ class Shuffling:
             for num_bytes in passes:
                 advance(num_bytes)
 
-    def _check_split(self, state: State) -> None:
-        num_documents, num_valid = state.read.num_documents, state.valid.total().num_documents
-        if not num_documents:
-            fix = "another input"
-            raise ValueError(f"input={self.inputs[0]}: there is no document in the input. Fix: {fix}.")
-        if num_valid == num_documents:
-            rule = f"all {num_documents} documents are for validation, none is left for training"
-            fix = "give a smaller fraction, or more documents with different texts"
-            raise ValueError(f"valid_fraction={self.settings['valid_fraction']}: {rule}. Fix: {fix}.")
-        if num_documents - num_valid < self.settings["num_shards"]:
-            what = "%d documents for training in %d shards: some are empty"
-            logger.warning(what, num_documents - num_valid, self.settings["num_shards"])
-
     def _finish(self, state: State, shard_counts: list[int]) -> dict[str, Any]:
-        valid = state.valid.total()
-        counts = dict(zip(self.outputs, [valid.num_documents, *shard_counts], strict=True))
-        hashes = check_outputs(counts, state.line_hash)
-        read = state.read
-        train_hash = (read.text_hash - valid.text_hash) % 2**128
-        train = Tally(
-            read.num_documents - valid.num_documents, read.num_text_bytes - valid.num_text_bytes, train_hash
-        )
+        counts = dict(zip(self.outputs, [state.valid.total().num_documents, *shard_counts], strict=True))
+        made = []
+        with progress("shuffle, check", sum(path.stat().st_size for path in counts)) as advance:
+            for path, count in counts.items():
+                made.append(Shard.read_back(path, count))
+                advance(path.stat().st_size)
         self.state_path.unlink()
-        tallies = {"read": read.to_json(), "train": train.to_json(), "valid": valid.to_json()}
-        facts = {"line_hash": f"{state.line_hash:032x}", "valid_file": self.outputs[0].name}
-        num_documents = {path.name: count for path, count in counts.items()}
-        return self.stage.finish_folder(
-            self.outputs, hashes=hashes, **tallies, **facts, num_documents=num_documents
-        )
+        return finish(self.stage, made, state.read, state.valid.total(), state.line_hash)
 
 
-def check_outputs(counts: dict[Path, int], line_hash: int) -> dict[Path, str]:
-    """Reads files back, checks the number of their lines and that these are the input's; returns hashes.
+# What a shuffle by one process and one by tasks have in common
+
+
+def output_paths(folder: Path, name: str, num_shards: int) -> list[Path]:
+    """The validation file and the shards."""
+    width = max(2, len(str(num_shards - 1)))
+    shards = (f"{name}.chunk.{shard:0{width}d}.jsonl" for shard in range(num_shards))
+    return [folder / file_name for file_name in (f"{name}.val.jsonl", *shards)]
+
+
+def check_split(first_input: Path, settings: Mapping[str, Any], read: Tally, valid: Tally) -> None:
+    """Checks that there are documents for training.
+
+    Raises:
+        ValueError: there are none.
+    """
+    if not read.num_documents:
+        raise ValueError(f"input={first_input}: there is no document in the input. Fix: another input.")
+    num_train = read.num_documents - valid.num_documents
+    if not num_train:
+        rule = f"all {read.num_documents} documents are for validation, none is left for training"
+        fix = "give a smaller fraction, or more documents with different texts"
+        raise ValueError(f"valid_fraction={settings['valid_fraction']}: {rule}. Fix: {fix}.")
+    if num_train < settings["num_shards"]:
+        what = "%d documents for training in %d shards: some are empty"
+        logger.warning(what, num_train, settings["num_shards"])
+
+
+@dataclass(frozen=True)
+class Shard:
+    """An output that was read back.
 
     Args:
-        counts: number of lines of each.
+        path: of the file.
+        num_documents: lines in it.
+        hash: of the file, as `file_hash` gives it.
+        line_hash: sum of the XXH3-128 of its lines modulo 2**128.
+    """
+
+    path: Path
+    num_documents: int
+    hash: str
+    line_hash: int
+
+    @classmethod
+    def read_back(cls, path: Path, num_documents: int) -> Shard:
+        """Reads a file that was written.
+
+        Raises:
+            ValueError: it does not have `num_documents` lines.
+        """
+        # What is kept of a line is gone with its block.
+        lines = LineBlocks(_READ_BACK_BYTES, path.stat().st_size + 1)
+        whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
+        for begin, end in lines.read(path):
+            whole.update(lines.view[:end])
+            find, view, digests = lines.buffer.find, lines.view, []
+            while begin < end:
+                line_end = find(b"\n", begin)
+                digests.append(digest(view[begin:line_end]))
+                begin = line_end + 1
+            num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
+        if num_lines != num_documents:
+            rule = f"{num_lines} documents were read back, {num_documents} were written"
+            raise ValueError(f"{path}: {rule}. {_CHANGED}")
+        return cls(path, num_lines, whole.hexdigest(), line_hash % 2**128)
+
+
+def finish(
+    stage: Stage, outputs: Sequence[Shard], read: Tally, valid: Tally, line_hash: int
+) -> dict[str, Any]:
+    """Publishes the validation file and the shards, and returns the manifest.
+
+    Args:
+        stage: whose folder has them.
+        outputs: in the order of `output_paths`.
+        read: all documents.
+        valid: those for validation.
         line_hash: sum of the XXH3-128 of all lines modulo 2**128.
 
     Raises:
-        ValueError: they are not.
+        ValueError: the lines that were read back are not those of the input.
     """
-    fix = "The disk, or another program, has changed it. Fix: give --start-over."
-    hashes, found_hash = {}, 0
-    with progress("shuffle, check", sum(path.stat().st_size for path in counts)) as advance:
-        for path, count in counts.items():
-            hashes[path], num_lines, line_hash_of_file = _read_back(path)
-            if num_lines != count:
-                raise ValueError(f"{path}: {num_lines} documents were read back, {count} were written. {fix}")
-            found_hash = (found_hash + line_hash_of_file) % 2**128
-            advance(path.stat().st_size)
-    if found_hash != line_hash:
-        raise ValueError(
-            f"{next(iter(counts)).parent}: the lines that were read back are not those of the input. {fix}"
-        )
-    return hashes
-
-
-def _read_back(path: Path) -> tuple[str, int, int]:
-    """Hash, number of lines, and sum of their hashes; what is kept of a line is gone with its block."""
-    lines = LineBlocks(_READ_BACK_BYTES, path.stat().st_size + 1)
-    whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
-    for begin, end in lines.read(path):
-        whole.update(lines.view[:end])
-        find, view, digests = lines.buffer.find, lines.view, []
-        while begin < end:
-            line_end = find(b"\n", begin)
-            digests.append(digest(view[begin:line_end]))
-            begin = line_end + 1
-        num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
-    return whole.hexdigest(), num_lines, line_hash % 2**128
-
-
-# How much memory there is to use.
-
-
-_PROC, _CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-
-
-_UNKNOWN_BYTES = 2 * 2**30
-
-
-def available_memory_bytes(proc: Path = _PROC, cgroup: Path = _CGROUP) -> int:
-    """Memory that this process may still use: the least of the machine's and its control groups' (version 2
-    or 1).
-
-    If neither says (macOS), 2 GB.
-    """
-    found = [left for left in (_of_machine(proc), *_of_groups(proc, cgroup)) if left is not None]
-    return max(0, min(found, default=_UNKNOWN_BYTES))
-
-
-def _of_machine(proc: Path) -> int | None:
-    try:
-        lines = (proc / "meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
-def _of_groups(proc: Path, cgroup: Path) -> list[int | None]:
-    """Left in each group from the process's own up to the root: any of them may have the limit."""
-    try:
-        lines = (proc / "self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    left: list[int | None] = []
-    for line in lines:
-        _, controllers, name = line.split(":", 2)
-        if controllers not in ("", "memory") and "memory" not in controllers.split(","):
-            continue
-        root = cgroup if not controllers else cgroup / "memory"
-        names = ("memory.max", "memory.current")
-        if controllers:
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        folder = root / name.lstrip("/")
-        # In a container the group's name may be one of the host, which is not there to be seen: then the root
-        # is the container's.
-        groups = [group for group in (folder, *folder.parents) if group == root or root in group.parents]
-        left += [_left(group, *names) for group in groups]
-    return left
-
-
-def _left(group: Path, limit_name: str, used_name: str) -> int | None:
-    try:
-        limit, used = int((group / limit_name).read_text()), int((group / used_name).read_text())
-        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max" is no number
-        return None
-    return limit - used + int(statistics.get("inactive_file", 0))  # cache that goes when memory is asked for
+    if sum(shard.line_hash for shard in outputs) % 2**128 != line_hash:
+        rule = "the lines that were read back are not those of the input"
+        raise ValueError(f"{stage.folder}: {rule}. {_CHANGED}")
+    train_hash = (read.text_hash - valid.text_hash) % 2**128
+    num_train, num_text_bytes = (
+        getattr(read, name) - getattr(valid, name) for name in ("num_documents", "num_text_bytes")
+    )
+    train = Tally(num_train, num_text_bytes, train_hash)
+    return stage.finish_folder(
+        [shard.path for shard in outputs],
+        hashes={shard.path: shard.hash for shard in outputs},
+        read=read.to_json(),
+        train=train.to_json(),
+        valid=valid.to_json(),
+        line_hash=f"{line_hash:032x}",
+        valid_file=outputs[0].path.name,
+        num_documents={shard.path.name: shard.num_documents for shard in outputs},
+    )

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import xxhash
 
 from moe_exp.config import setting_error
-from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, read_lines, text_of
+from moe_exp.data.documents import BLANK_LINE, EMPTY_TEXT, Tally, lines_before, read_lines, text_of
 from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
 from moe_exp.data.tokens.tokenizer import TextTokenizer, special_token_reason
@@ -134,15 +134,7 @@ def part_lines(
 
 def line_number(part: Part, number: int) -> int:
     """Number in the file of a line of a part; reads the file up to the part."""
-    if not part.start or part.end is None:
-        return number
-    with part.path.open("rb") as file:
-        # The line that a part starts in is not its own, unless the part starts where a line does.
-        num_before, left = 0, part.start - 1
-        while left and (chunk := file.read(min(_COPY_BYTES, left))):
-            num_before += chunk.count(b"\n")
-            left -= len(chunk)
-    return num_before + 1 + number
+    return number if part.end is None else number + lines_before(part.path, part.start)
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ import pytest
 
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
-from moe_exp.data.convert import jobs, steps
+from moe_exp.data.convert import steps
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.dedup import write_contamination_index
-from moe_exp.data.convert.execution import Execution
 from moe_exp.data.convert.steps import Filter, check_counts
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
+from moe_exp.data.tasks import jobs
+from moe_exp.data.tasks.execution import Execution
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("datatrove")

@@ -27,8 +27,10 @@ from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import buckets, shuffle
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, sum_digests
 from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES, Dealer, State, ValidTally, text_choices
-from moe_exp.data.shuffle.shuffle import Memory, Shuffling, available_memory_bytes
+from moe_exp.data.shuffle.line_buffer import LineBuffer
+from moe_exp.data.shuffle.shuffle import Memory, Shuffling
 from moe_exp.data.stage import run_stage
+from moe_exp.host.memory import available_memory_bytes
 
 SETTINGS = {
     "name": "x",
@@ -615,12 +617,12 @@ print(peak_kb() - before, before)
 def test_a_piece_of_short_documents_does_not_keep_the_buffer_of_one_of_long_documents(tmp_path, monkeypatch):
     used = []
 
-    def read_lines(dealer, path, places, begins, ends):
-        read(dealer, path, places, begins, ends)
-        used.append((len(dealer.view) + len(ends) * DOCUMENT_BYTES, len(ends)))
+    def read_lines(lines, path, places, begins, ends):
+        read(lines, path, places, begins, ends)
+        used.append((lines.num_bytes + len(ends) * DOCUMENT_BYTES, len(ends)))
 
-    read = Dealer._read_lines
-    monkeypatch.setattr(Dealer, "_read_lines", read_lines)
+    read = LineBuffer.read
+    monkeypatch.setattr(LineBuffer, "read", read_lines)
     path = write_jsonl(
         tmp_path / "a.jsonl", ["x" * 15_000 if number % 500 == 0 else f"{number}" for number in range(3000)]
     )

@@ -20,21 +20,22 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.execution import Execution, Pass, num_workers
-from moe_exp.data.convert.slurm_jobs import submit
 from moe_exp.data.stage import MAKE_AGAIN
+from moe_exp.data.tasks.execution import Execution, Pass, num_workers
+from moe_exp.data.tasks.slurm_jobs import submit
 from moe_exp.host.files import read_json
 
 _AGAIN = "call the same command again, it continues with the tasks that are left"
 
 
-def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bool:
+def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follows: bool = False) -> bool:
     """Runs what is left of the passes, one after the other.
 
     Args:
         passes: the last is the one that makes the output.
         execution: where.
         name: of the jobs.
+        follows: see `submit`.
 
     Returns:
         Whether all is done; False if SLURM jobs have been submitted, or are still there.
@@ -46,12 +47,12 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bo
     if not any(one.left() for one in passes):
         return True
     if execution.executor == "slurm":
-        submit(passes, execution, name)
+        submit(passes, execution, name, follows=follows)
         return False
-    for one in passes:
-        if execution.executor == "local":
-            _run_local(one, num_workers(execution))
-        else:
+    if execution.executor == "local":
+        _run_local(passes, num_workers(execution))
+    else:
+        for one in passes:
             _run_ray(one, execution)
     return True
 
@@ -59,22 +60,21 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str) -> bo
 # On this machine
 
 
-def _run_local(one: Pass, workers: int) -> None:
-    left = one.left()
-    if not left:
-        return
+def _run_local(passes: Sequence[Pass], workers: int) -> None:
     from datatrove.executor import LocalPipelineExecutor
 
-    executor = LocalPipelineExecutor(
-        list(one.pipeline), tasks=one.num_tasks, workers=workers, logging_dir=str(one.folder)
-    )
-    executor.save_executor_as_json()
-    if workers == 1 or len(left) == 1:
-        for task in left:
-            _run_task(deepcopy(executor), task)
-    else:
-        _run_processes(executor, left, workers)
-    merge_stats(one)
+    executors = []
+    for one in passes:
+        executor = LocalPipelineExecutor(
+            list(one.pipeline), tasks=one.num_tasks, workers=workers, logging_dir=str(one.folder)
+        )
+        executor.save_executor_as_json()
+        executors.append(executor)
+    with _Workers(executors, min(workers, max(len(one.left()) for one in passes))) as pool:
+        for index, one in enumerate(passes):
+            if left := one.left():
+                pool.run(index, left)
+                merge_stats(one)
 
 
 def _run_task(executor: Any, task: int) -> None:
@@ -93,13 +93,16 @@ def _run_task(executor: Any, task: int) -> None:
             datatrove_logger.remove()
 
 
-def _work(executor: Any, orders: Connection) -> None:
-    """A worker process: runs the tasks that it is sent, and answers each with None or what it raised."""
+def _work(executors: Sequence[Any], orders: Connection) -> None:
+    """A worker process: runs the tasks of passes that it is sent, and answers each with None or what it
+    raised.
+    """
     threading.Thread(target=_end_with_parent, daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends us
-    while (task := orders.recv()) is not None:
+    while (order := orders.recv()) is not None:
+        index, task = order
         try:
-            _run_task(deepcopy(executor), task)
+            _run_task(deepcopy(executors[index]), task)
             orders.send(None)
         except BaseException as error:
             try:
@@ -121,40 +124,58 @@ class _Worker:
     orders: Connection
     task: int | None = None
 
-    def take(self, task: int | None) -> None:
-        self.task = task
+    def send(self, order: tuple[int, int] | None) -> None:
+        self.task = order and order[1]
         with contextlib.suppress(BrokenPipeError):  # it has died since it answered: the next check finds out
-            self.orders.send(task)
+            self.orders.send(order)
 
 
-def _run_processes(executor: Any, tasks: list[int], num_workers: int) -> None:
-    waiting = list(reversed(tasks))
-    workers: dict[Any, _Worker] = {}
-    try:
-        for _ in range(min(num_workers, len(tasks))):
-            worker = _start_worker(executor)
-            workers[worker.orders] = worker
-            worker.take(waiting.pop())
-        while busy := [orders for orders, worker in workers.items() if worker.task is not None]:
-            for orders in wait(busy):
-                _check_answer(workers[orders], executor)
-                workers[orders].take(waiting.pop() if waiting else None)
-    except BaseException:
-        for worker in workers.values():
-            worker.process.terminate()
-        raise
-    finally:
-        for worker in workers.values():
-            _end(worker)
+class _Workers:
+    """Processes that run the tasks of all passes, or this one if one is enough; for a `with` statement."""
 
+    def __init__(self, executors: Sequence[Any], number: int):
+        self.executors = executors
+        self.workers = [self._start() for _ in range(number)] if number > 1 else []
 
-def _start_worker(executor: Any) -> _Worker:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(executor, theirs), daemon=True)
-    process.start()
-    theirs.close()  # else its end would not be seen
-    return _Worker(process, ours)
+    def _start(self) -> _Worker:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_work, args=(self.executors, theirs), daemon=True)
+        process.start()
+        theirs.close()  # else its end would not be seen
+        return _Worker(process, ours)
+
+    def run(self, index: int, tasks: Sequence[int]) -> None:
+        """Runs tasks of a pass; what one raises is raised here."""
+        executor = self.executors[index]
+        if not self.workers:
+            for task in tasks:
+                _run_task(deepcopy(executor), task)
+            return
+        waiting, free = list(reversed(tasks)), list(self.workers)
+        busy: dict[Any, _Worker] = {}
+        while waiting or busy:
+            while waiting and free:
+                worker = free.pop()
+                worker.send((index, waiting.pop()))
+                busy[worker.orders] = worker
+            for orders in wait(list(busy)):
+                worker = busy.pop(orders)
+                _check_answer(worker, executor)
+                free.append(worker)
+
+    def __enter__(self) -> _Workers:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        for worker in self.workers:
+            worker.process.terminate() if kind else worker.send(None)
+        for worker in self.workers:
+            worker.process.join(5)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
+            worker.orders.close()
 
 
 def _check_answer(worker: _Worker, executor: Any) -> None:
@@ -170,14 +191,6 @@ def _check_answer(worker: _Worker, executor: Any) -> None:
         raise ChildProcessError(f"task {worker.task} of {executor.world_size} {rule}. Fix: {fix}.") from None
     if error is not None:
         raise error
-
-
-def _end(worker: _Worker) -> None:
-    worker.process.join(5)
-    if worker.process.is_alive():
-        worker.process.kill()
-        worker.process.join()
-    worker.orders.close()
 
 
 def merge_stats(one: Pass) -> None:

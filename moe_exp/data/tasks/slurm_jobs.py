@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.execution import Execution, Pass
+from moe_exp.data.tasks.execution import Execution, Pass
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.slurm_queue import job_environment, still_there
 
@@ -51,8 +51,12 @@ def check_no_jobs(folder: Path) -> None:
         raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: {fix}.")
 
 
-def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
+def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
     """Submits what is left of the passes, each after the one before it, unless earlier jobs are still there.
+
+    Args:
+        passes, execution, name: as of `run_passes`.
+        follows: the step follows another, whose last job may submit it, once.
 
     Raises:
         ValueError: sbatch refuses, squeue does not answer, or this is a job itself.
@@ -63,7 +67,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str) -> None:
         what = "%s: %d tasks are left; SLURM jobs %s are queued or running"
         logger.info(what, name, num_left, ", ".join(there))
         return
-    if "SLURM_JOB_ID" in os.environ:
+    if "SLURM_JOB_ID" in os.environ and (jobs_file.exists() or not follows):
         left = passes[-1].left()
         first = f"the first is {left[0]}, see {passes[-1].folder}/logs"
         fix = "call the same command on a login node, it submits what is left"

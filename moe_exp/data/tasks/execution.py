@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import os
 import shutil
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 EXECUTORS = ("local", "slurm", "ray")
+_REPORT_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -78,3 +82,64 @@ def num_workers(execution: Execution) -> int:
     return execution.workers or (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
+
+
+class Through:
+    """Bytes that a task is through with, in a file of 8 bytes that others read with `bytes_through`.
+
+    Args:
+        folder: of the files of all tasks; "" for none.
+        rank: of the task.
+    """
+
+    def __init__(self, folder: str, rank: int):
+        self._file = None
+        self._ended = self._bytes = self._reported = 0.0
+        if folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            self._file = os.open(Path(folder, f"{rank:05d}"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+
+    def advance(self, num_bytes: float) -> None:
+        """Adds bytes of the file that is being read."""
+        self._bytes += num_bytes
+        if self._bytes - self._reported > _REPORT_BYTES:
+            self._write()
+
+    def end_file(self, num_bytes: int) -> None:
+        """Replaces what was added for a file by its size."""
+        self._ended += num_bytes
+        self._bytes = self._ended
+        self._write()
+
+    def _write(self) -> None:
+        self._reported = self._bytes
+        if self._file is not None:
+            os.pwrite(self._file, int(self._bytes).to_bytes(8, "little"), 0)
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+
+def bytes_through(folders: Iterable[Path]) -> int:
+    """Sum of what the tasks of `Through` with these folders are through with."""
+    return sum(int.from_bytes(path.read_bytes(), "little") for folder in folders for path in folder.glob("*"))
+
+
+@contextmanager
+def complete_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yields other names to write files under, which get their own when the block is done.
+
+    The names are new each time: should a killed task's process still run somewhere, the two do not write one
+    file. What such a process left is removed.
+    """
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for old in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+            old.unlink(missing_ok=True)
+    temporary = [path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp") for path in paths]
+    yield temporary
+    for path, written in zip(paths, temporary, strict=True):
+        with written.open("rb") as file:
+            os.fsync(file.fileno())
+        written.replace(path)

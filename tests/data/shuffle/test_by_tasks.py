@@ -1,0 +1,321 @@
+"""The shuffle by tasks: the bytes of the shuffle by one process, whatever the number of tasks and the memory,
+after any interruption.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import zstandard
+
+from data.shuffle.test_shuffle import some_texts, write_jsonl
+from helpers import ROOT
+from helpers.slurm.cluster import Cluster
+from moe_exp.commands.data import main
+from moe_exp.data.kinds import BadDocument
+from moe_exp.data.shuffle import by_tasks, scatter
+from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks, shuffle_documents
+from moe_exp.data.shuffle.shuffle import Memory, shuffle
+from moe_exp.data.shuffle.slices import cut_inputs
+from moe_exp.data.tasks.execution import Execution
+
+pytest.importorskip("datatrove")
+
+HERE = Execution(workers=1)
+SETTINGS = {"name": "x", "seed": 3, "num_shards": 5, "valid_fraction": 0.05, "memory_bytes": 2**24}
+
+
+def some_inputs(folder):
+    """Files of every kind, with all that a file of JSONL may have between its documents."""
+    folder.mkdir()
+    paths = [write_jsonl(folder / f"{number}.jsonl", some_texts(90, number)) for number in range(4)]
+    lines = paths[1].read_bytes().splitlines()
+    paths[1].write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(lines) + b"\r\n\r\n" + b'{"text": ""}\n\n')
+    paths[2].write_bytes(paths[2].read_bytes().rstrip(b"\n"))
+    lines = [line.replace(b'"text": "', b'"text": "zipped ') for line in lines]
+    (folder / "4.jsonl.gz").write_bytes(gzip.compress(b"\n".join(lines)))
+    (folder / "5.jsonl.zst").write_bytes(zstandard.compress(b"\n".join(lines[::-1])))
+    (folder / "6.jsonl").touch()
+    (folder / "7.txt").write_text("a text of its own\n")
+    return sorted(folder.iterdir())
+
+
+def facts_of(manifest):
+    return {name: value for name, value in manifest.items() if name not in ("id", "made_at", "seconds")}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks, buckets and pieces that are small enough for there to be many of them."""
+    monkeypatch.setattr(scatter, "_BLOCK_BYTES", 3000)
+    monkeypatch.setattr(scatter, "_BYTES_PER_SEGMENT", 1)
+    monkeypatch.setattr(by_tasks.Memory, "of", lambda _: Memory(2**24, 997, 2**20, 20_000))
+
+
+@pytest.mark.parametrize("num_tasks", [1, 2, 4, 7, 23])
+def test_any_number_of_tasks_gives_the_bytes_of_one_process(tmp_path, small, num_tasks):
+    inputs = some_inputs(tmp_path / "in")
+    expected = shuffle(inputs, tmp_path / "one", **SETTINGS)
+    found = shuffle_by_tasks(inputs, tmp_path / "tasks", **SETTINGS, tasks=num_tasks, execution=HERE)
+    assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one")
+    assert facts_of(found) == facts_of(expected)
+    names = {path.name for path in (tmp_path / "tasks").iterdir() if path.suffix != ".jsonl"}
+    assert names == {"datatrove", "manifest.json"}
+
+
+@pytest.mark.parametrize(
+    "changes", [{"valid_fraction": 1e-12}, {"num_shards": 200}, {"seed": 4, "num_shards": 1}]
+)
+def test_a_single_validation_text_empty_shards_and_one_shard(tmp_path, small, changes):
+    inputs = some_inputs(tmp_path / "in")
+    shuffle(inputs, tmp_path / "one", **SETTINGS | changes)
+    shuffle_by_tasks(inputs, tmp_path / "tasks", **SETTINGS | changes, tasks=3, execution=HERE)
+    assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one")
+
+
+def data_of(folder):
+    return {path.name: path.read_bytes() for path in folder.glob("*.jsonl")}
+
+
+def test_a_bucket_larger_than_the_memory_and_documents_larger_than_a_block(tmp_path, small, monkeypatch):
+    texts = [f"{number} " + "x" * (30_000 if number % 50 == 0 else number) for number in range(400)]
+    path = write_jsonl(tmp_path / "a.jsonl", texts)
+    shuffle([path], tmp_path / "one", **SETTINGS)
+    for piece_bytes in (20_000, 50_000, 10**6):
+        memory = Memory(2**24, 997, 2**20, piece_bytes)
+        monkeypatch.setattr(by_tasks.Memory, "of", lambda _, memory=memory: memory)
+        output = tmp_path / str(piece_bytes)
+        shuffle_by_tasks([path], output, **SETTINGS, tasks=3, execution=HERE)
+        assert data_of(output) == data_of(tmp_path / "one")
+
+
+def test_processes_give_the_same(tmp_path):
+    inputs = some_inputs(tmp_path / "in")
+    shuffle(inputs, tmp_path / "one", **SETTINGS)
+    execution = Execution(workers=2)
+    shuffle_documents(inputs, tmp_path / "tasks", **SETTINGS, tasks=3, execution=execution)
+    assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one")
+
+
+@pytest.mark.parametrize("num_tasks", [1, 2, 3, 8, 50])
+def test_slices_are_all_lines_once_and_in_order(tmp_path, num_tasks):
+    random_sizes = np.random.default_rng(num_tasks)
+    paths = []
+    for number in range(6):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_bytes(b"".join(b"x" * int(size) + b"\n" for size in random_sizes.integers(0, 40, 30)))
+        paths.append(path)
+    paths.insert(2, tmp_path / "z.jsonl.gz")
+    paths[2].write_bytes(gzip.compress(b"y\n" * 100))
+    slices = cut_inputs(paths, num_tasks)
+    assert len(slices) == num_tasks
+    read = dict.fromkeys(paths, b"")
+    flat = [one for some in slices for one in some]
+    assert [paths.index(one.path) for one in flat] == sorted(paths.index(one.path) for one in flat)
+    for one in flat:
+        start, end = one.bounds()
+        content = one.path.read_bytes()[start:end]
+        assert content.endswith(b"\n") or not content or one.end is None
+        read[one.path] += content
+    assert read == {path: path.read_bytes() for path in paths}
+    sizes = [sum(one.num_bytes for one in some) for some in slices]
+    largest = max(path.stat().st_size for path in paths)
+    assert max(sizes) <= sum(sizes) / num_tasks + largest
+
+
+def test_a_bad_line_is_named_by_its_number_in_the_file_or_counted(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(300))
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.insert(250, b'{"no": 1}\n')
+    path.write_bytes(b"".join(lines))
+    with pytest.raises(BadDocument, match=r"a\.jsonl:251: no field 'text'"):
+        shuffle_by_tasks([path], tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
+    expected = shuffle([path], tmp_path / "one", **SETTINGS, skip_bad=True)
+    options = {"tasks": 4, "execution": HERE, "skip_bad": True, "start_over": True}
+    found = shuffle_by_tasks([path], tmp_path / "out", **SETTINGS, **options)
+    assert found["read"]["skipped"] == expected["read"]["skipped"] == {"no field 'text'": 1}
+
+
+def test_what_cannot_be_shuffled(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 5)
+    options = {"tasks": 2, "execution": HERE}
+    with pytest.raises(ValueError, match="all 5 documents are for validation, none is left for training"):
+        shuffle_by_tasks([path], tmp_path / "out", **SETTINGS, **options)
+    path.write_text("\n\n")
+    with pytest.raises(ValueError, match="there is no document in the input"):
+        shuffle_by_tasks([path], tmp_path / "empty", **SETTINGS, **options)
+    with pytest.raises(ValueError, match=r"tasks=0: must be at least 1\. Fix: "):
+        shuffle_by_tasks([path], tmp_path / "none", **SETTINGS, tasks=0)
+
+
+# Interruptions
+
+
+def interrupted(inputs, output, **options):
+    """A call that fails in its last pass."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(by_tasks._Writer, "_write_piece", lambda *_: 1 / 0)
+        with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+            shuffle_by_tasks(inputs, output, **SETTINGS, **{"tasks": 3, "execution": HERE} | options)
+
+
+def test_a_call_that_resumes_does_not_read_again(tmp_path, small, monkeypatch):
+    inputs = some_inputs(tmp_path / "in")
+    shuffle(inputs, tmp_path / "one", **SETTINGS)
+    interrupted(inputs, tmp_path / "out")
+    monkeypatch.setattr(scatter, "read_slice", lambda *_: 1 / 0)
+    monkeypatch.setattr(by_tasks.Memory, "of", lambda _: Memory(2**24, 997, 2**20, 5000))  # another budget
+    shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
+    assert data_of(tmp_path / "out") == data_of(tmp_path / "one")
+
+
+def test_another_number_of_tasks_is_refused(tmp_path, small):
+    inputs = some_inputs(tmp_path / "in")
+    interrupted(inputs, tmp_path / "out")
+    with pytest.raises(ValueError, match=r"tasks=4: .*out was begun by 3 tasks\. Fix: give as many, or "):
+        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
+    with pytest.raises(ValueError, match=r"tasks=1: .*out was begun by 3 tasks\. Fix: give --tasks 3, or "):
+        shuffle(inputs, tmp_path / "out", **SETTINGS)
+    (tmp_path / "out.partial/state.json").touch()
+    with pytest.raises(ValueError, match=r"tasks=3: .* was begun by one process\. Fix: leave --tasks away"):
+        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
+    made = shuffle(inputs, tmp_path / "out", **SETTINGS, start_over=True)
+    # what is finished has no number of tasks
+    again = shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
+    assert again == made
+
+
+@pytest.mark.parametrize("suffix", ["lines", "records"])
+def test_what_a_power_cut_has_taken_is_noticed(tmp_path, small, suffix):
+    inputs = some_inputs(tmp_path / "in")
+    interrupted(inputs, tmp_path / "out")
+    cut = tmp_path / f"out.partial/temporary/scattered/00001.{suffix}"
+    cut.write_bytes(cut.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=rf"00001\.{suffix}: has \d+ bytes, but had \d+\. Fix: give"):
+        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
+
+
+def test_lines_that_change_on_the_disk_are_noticed(tmp_path, small):
+    inputs = some_inputs(tmp_path / "in")
+    interrupted(inputs, tmp_path / "out")
+    lines = tmp_path / "out.partial/temporary/scattered/00001.lines"
+    lines.write_bytes(lines.read_bytes().replace(b"xxx", b"xyx", 1))
+    with pytest.raises(ValueError, match="the lines that were read back are not those of the input"):
+        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
+    assert not (tmp_path / "out").exists()
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks
+from moe_exp.data.tasks.execution import Execution
+if __name__ == "__main__":
+    folder, output, settings = Path(sys.argv[1]), Path(sys.argv[2]), {settings!r}
+    shuffle_by_tasks([folder], output, **settings, tasks=3, execution=Execution(workers=2))
+"""
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(tmp_path, times):
+    folder, choice = tmp_path / "in", random.Random(5)
+    folder.mkdir()
+    for number in range(6):
+        write_jsonl(folder / f"{number}.jsonl", some_texts(3000 * times, number))
+    shuffle([folder], tmp_path / "one", **SETTINGS)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.format(settings=SETTINGS))
+    for number in range(times):
+        output = tmp_path / f"killed_{number}"
+        command = [sys.executable, str(program), str(folder), str(output)]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        # the number of tasks that are done, of nine, and some time of the next one
+        wanted = (number * 9 // times, choice.uniform(0, 0.3))
+        while process.poll() is None and num_done(output) < wanted[0]:
+            time.sleep(0.01)
+        time.sleep(wanted[1])
+        os.killpg(process.pid, 9)
+        process.wait()
+        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+        assert data_of(output) == data_of(tmp_path / "one")
+        assert not (tmp_path / f"killed_{number}.partial").exists() and not (output / "temporary").exists()
+        shutil.rmtree(output)
+
+
+def num_done(output):
+    return len(list(output.with_name(f"{output.name}.partial").glob("datatrove/*/completions/*")))
+
+
+# On a cluster, memory, and the command
+
+
+@pytest.mark.slow
+def test_slurm_jobs_one_pass_after_the_other(tmp_path, monkeypatch):
+    cluster = Cluster(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.chdir(tmp_path)
+    inputs = [write_jsonl(tmp_path / f"{number}.jsonl", some_texts(90, number)) for number in range(2)]
+    arguments = [*map(str, inputs), "--output", "out", "--seed", "3", "--shards", "5", "--name", "x"]
+    arguments += ["--valid-fraction", "0.05"]
+    jobs = ["--tasks", "2", "--executor", "slurm", "--partition", "cpu"]
+    program = f"{sys.executable} -m moe_exp data shuffle {' '.join(arguments + jobs)}"
+    monkeypatch.setattr(
+        sys, "argv", [str(ROOT / "moe_exp/__main__.py"), "data", "shuffle", *arguments, *jobs]
+    )
+    assert main("shuffle", arguments + jobs) == 75, program
+    # three passes, each with the merging of its stats, and the publishing
+    assert len(cluster.jobs()) == 7
+    cluster.run()
+    assert (tmp_path / "out").is_dir(), [path.read_text() for path in cluster.folder.glob("*.out")]
+    shuffle(inputs, tmp_path / "one", **SETTINGS)
+    assert data_of(tmp_path / "out") == data_of(tmp_path / "one")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("text", ["{number} " + "x" * 20_000, "{number}"])
+def test_the_memory_of_a_task_stays_in_the_budget(tmp_path, text):
+    with (tmp_path / "a.jsonl").open("w") as file:
+        count = 3000 if len(text) > 100 else 500_000
+        file.writelines(json.dumps({"text": text.format(number=number)}) + "\n" for number in range(count))
+    code = """
+import sys
+from pathlib import Path
+import datatrove.executor, datatrove.utils.stats, moe_exp.data.shuffle.by_tasks
+from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks
+from moe_exp.data.tasks.execution import Execution
+def peak_kb():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+before = peak_kb()
+options = {"name": "x", "num_shards": 1, "memory_bytes": 24 * 2**20, "tasks": 2}
+shuffle_by_tasks([Path(sys.argv[1])], Path(sys.argv[2]), **options, execution=Execution(workers=1))
+print(peak_kb() - before)
+"""
+    command = [sys.executable, "-c", code, tmp_path / "a.jsonl", tmp_path / "out"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) < 24 * 1024
+
+
+def test_the_command(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    inputs = some_inputs(tmp_path / "books")
+    arguments = ["books", "--shards", "2", "--memory", "16MiB"]
+    assert main("shuffle", [*arguments, "--output", "a", "--name", "x"]) == 0
+    both = ["--tasks", "3", "--workers", "1", "--output", "b", "--name", "x"]
+    assert main("shuffle", [*arguments, *both, "--dry-run"]) == 0
+    found = re.search(r"disk_bytes\W+([\d,]+)", capsys.readouterr().out)
+    assert found and int(found[1].replace(",", "")) > 1.5 * sum(path.stat().st_size for path in inputs)
+    assert not (tmp_path / "b").exists()
+    assert main("shuffle", [*arguments, *both]) == 0
+    assert data_of(tmp_path / "a") == data_of(tmp_path / "b")
