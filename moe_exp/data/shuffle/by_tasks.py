@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
 from shutil import rmtree
@@ -60,6 +60,7 @@ from moe_exp.host.progress import progress_of
 logger = logging.getLogger(__name__)
 
 _PASSES = ("indexed", "scattered", "written")
+_BYTES_PER_WORKER = 2**29  # two seconds of work, a process takes 0.6 s to start
 _MEMORY_SHARE = 0.75  # of what a SLURM job or Ray task has
 
 
@@ -116,11 +117,11 @@ def shuffle_by_tasks(
         ValueError: as of `shuffle`; `tasks` or the output was begun in another way.
         ChildProcessError: a task's process died.
     """
-    execution = execution or Execution()
     if tasks < 1:
         raise ValueError(f"tasks={tasks}: must be at least 1. Fix: give the number of cores.")
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, name=name, **sizes)
+    execution = _worth_starting(execution or Execution(), inputs)
     memory = Memory.of(checked_memory(memory_bytes or _default_memory(execution, tasks)))
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
@@ -146,6 +147,14 @@ def shuffle_by_tasks(
         manifest = _publish(job, stage, num_writing)
         _clean(stage)
         return manifest
+
+
+def _worth_starting(execution: Execution, inputs: Sequence[Path]) -> Execution:
+    """Where the number of processes is not given: at most one per `_BYTES_PER_WORKER`."""
+    if execution.executor != "local" or execution.workers:
+        return execution
+    worth = 1 + sum(path.stat().st_size for path in inputs) // _BYTES_PER_WORKER
+    return replace(execution, workers=min(worth, num_workers(execution)))
 
 
 def _default_memory(execution: Execution, tasks: int) -> int:
