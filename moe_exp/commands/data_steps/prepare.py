@@ -112,6 +112,10 @@ def _add_selection(group: Any) -> None:
     add(group, "--max-chars", type=int, metavar="N", help="longest text, characters")
     add(group, "--limit", type=int, metavar="N", help="maximum number of documents to read")
     add(group, "--dedup", action="store_true", help="keep one of each text")
+    about = "keep one of texts that are alike, by MinHash; options as in '{hashes_per_bucket: 8}'"
+    add(group, "--near-dedup", nargs="?", const="{}", metavar="OPTIONS", help=about)
+    about = "a filter by name, or 'NAME: {option: value}'; may be repeated (docs/corpus.md lists them)"
+    add(group, "--filter", action="append", default=[], metavar="FILTER", help=about)
     about = "JSONL of benchmark texts; drops what shares 12 words in a row with one"
     add(group, "--decontaminate", type=Path, metavar="FILE", help=about)
     add_text_documents(group)
@@ -138,6 +142,8 @@ class _List(argparse.Action):
 
 def _prepare(arguments: argparse.Namespace) -> int:
     from moe_exp.data.convert.convert import ConvertSettings
+    from moe_exp.data.convert.named_filters import NamedFilter
+    from moe_exp.data.convert.near_duplicates import near_duplicates
     from moe_exp.data.kinds import TextRule
     from moe_exp.data.prepare import Preparation, plan, prepare
     from moe_exp.data.shuffle.shuffle import shuffle_summary
@@ -154,6 +160,8 @@ def _prepare(arguments: argparse.Namespace) -> int:
         settings=ConvertSettings(
             languages=languages,
             rule=TextRule(arguments.text_documents),
+            filters=tuple(map(NamedFilter.parse, arguments.filter)),
+            near_dedup=near_duplicates(arguments.near_dedup),
             **filters,
             **given("tasks", "skip_bad", "dedup"),
         ),

@@ -12,7 +12,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,25 +23,28 @@ from moe_exp.data.convert.dedup import (
     SignDocuments,
     write_contamination_index,
 )
-from moe_exp.data.convert.steps import (
-    FieldFilter,
-    Filter,
-    LengthFilter,
-    ReadFiles,
-    WriteChunk,
-    check_counts,
+from moe_exp.data.convert.filters import Counts, FieldFilter, Filter, LengthFilter
+from moe_exp.data.convert.named_filters import BlockFilter, NamedFilter
+from moe_exp.data.convert.near_duplicates import (
+    ClusterNearDuplicates,
+    NearDuplicateFilter,
+    NearDuplicates,
+    PairNearDuplicates,
+    SignNearDuplicates,
 )
-from moe_exp.data.documents import Tally, check_apart
+from moe_exp.data.convert.steps import ReadFiles, WriteChunk
+from moe_exp.data.documents import check_apart
 from moe_exp.data.kinds import DATA_SUFFIXES, FILES, KINDS, TextRule
 from moe_exp.data.stage import MAKE_AGAIN, Stage, fingerprint, run_stage
 from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
 from moe_exp.data.tasks.jobs import merge_stats, run_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
-from moe_exp.host.files import read_json
+from moe_exp.host.files import read_json, write_json
 from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 
+_OF_TASKS = ("read", "filtered", "written")
 MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
 
 
@@ -58,7 +61,9 @@ class ConvertSettings:
         min_chars, max_chars: length of kept texts, characters.
         limit: documents to read of all tasks together, dealt evenly; None for all.
         skip_bad: skip and count what is no document instead of stopping.
+        filters: filters by name, in this order, after those above.
         dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
+        near_dedup: keep one of texts that are alike; None for all.
         decontaminate: JSONL file of benchmark texts: documents that share 12 words in a row with one are
             dropped.
         rule: what a document of a text file is.
@@ -73,7 +78,9 @@ class ConvertSettings:
     max_chars: int | None = None
     limit: int | None = None
     skip_bad: bool = False
+    filters: tuple[NamedFilter, ...] = ()
     dedup: bool = False
+    near_dedup: NearDuplicates | None = None
     decontaminate: Path | None = None
     rule: TextRule = FILES
 
@@ -90,6 +97,9 @@ class ConvertSettings:
             rule = "must be from 0 to 1"
             fix = "0.65 is what FineWeb used"
             raise ValueError(f"min_language_score={self.min_language_score}: {rule}. Fix: {fix}.")
+        names = [one.name for one in self.filters]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"filter={twice[0]}: is given twice. Fix: give it once.")
         if self.decontaminate is not None and not self.decontaminate.is_file():
             fix = "give a JSONL file of benchmark texts"
             raise ValueError(f"decontaminate={self.decontaminate}: there is no such file. Fix: {fix}.")
@@ -130,15 +140,16 @@ def convert(
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
     benchmarks = fingerprint(settings.decontaminate) if settings.decontaminate else None
     key = {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks, **settings.rule.facts()}
+    key["filters"] = [one.facts() for one in settings.filters]
     del key["rule"]
     with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:
             return stage.manifest
-        passes = _passes(stage, inputs, settings, num_tasks)
+        passes, counted = _passes(stage, inputs, settings, num_tasks)
         facts = _index_benchmarks(stage, settings)
         with _progress(stage, passes, inputs, execution):
             done = run_passes(passes, execution, name=stage.output.name)
-        return _publish(stage, passes[-1], inputs, facts) if done else None
+        return _publish(stage, passes[-1], counted, inputs, facts) if done else None
 
 
 def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
@@ -167,25 +178,47 @@ def _num_tasks(settings: ConvertSettings, inputs: Sequence[Path]) -> int:
     return settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
 
 
-def _passes(stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int) -> list[Pass]:
+def _passes(
+    stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
+) -> tuple[list[Pass], list[Path]]:
+    """The pipelines, and the folders of the counts of those that write documents.
+
+    If there are named filters and passes after them, their result is written first: they are slower than
+    reading it again.
+    """
     logs, temporary = stage.folder / "datatrove", _temporary(stage)
-    signatures, duplicates = str(temporary / "signatures"), str(temporary / "duplicates")
-    passes = []
-    filters = _filters(settings)
+    files, filters, passes, counted = list(inputs), _filters(settings), list[Pass](), list[Path]()
+
+    def reader(name: str) -> ReadFiles:
+        return _reader(files, settings, num_tasks, temporary / f"through_{name}")
+
+    def write(folder: Path, stem: str, logs: Path, steps: list[Filter]) -> None:
+        first, counts = reader(logs.name), logs / "counts"
+        pipeline = [first, *steps, WriteChunk(folder, stem, first, steps, counts)]
+        passes.append(Pass(pipeline, num_tasks, logs))
+        counted.append(counts)
+
+    if settings.filters and (settings.dedup or settings.near_dedup):
+        write(temporary / "filtered", "filtered", logs / "filter", filters)
+        files = [temporary / "filtered" / f"filtered.{task:05d}.jsonl" for task in range(num_tasks)]
+        settings, filters = replace(settings, text_field="text", skip_bad=False, limit=None, rule=FILES), []
     if settings.dedup:
-        sign = [
-            _reader(inputs, settings, num_tasks, temporary / "through_sign"),
-            *_filters(settings),
-            SignDocuments(signatures, num_tasks),
-        ]
+        signatures, duplicates = str(temporary / "signatures"), str(temporary / "duplicates")
+        sign = [reader("sign"), *filters, SignDocuments(signatures, num_tasks)]
         passes.append(Pass(sign, num_tasks, logs / "dedup_signatures"))
         passes.append(Pass([FindDuplicates(signatures, duplicates)], num_tasks, logs / "dedup_find"))
-        filters.append(DuplicateFilter("duplicate", duplicates))
+        filters = [*filters, DuplicateFilter("duplicate", duplicates)]
+    if settings.near_dedup:
+        how, folder = settings.near_dedup, str(temporary / "near")
+        sign = [reader("near"), *filters, SignNearDuplicates(how, folder)]
+        passes.append(Pass(sign, num_tasks, logs / "near_signatures"))
+        passes.append(Pass([PairNearDuplicates(how, folder)], how.num_buckets, logs / "near_pairs"))
+        passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
+        filters = [*filters, NearDuplicateFilter("near duplicate", folder)]
     if settings.decontaminate:
-        filters.append(ContaminationFilter("contaminated", str(temporary / "benchmarks")))
-    reader = _reader(inputs, settings, num_tasks, temporary / "through")
-    writer = WriteChunk(stage.folder, f"{stage.output.name}.chunk", reader, filters, logs / "counts")
-    return [*passes, Pass([reader, *filters, writer], num_tasks, logs)]
+        filters = [*filters, ContaminationFilter("contaminated", str(temporary / "benchmarks"))]
+    write(stage.folder, f"{stage.output.name}.chunk", logs, filters)
+    return passes, counted
 
 
 def _temporary(stage: Stage) -> Path:
@@ -215,7 +248,7 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
         filters.append(FieldFilter("score", "score", minimum=settings.min_score))
     if settings.min_chars is not None or settings.max_chars is not None:
         filters.append(LengthFilter("length", settings.min_chars or 0, settings.max_chars))
-    return filters
+    return [*filters, *map(BlockFilter, settings.filters)]
 
 
 def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]:
@@ -238,49 +271,53 @@ def _progress(
         return
     firsts = [one.pipeline[0] for one in passes]
     reading = [Path(first.progress_folder) for first in firsts if isinstance(first, ReadFiles)]
-    total = len(reading) * sum(path.stat().st_size for path in inputs)
+    total = len(reading) * sum(path.stat().st_size for path in inputs)  # about: what is filtered is smaller
     with progress_of(lambda: bytes_through(reading), f"convert {stage.output.name}", total):
         yield
 
 
-def _publish(stage: Stage, main: Pass, inputs: Sequence[Path], facts: dict[str, Any]) -> dict[str, Any]:
+def _publish(
+    stage: Stage, main: Pass, counted: Sequence[Path], inputs: Sequence[Path], facts: dict[str, Any]
+) -> dict[str, Any]:
     """Checks the sums of all tasks against each other, the inputs and the disk, and publishes the folder."""
-    counts_folder, tasks = main.folder / "counts", range(main.num_tasks)
-    counts = [read_json(counts_folder / f"{task:05d}.json", fix=MAKE_AGAIN) for task in tasks]
-    outputs = [stage.folder / f"{stage.output.name}.chunk.{task:05d}.jsonl" for task in tasks]
-    totals = _check_totals(stage, inputs, counts, outputs)
+    of_tasks = [
+        [read_json(folder / f"{task:05d}.json", fix=MAKE_AGAIN) for folder in counted]
+        for task in range(main.num_tasks)
+    ]
+    outputs = [stage.folder / f"{stage.output.name}.chunk.{task:05d}.jsonl" for task in range(main.num_tasks)]
+    _check_files(stage, inputs, of_tasks, outputs)
+    total, tasks = Counts(), list[dict[str, Any]]()
+    for task, passes in enumerate(of_tasks):
+        counts = Counts.from_json(passes[0])
+        for following in passes[1:]:
+            counts = counts.then(Counts.from_json(following))
+        total += counts
+        shown = counts.to_json()
+        tasks.append({"task": task, "files": passes[0]["files"]} | {name: shown[name] for name in _OF_TASKS})
+    total.check(str(stage.output))
     merge_stats(main)
     shutil.rmtree(_temporary(stage), ignore_errors=True)
     for left in stage.folder.glob(".*.tmp"):
         left.unlink()
-    names = ("task", "files", "read", "filtered", "written")
-    of_tasks = [{name: one[name] for name in names} for one in counts]
-    hashes = {path: one["hash"] for path, one in zip(outputs, counts, strict=True)}
-    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=of_tasks)
+    totals = total.to_json()
+    samples = totals.pop("samples")
+    if samples:
+        write_json(main.folder / "samples.json", samples)
+    hashes = {path: passes[-1]["hash"] for path, passes in zip(outputs, of_tasks, strict=True)}
+    return stage.finish_folder(outputs, hashes=hashes, **totals, **facts, tasks=tasks)
 
 
-def _check_totals(
-    stage: Stage, inputs: Sequence[Path], counts: Sequence[dict[str, Any]], outputs: Sequence[Path]
-) -> dict[str, Any]:
+def _check_files(
+    stage: Stage, inputs: Sequence[Path], of_tasks: Sequence[list[dict[str, Any]]], outputs: Sequence[Path]
+) -> None:
     fix = "Fix: call it again with --start-over, and check the disk."
     root = _root(inputs)
     names = [path.relative_to(root).as_posix() for path in inputs]
-    if sorted(name for one in counts for name in one["files"]) != names:
+    if sorted(name for passes in of_tasks for name in passes[0]["files"]) != names:
         raise ValueError(f"{stage.folder}: the tasks did not read each input file once. {fix}")
     if sorted(stage.folder.glob("*.jsonl")) != sorted(outputs):
         raise ValueError(f"{stage.folder}: its chunks are not those of tasks 0 to {len(outputs) - 1}. {fix}")
-    for path, one in zip(outputs, counts, strict=True):
-        if path.stat().st_size != one["bytes"]:
-            raise ValueError(f"{path}: has {path.stat().st_size} bytes, its task wrote {one['bytes']}. {fix}")
-    read, written = (_sum(one[name] for one in counts) for name in ("read", "written"))
-    filtered = {name: _sum(one["filtered"][name] for one in counts) for name in counts[0]["filtered"]}
-    check_counts(str(stage.output), read, filtered, written)
-    dropped = {name: tally.to_json() for name, tally in filtered.items()}
-    return {"read": read.to_json(), "filtered": dropped, "written": written.to_json()}
-
-
-def _sum(counts: Iterator[dict[str, Any]]) -> Tally:
-    total = Tally()
-    for one in counts:
-        total += Tally.from_json(one)
-    return total
+    for path, passes in zip(outputs, of_tasks, strict=True):
+        found, written = path.stat().st_size, passes[-1]["bytes"]
+        if found != written:
+            raise ValueError(f"{path}: has {found} bytes, its task wrote {written}. {fix}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.steps import Filter
+from moe_exp.data.convert.filters import Filter
 from moe_exp.data.documents import Tally, read_documents
 
 NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, appendix C)

@@ -1,8 +1,7 @@
-"""Steps of a datatrove pipeline that lose nothing: readers, filters and writers that count.
+"""First and last step of a datatrove pipeline that loses nothing: a reader and a writer that count.
 
-datatrove takes any callable of (documents, rank, world size) for a step. These are plain classes: they travel
-to workers by pickle and build datatrove's own blocks (LambdaFilter, ExactDedup..., NGramsDecontFilter,
-JsonlWriter) where they run.
+datatrove takes any callable of (documents, rank, world size) for a step. These, and the filters in between,
+are plain classes: they travel to workers by pickle and build datatrove's own blocks where they run.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ import contextlib
 import datetime
 import decimal
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.documents import Tally, read_documents, read_objects, skip_or_raise, text_in
 from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, read_table
 from moe_exp.data.tasks.execution import Through, complete_files
@@ -196,94 +195,6 @@ def _batch_rows_as_dicts(batch: Any) -> Iterator[dict[str, Any] | None]:
                 yield None
 
 
-class Filter(ABC):
-    """A step that drops documents by a block of datatrove's, and counts and hashes what it drops.
-
-    Subclasses are dataclasses with `name`, the reason in the manifest, and `block()`, which builds
-    datatrove's.
-    """
-
-    name: str
-
-    def __post_init__(self) -> None:
-        self.stats: Any = None
-        self.dropped = Tally()
-        self._inside: Any = None
-
-    @abstractmethod
-    def block(self) -> Any:
-        """A datatrove step with `run`, which forwards or drops one document at a time."""
-
-    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        block = self.block()
-        self.stats, self.dropped = block.stats, Tally()
-        for document in block.run(self._watched(data), rank, world_size):
-            self._inside = None
-            yield document
-
-    def _watched(self, data: Any) -> Iterator[Any]:
-        for document in data:
-            self._inside = document
-            yield document
-            if self._inside is not None:  # the block asks for the next one and has not forwarded this one
-                self.dropped.add(document.text.encode())
-
-
-class RuleFilter(Filter):
-    """Keeps documents by `keeps`, in datatrove's LambdaFilter."""
-
-    def block(self) -> Any:
-        """LambdaFilter."""
-        from datatrove.pipeline.filters import LambdaFilter
-
-        return LambdaFilter(self.keeps)
-
-    @abstractmethod
-    def keeps(self, document: Any) -> bool:
-        """Whether it stays."""
-
-
-@dataclass
-class FieldFilter(RuleFilter):
-    """Keeps documents whose metadata field is one of `allowed`, or at least `minimum`.
-
-    Raises:
-        ValueError: while it runs, at a document without the field.
-    """
-
-    name: str
-    field: str
-    allowed: list[str] | None = None
-    minimum: float | None = None
-
-    def keeps(self, document: Any) -> bool:
-        """Whether it stays."""
-        value = document.metadata.get(self.field)
-        if value is None:
-            fix = "leave this filter away"
-            raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: {fix}.")
-        if self.allowed is not None:
-            return value in self.allowed
-        if not isinstance(value, int | float):
-            rule = f"field {self.field!r} of document {document.id} is {value!r}, no number"
-            raise ValueError(f"{self.name}: {rule}. Fix: leave this filter away.")
-        return value >= (self.minimum or 0)
-
-
-@dataclass
-class LengthFilter(RuleFilter):
-    """Keeps texts with a number of characters in a range."""
-
-    name: str
-    min_chars: int = 0
-    max_chars: int | None = None
-
-    def keeps(self, document: Any) -> bool:
-        """Whether it stays."""
-        num_chars = len(document.text)
-        return self.min_chars <= num_chars and (self.max_chars is None or num_chars <= self.max_chars)
-
-
 class WriteChunk:
     """Last step: JsonlWriter into a temporary file, published when it is read back and every count agrees.
 
@@ -321,28 +232,11 @@ class WriteChunk:
         written = Tally()
         for _ in read_documents(path, written):
             pass
-        filtered = {step.name: step.dropped for step in self.filters}
-        check_counts(f"task {rank}", self.reader.tally, filtered, written)
-        tallies = {"read": self.reader.tally.to_json(), "written": written.to_json()}
-        tallies["filtered"] = {name: tally.to_json() for name, tally in filtered.items()}
+        counts = Counts.of_steps(self.reader.tally, self.filters, written)
+        counts.check(f"task {rank}")
         files = {"task": rank, "files": self.reader.task_files(rank)}
-        return files | tallies | {"bytes": path.stat().st_size, "hash": file_hash(path)}
-
-
-def check_counts(who: str, read: Tally, filtered: dict[str, Tally], written: Tally) -> None:
-    """Whether what was read is what was filtered and what is in the files, as a multiset of texts.
-
-    Raises:
-        ValueError: it is not.
-    """
-    kept = Tally()
-    for tally in [*filtered.values(), written]:
-        kept += tally
-    for what in ("num_documents", "num_text_bytes", "text_hash"):
-        if getattr(read, what) != getattr(kept, what):
-            rule = f"is {getattr(read, what)} of what was read, {getattr(kept, what)} of what was filtered"
-            fix = "call it again with --start-over, and check disk and memory"
-            raise ValueError(f"{who}: {what} {rule} and written. Fix: {fix}.")
+        files |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
+        return files | counts.to_json()
 
 
 def chunk_writer(path: Path, label: str) -> Any:

@@ -1,0 +1,252 @@
+"""Filters that count and hash what they drop and what they change, with reasons and samples.
+
+Each runs a block of datatrove's. The sums of all must agree with what was read and written (`Counts.check`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from moe_exp.data.documents import Tally
+
+NOTHING_LEFT = "nothing is left of the text"
+_SAMPLES, _SAMPLE_CHARS = 3, 1000  # of each reason, in each task
+_KEPT = ("num_documents", "num_text_bytes", "text_hash")
+
+
+class Filter(ABC):
+    """A step that drops or edits documents by a block of datatrove's.
+
+    Subclasses are dataclasses with `name`, which the manifest has, and `block()`, which builds datatrove's.
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        self.stats: Any = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.dropped, self.before, self.after = Tally(), Tally(), Tally()
+        self.reasons: Counter[str] = Counter()
+        self.samples: list[dict[str, Any]] = []
+        self._inside: Any = None
+        self._text = self._reason = ""
+
+    @abstractmethod
+    def block(self) -> Any:
+        """A datatrove step with `run`, which forwards or drops one document at a time."""
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        block = self._with_reasons(self.block())
+        self._reset()
+        self.stats = block.stats
+        for document in block.run(self._watched(data), rank, world_size):
+            if not document.text:
+                self._reason = NOTHING_LEFT
+                continue
+            self._inside = None
+            if document.text is not self._text and document.text != self._text:
+                self.before.add(self._text.encode())
+                self.after.add(document.text.encode())
+            yield document
+
+    def _watched(self, data: Any) -> Iterator[Any]:
+        for document in data:
+            self._inside, self._text, self._reason = document, document.text, ""
+            yield document
+            if self._inside is not None:  # the block asks for the next one and has not forwarded this one
+                self._drop(document)
+
+    def _drop(self, document: Any) -> None:
+        self.dropped.add(self._text.encode())
+        self.reasons[self._reason] += 1
+        if self.reasons[self._reason] <= _SAMPLES:
+            sample = {"filter": self.name, "reason": self._reason, "id": document.id}
+            self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
+
+    def _with_reasons(self, block: Any) -> Any:
+        """The block, which leaves here why it drops a document."""
+        if not hasattr(block, "filter"):
+            return block
+        decide = block.filter
+
+        def decided(document: Any) -> Any:
+            result = decide(document)
+            self._reason = str(result[1]) if isinstance(result, tuple) and not result[0] else ""
+            return result
+
+        block.filter = decided
+        return block
+
+
+@dataclass
+class Counts:
+    """Documents that a task, or all tasks, read, dropped, changed and wrote.
+
+    Args:
+        read: documents that were read.
+        written: documents that were written, read back from the file.
+        filtered: name of a filter to what it dropped.
+        reasons: name of a filter to its reasons and how many it dropped for each.
+        edited: name of a filter to what it changed, before and after.
+        samples: some of the documents that were dropped.
+    """
+
+    read: Tally = field(default_factory=Tally)
+    written: Tally = field(default_factory=Tally)
+    filtered: dict[str, Tally] = field(default_factory=dict)
+    reasons: dict[str, Counter[str]] = field(default_factory=dict)
+    edited: dict[str, tuple[Tally, Tally]] = field(default_factory=dict)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def of_steps(cls, read: Tally, filters: Sequence[Filter], written: Tally) -> Counts:
+        """Counts of a pipeline that has run."""
+        return cls(
+            read,
+            written,
+            {one.name: one.dropped for one in filters},
+            {one.name: one.reasons for one in filters if set(one.reasons) - {""}},
+            {one.name: (one.before, one.after) for one in filters if one.before.num_documents},
+            [sample for one in filters for sample in one.samples],
+        )
+
+    def check(self, who: str) -> None:
+        """Checks that what was read is what was filtered and written, as a multiset of texts.
+
+        Raises:
+            ValueError: it is not.
+        """
+        before, after = self._sum([self.read]), self._sum([*self.filtered.values(), self.written])
+        for old, new in self.edited.values():
+            before, after = self._sum([before, new]), self._sum([after, old])
+        for what in _KEPT:
+            if getattr(before, what) != getattr(after, what):
+                rule = (
+                    f"{what} is {getattr(before, what)} of what was read, {getattr(after, what)} of what was"
+                )
+                fix = "call it again with --start-over, and check disk and memory"
+                raise ValueError(f"{who}: {rule} filtered and written. Fix: {fix}.")
+
+    @staticmethod
+    def _sum(tallies: Iterable[Tally]) -> Tally:
+        total = Tally()
+        for tally in tallies:
+            total += tally
+        return total
+
+    def __iadd__(self, other: Counts) -> Counts:
+        self.read += other.read
+        self.written += other.written
+        for name, tally in other.filtered.items():
+            self.filtered.setdefault(name, Tally()).__iadd__(tally)
+        for name, reasons in other.reasons.items():
+            self.reasons.setdefault(name, Counter()).update(reasons)
+        for name, tallies in other.edited.items():
+            mine = self.edited.setdefault(name, (Tally(), Tally()))
+            for total, tally in zip(mine, tallies, strict=True):
+                total.__iadd__(tally)
+        self.samples += other.samples
+        return self
+
+    def then(self, following: Counts) -> Counts:
+        """Counts of two pipelines, of which the second read what the first wrote.
+
+        Raises:
+            ValueError: it did not.
+        """
+        for what in _KEPT:
+            if getattr(self.written, what) != getattr(following.read, what):
+                rule = "differs between what one pass wrote and the next one read"
+                raise ValueError(f"{what}: {rule}. Fix: call it again with --start-over, and check the disk.")
+        return Counts(
+            self.read,
+            following.written,
+            self.filtered | following.filtered,
+            self.reasons | following.reasons,
+            self.edited | following.edited,
+            self.samples + following.samples,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values for a file."""
+        return {
+            "read": self.read.to_json(),
+            "written": self.written.to_json(),
+            "filtered": {name: tally.to_json() for name, tally in self.filtered.items()},
+            "reasons": {name: dict(reasons.most_common()) for name, reasons in self.reasons.items()},
+            "edited": {name: [one.to_json() for one in tallies] for name, tallies in self.edited.items()},
+            "samples": self.samples,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Counts:
+        """The other way round."""
+        filtered = {name: Tally.from_json(one) for name, one in content["filtered"].items()}
+        edited = {
+            name: (Tally.from_json(before), Tally.from_json(after))
+            for name, (before, after) in content["edited"].items()
+        }
+        reasons = {name: Counter(one) for name, one in content["reasons"].items()}
+        read, written = Tally.from_json(content["read"]), Tally.from_json(content["written"])
+        return cls(read, written, filtered, reasons, edited, content["samples"])
+
+
+class RuleFilter(Filter):
+    """Keeps documents by `keeps`, in datatrove's LambdaFilter."""
+
+    def block(self) -> Any:
+        """LambdaFilter."""
+        from datatrove.pipeline.filters import LambdaFilter
+
+        return LambdaFilter(self.keeps)
+
+    @abstractmethod
+    def keeps(self, document: Any) -> Any:
+        """Whether it stays, or False and the reason."""
+
+
+@dataclass
+class FieldFilter(RuleFilter):
+    """Keeps documents whose metadata field is one of `allowed`, or at least `minimum`.
+
+    Raises:
+        ValueError: while it runs, at a document without the field.
+    """
+
+    name: str
+    field: str
+    allowed: list[str] | None = None
+    minimum: float | None = None
+
+    def keeps(self, document: Any) -> bool:
+        """Whether it stays."""
+        value = document.metadata.get(self.field)
+        if value is None:
+            fix = "leave this filter away"
+            raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: {fix}.")
+        if self.allowed is not None:
+            return value in self.allowed
+        if not isinstance(value, int | float):
+            rule = f"field {self.field!r} of document {document.id} is {value!r}, no number"
+            raise ValueError(f"{self.name}: {rule}. Fix: leave this filter away.")
+        return value >= (self.minimum or 0)
+
+
+@dataclass
+class LengthFilter(RuleFilter):
+    """Keeps texts with a number of characters in a range."""
+
+    name: str
+    min_chars: int = 0
+    max_chars: int | None = None
+
+    def keeps(self, document: Any) -> bool:
+        """Whether it stays."""
+        num_chars = len(document.text)
+        return self.min_chars <= num_chars and (self.max_chars is None or num_chars <= self.max_chars)

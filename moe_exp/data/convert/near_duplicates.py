@@ -1,0 +1,254 @@
+"""Near-duplicates by datatrove's MinHash: signatures, pairs, clusters, and a filter that keeps one of each.
+
+Two texts whose sets of word n-grams have the Jaccard similarity s are a pair with probability
+1 - (1 - s^rows)^buckets (Broder 1997; Leskovec, Rajaraman, Ullman, Mining of Massive Datasets, 3.4). Of a
+cluster of pairs the longest text stays, of equally long ones that with the smallest hash. So the result
+depends on the documents alone, not on tasks or the order of files. datatrove's own step for clusters keeps
+one with many pairs, and needs a Python object per document.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+import yaml
+from numpy.typing import NDArray
+
+from moe_exp.data.convert.filters import Filter
+from moe_exp.data.tasks.execution import complete_files
+from moe_exp.host.files import read_json, write_json
+
+# Of each document, where only those count that have a signature.
+_RANK = np.dtype([("num_chars", "<u4"), ("hash", "<u8")])
+_LINES_AT_ONCE = 1024  # of signatures; datatrove reads five
+_CLUSTERS_SHOWN, _MEMBERS_SHOWN, _SAMPLE_CHARS = 20, 4, 1000
+# Words between spaces; of scripts without spaces every character.
+_WORD = re.compile(
+    "[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U0003ffff]|[^\\s\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf"
+    "\u4e00-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]+"
+)
+
+
+@dataclass(frozen=True)
+class NearDuplicates:
+    """How alike texts have to be.
+
+    Args:
+        n_grams: words of a shingle. Shorter texts are never removed.
+        num_buckets, hashes_per_bucket: see above. The default finds 99.5% at a similarity of 0.9, 72% at 0.8
+            and 0.7% at 0.5; FineWeb's 14 and 8 find 92% at 0.8 and 5% at 0.5.
+        seed: of the hash functions.
+    """
+
+    n_grams: int = 5
+    num_buckets: int = 14
+    hashes_per_bucket: int = 11
+    seed: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < (name != "seed"):
+                rule = f"{name}={value}: must be a whole number of at least {int(name != 'seed')}"
+                raise ValueError(f"near_dedup: {rule}. Fix: the default is {getattr(type(self), name)}.")
+
+    def probability(self, similarity: float) -> float:
+        """Probability that two texts of a similarity are a pair."""
+        return 1 - (1 - similarity**self.hashes_per_bucket) ** self.num_buckets
+
+    def config(self) -> Any:
+        """datatrove's settings."""
+        from datatrove.pipeline.dedup.minhash import MinhashConfig
+
+        return MinhashConfig(self.n_grams, self.num_buckets, self.hashes_per_bucket, self.seed)
+
+
+def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | None:
+    """`NearDuplicates` of a command line or a YAML file.
+
+    Raises:
+        ValueError: there is no such option, or a value is wrong.
+    """
+    if given is None:
+        return None
+    options: Any = given
+    if isinstance(given, str):
+        try:
+            options = yaml.safe_load(given) or {}
+        except yaml.YAMLError:
+            options = None
+    known = list(NearDuplicates.__dataclass_fields__)
+    if not isinstance(options, Mapping) or set(options) - set(known):
+        rule = f"must be options of {', '.join(known)}"
+        raise ValueError(f"near_dedup={given}: {rule}. Fix: write '{{hashes_per_bucket: 8}}'.")
+    return NearDuplicates(**options)
+
+
+def _words() -> Any:
+    from datatrove.utils.word_tokenizers import WordTokenizer
+
+    methods = {
+        "word_tokenize": lambda _, text: _WORD.findall(text),
+        "sent_tokenize": lambda _, text: [text],
+        "span_tokenize": lambda _, text: [(0, len(text))],
+    }
+    return type("Words", (WordTokenizer,), methods)()
+
+
+@dataclass
+class SignNearDuplicates:
+    """Last step of the first pass: MinhashDedupSignature, and the rank of each document in its cluster."""
+
+    how: NearDuplicates
+    folder: str
+    stats: Any = None
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
+        from datatrove.pipeline.dedup import MinhashDedupSignature
+
+        block = MinhashDedupSignature(f"{self.folder}/signatures", self.how.config(), language=_words())
+        # xxhash no longer takes the str that datatrove gives it
+        block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
+        self.stats = block.stats
+        with complete_files([_ranks(self.folder, rank)]) as (path,), path.open("wb") as file:
+            block.run(self._ranked(data, file), rank, world_size)
+
+    @staticmethod
+    def _ranked(data: Any, file: Any) -> Iterator[Any]:
+        for document in data:
+            digest = xxhash.xxh3_64_intdigest(f"{document.text}\0{document.id}".encode())
+            file.write(np.array([(len(document.text), digest)], dtype=_RANK).tobytes())
+            yield document
+
+
+def _ranks(folder: str, task: int) -> Path:
+    return Path(folder, "ranks", f"{task:05d}")
+
+
+@dataclass
+class PairNearDuplicates:
+    """Second pass, a task for each bucket: MinhashDedupBuckets."""
+
+    how: NearDuplicates
+    folder: str
+    stats: Any = None
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        from datatrove.pipeline.dedup import MinhashDedupBuckets
+
+        folders = f"{self.folder}/signatures", f"{self.folder}/pairs"
+        block = MinhashDedupBuckets(*folders, config=self.how.config(), lines_to_buffer=_LINES_AT_ONCE)
+        self.stats = block.stats
+        block.run(None, rank, world_size)
+
+
+@dataclass
+class ClusterNearDuplicates:
+    """Third pass, one task: which documents go, in the files that MinhashDedupFilter reads."""
+
+    folder: str
+    num_tasks: int
+    stats: Any = None
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        from datatrove.utils.stats import Stats
+
+        self.stats = Stats("🫂 - DEDUP: clusters")
+        files = sorted(Path(self.folder, "pairs").iterdir())
+        pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
+        found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # the task of a document, and its place there
+        nodes, of_pairs = np.unique(found, return_inverse=True)
+        order = self._order(nodes)
+        position = np.empty(len(order), dtype=np.int64)
+        position[order] = np.arange(len(order))
+        ends = position[of_pairs.reshape(-1, 2)]
+        labels = smallest_labels(len(nodes), ends[:, 0], ends[:, 1])
+        nodes = nodes[order]
+        self._write(nodes, labels)
+        sizes = np.bincount(labels, minlength=len(nodes))
+        self.stats["clusters"].update(int((sizes > 1).sum()))
+        self.stats["to_remove"].update(len(nodes) - int((sizes > 0).sum()))
+
+    def _order(self, nodes: NDArray[np.uint64]) -> NDArray[np.int64]:
+        """Nodes in the order in which they stay."""
+        ranks = np.empty(len(nodes), dtype=_RANK)
+        tasks = (nodes >> np.uint64(32)).astype(np.int64)
+        for task in np.unique(tasks).tolist():
+            mine = tasks == task
+            of_task = np.memmap(_ranks(self.folder, task), dtype=_RANK, mode="r")
+            ranks[mine] = of_task[(nodes[mine] & np.uint64(2**32 - 1)).astype(np.int64)]
+        return np.lexsort((ranks["hash"], np.uint32(2**32 - 1) - ranks["num_chars"]))
+
+    def _write(self, nodes: NDArray[np.uint64], labels: NDArray[np.int64]) -> None:
+        removed = Path(self.folder, "removed")
+        removed.mkdir(exist_ok=True)
+        goes = labels != np.arange(len(labels))
+        for task in range(self.num_tasks):
+            mine = goes & (nodes >> np.uint64(32) == np.uint64(task))
+            places = np.sort(nodes[mine] & np.uint64(2**32 - 1)).astype("<u4")
+            places.tofile(removed / f"{task:06d}.remove")
+        shown = np.unique(labels[goes])[:_CLUSTERS_SHOWN]
+        clusters = [nodes[labels == label][:_MEMBERS_SHOWN].tolist() for label in shown.tolist()]
+        write_json(Path(self.folder, "shown.json"), clusters)
+
+
+def smallest_labels(
+    num_nodes: int, firsts: NDArray[np.int64], seconds: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """The smallest node that each node is connected with.
+
+    Args:
+        num_nodes: number of nodes.
+        firsts, seconds: ends of the edges.
+    """
+    labels = np.arange(num_nodes)
+    while True:
+        smallest = np.minimum(labels[firsts], labels[seconds])
+        hooked = labels.copy()
+        for ends in (labels[firsts], labels[seconds], firsts, seconds):
+            np.minimum.at(hooked, ends, smallest)
+        while not np.array_equal(following := hooked[hooked], hooked):
+            hooked = following
+        if np.array_equal(hooked, labels):
+            return labels
+        labels = hooked
+
+
+@dataclass
+class NearDuplicateFilter(Filter):
+    """Keeps one document of each cluster, by MinhashDedupFilter; its samples are whole clusters."""
+
+    name: str
+    folder: str
+
+    def block(self) -> Any:
+        """MinhashDedupFilter."""
+        from datatrove.pipeline.dedup import MinhashDedupFilter
+
+        return MinhashDedupFilter(f"{self.folder}/removed", lines_to_buffer=_LINES_AT_ONCE)
+
+    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
+        shown = {
+            node & (2**32 - 1): (cluster, number)
+            for cluster, nodes in enumerate(read_json(Path(self.folder, "shown.json")))
+            for number, node in enumerate(nodes)
+            if node >> 32 == rank
+        }
+        samples = []
+
+        def sampled() -> Iterator[Any]:
+            for place, document in enumerate(data):
+                if place in shown:
+                    cluster, number = shown[place]
+                    sample = {"filter": self.name, "cluster": cluster, "stays": not number, "id": document.id}
+                    samples.append(sample | {"text": document.text[:_SAMPLE_CHARS]})
+                yield document
+
+        yield from super().__call__(sampled(), rank, world_size)
+        self.samples = samples

@@ -1,0 +1,172 @@
+"""Near-duplicates: found as often as the theory says, one of each stays, whatever the number of tasks."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+
+from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.near_duplicates import NearDuplicates, near_duplicates, smallest_labels
+from moe_exp.data.tasks.execution import Execution
+
+pytest.importorskip("datatrove")
+
+HERE = Execution(workers=1)
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def some_words(choice, count):
+    return ["".join(choice.choices(LETTERS, k=8)) for _ in range(count)]
+
+
+def grams(words):
+    return {tuple(words[first : first + 5]) for first in range(len(words) - 4)}
+
+
+def similarity(first, second):
+    first, second = grams(first), grams(second)
+    return len(first & second) / len(first | second)
+
+
+def planted(choice, words, wanted):
+    """The words with as many others in places as gives a similarity next to the wanted one, and that."""
+    places = choice.sample(range(len(words)), len(words))
+    changed, found = list(words), 1.0
+    for place in places:
+        following = list(changed)
+        following[place] = some_words(choice, 1)[0]
+        reached = similarity(words, following)
+        if abs(reached - wanted) >= abs(found - wanted):
+            break
+        changed, found = following, reached
+    return changed, found
+
+
+def write_files(folder, documents, number=4):
+    folder.mkdir()
+    for index in range(number):
+        lines = [json.dumps({"text": text, "id": name}) for name, text in documents[index::number]]
+        (folder / f"{index}.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    return sorted(folder.iterdir())
+
+
+def kept_by(inputs, output, num_tasks=1, **settings):
+    """Ids that stay, and the manifest."""
+    settings = {"near_dedup": NearDuplicates(), "tasks": num_tasks, **settings}
+    manifest = convert(inputs, output, ConvertSettings(**settings), HERE)
+    lines = [line for path in sorted(output.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    return {json.loads(line)["id"] for line in lines}, manifest
+
+
+def test_planted_near_duplicates_go_as_often_as_the_theory_says(tmp_path):
+    choice, documents, expected = random.Random(3), [], {0.9: [], 0.8: [], 0.5: []}
+    for number in range(900):
+        words = some_words(choice, 150)
+        documents.append((f"original {number}", " ".join(words)))
+        if number % 2:
+            wanted = (0.9, 0.8, 0.5)[number % 3]
+            changed, found = planted(choice, words, wanted)
+            documents.append((f"planted {number}", " ".join(changed)))
+            expected[wanted].append((number, NearDuplicates().probability(found)))
+    choice.shuffle(documents)
+    inputs = write_files(tmp_path / "in", documents)
+    kept, manifest = kept_by(inputs, tmp_path / "one")
+    gone = {name for name, _ in documents} - kept
+    assert manifest["filtered"]["near duplicate"]["num_documents"] == len(gone)
+    # one of each pair, and nothing else
+    numbers = [name.split()[1] for name in gone]
+    assert len(set(numbers)) == len(numbers) and all(int(number) % 2 for number in numbers)
+    for pairs in expected.values():
+        share = sum(str(number) in numbers for number, _ in pairs) / len(pairs)
+        theory = np.mean([probability for _, probability in pairs])
+        spread = 3.5 * (theory * (1 - theory) / len(pairs)) ** 0.5 + 1 / len(pairs)
+        assert abs(share - theory) < spread, (share, theory)
+    for num_tasks in (3, 4):
+        again, counts = kept_by(inputs, tmp_path / str(num_tasks), num_tasks)
+        assert again == kept
+        assert counts["filtered"] == manifest["filtered"] and counts["written"] == manifest["written"]
+
+
+def test_the_longest_stays_and_equal_texts_are_one(tmp_path):
+    choice = random.Random(1)
+    words = some_words(choice, 300)
+    texts = {
+        "short": words[:-3],
+        "longest": [*words, "and", "more"],
+        "middle": words,
+        "other": some_words(choice, 300),
+    }
+    documents = [(name, " ".join(text)) for name, text in texts.items()]
+    # too short for a shingle: equal ones are for --dedup
+    documents += [("same 1", "four words are there"), ("same 2", "four words are there")]
+    for order in (documents, documents[::-1]):
+        kept, manifest = kept_by(
+            write_files(tmp_path / order[0][0], order, 2), tmp_path / f"{order[0][0]}_out", 2
+        )
+        assert kept == {"longest", "other", "same 1", "same 2"}
+    samples = json.loads((tmp_path / "short_out/datatrove/samples.json").read_text())
+    assert {sample["id"]: sample["stays"] for sample in samples} == {
+        "longest": True,
+        "middle": False,
+        "short": False,
+    }
+    assert len({sample["cluster"] for sample in samples}) == 1
+    assert manifest["reasons"] == {}
+
+
+def test_texts_without_spaces_are_compared_by_character(tmp_path):
+    choice = random.Random(2)
+    characters = [chr(choice.randrange(0x4E00, 0x9FA5)) for _ in range(400)]
+    changed = [*characters[:200], "一", *characters[201:]]
+    others = [chr(choice.randrange(0x4E00, 0x9FA5)) for _ in range(400)]
+    documents = [("a", "".join(characters)), ("b", "".join(changed)), ("c", "".join(others))]
+    kept, _ = kept_by(write_files(tmp_path / "in", documents, 1), tmp_path / "out")
+    assert len(kept) == 2 and "c" in kept
+
+
+def test_after_exact_duplicates_and_filters(tmp_path):
+    choice = random.Random(4)
+    words = some_words(choice, 200)
+    near = [*words[:-1], "other"]
+    documents = [(f"equal {number}", " ".join(words)) for number in range(3)]
+    documents += [
+        ("near", " ".join(near)),
+        ("short", "one two"),
+        ("alone", " ".join(some_words(choice, 200))),
+    ]
+    inputs = write_files(tmp_path / "in", documents, 2)
+    kept, manifest = kept_by(inputs, tmp_path / "out", 2, dedup=True, min_chars=20)
+    dropped = {name: tally["num_documents"] for name, tally in manifest["filtered"].items()}
+    assert dropped == {"length": 1, "duplicate": 2, "near duplicate": 1}
+    assert "alone" in kept and len(kept) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_labels_are_those_of_connected_components(seed):
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    values = np.random.default_rng(seed)
+    num_nodes, num_edges = 500, int(values.integers(1, 600))
+    firsts, seconds = values.integers(0, num_nodes, (2, num_edges))
+    if seed == 4:  # a chain
+        order = values.permutation(num_nodes)
+        firsts, seconds = order[:-1], order[1:]
+    labels = smallest_labels(num_nodes, firsts, seconds)
+    graph = coo_array((np.ones(len(firsts)), (firsts, seconds)), shape=(num_nodes, num_nodes))
+    _, found = connected_components(graph, directed=False)
+    for component in np.unique(found):
+        assert set(labels[found == component]) == {np.flatnonzero(found == component).min()}
+
+
+def test_options():
+    assert near_duplicates(None) is None and near_duplicates("{}") == NearDuplicates()
+    assert near_duplicates("{hashes_per_bucket: 8}").probability(0.8) == pytest.approx(0.924, abs=1e-3)
+    assert NearDuplicates().probability(0.5) < 0.01 and NearDuplicates().probability(0.9) > 0.99
+    with pytest.raises(ValueError, match=r"^near_dedup=\{rows: 3\}: must be options of n_grams, .* Fix: "):
+        near_duplicates("{rows: 3}")
+    with pytest.raises(ValueError, match=r"^near_dedup: num_buckets=0: must be .* at least 1\. Fix: "):
+        near_duplicates("{num_buckets: 0}")
