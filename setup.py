@@ -47,6 +47,13 @@ EXTRAS = {
         "regex>=2024.4",
     ],
     "fast": ["gigatoken>=0.10"],
+    "filters": [  # of `moe-exp data prepare --filter language` and `--filter url`
+        "py3langid>=0.4",
+        'fasttext-numpy2-wheel>=0.9.2; python_version < "3.13"',
+        "tldextract>=5",
+        "pyahocorasick>=2",
+        "fasteners>=0.19",
+    ],
     "analysis": ["pandas>=2.0", "matplotlib>=3.8"],
     "dev": [  # with those of `train`
         "torch>=2.6",
@@ -78,6 +85,11 @@ EXTRAS = {
         "py-spy>=0.4",
         "pandas>=2.0",
         "triton>=3.7",
+        "py3langid>=0.4",
+        'fasttext-numpy2-wheel>=0.9.2; python_version < "3.13"',
+        "tldextract>=5",
+        "pyahocorasick>=2",
+        "fasteners>=0.19",
     ],
 }
 

@@ -61,11 +61,8 @@ class NamedFilter:
         if isinstance(given, str) and not re.fullmatch(r"[^:{]+\.py:\w+", given):
             try:
                 value = yaml.safe_load(given)
-            except yaml.YAMLError as error:
-                fix = "write NAME or 'NAME: {option: value}'"
-                raise ValueError(
-                    f"filter={given}: is no YAML ({error.__class__.__name__}). Fix: {fix}."
-                ) from None
+            except yaml.YAMLError:
+                value = None
         if isinstance(value, Mapping) and len(value) == 1:
             (name, options), *_ = value.items()
         else:

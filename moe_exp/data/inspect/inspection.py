@@ -23,6 +23,7 @@ from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.inspect.hashes import Hashes
 from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, check_regular
 from moe_exp.data.samples.packing import cut_documents
+from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokens import tokenizer_vocab_size
 from moe_exp.host.progress import print_summary, progress, table_console
@@ -59,7 +60,8 @@ def inspect_path(
         ValueError: there is no such file, or it is damaged.
     """
     if path.is_dir() or path.name.endswith(DATA_SUFFIXES):
-        return inspect_documents(data_files(path), num_samples=num_samples, text_field=text_field)
+        report = inspect_documents(data_files(path), num_samples=num_samples, text_field=text_field)
+        return report | filter_effects(path, num_samples)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if seq_len < 1:
         raise ValueError(f"--seq-len={seq_len}: must be 1 or more. Fix: give tokens per sample.")
@@ -240,6 +242,28 @@ def documents_with_progress(
     advance(path.stat().st_size - reported)
 
 
+def filter_effects(folder: Path, num_samples: int) -> dict[str, Any]:
+    """Documents that the filters of `moe-exp data prepare` removed and edited, by the manifest."""
+    manifest = read_json(folder / "manifest.json") or {} if folder.is_dir() else {}
+    if not manifest.get("filtered"):
+        return {}
+    edited, reasons = manifest.get("edited", {}), manifest.get("reasons", {})
+    effects = [
+        {"filter": name, "removed": tally["num_documents"], "removed_text_bytes": tally["num_text_bytes"]}
+        | {"edited": edited[name][0]["num_documents"] if name in edited else 0}
+        | {"reasons": reasons.get(name, {})}
+        for name, tally in manifest["filtered"].items()
+    ]
+    samples: list[dict[str, Any]] = []
+    by_filter: Counter[str] = Counter()
+    found: Any = read_json(folder / "datatrove/samples.json")
+    for sample in found or []:
+        by_filter[sample["filter"]] += 1
+        if by_filter[sample["filter"]] <= num_samples:
+            samples.append(sample)
+    return {"read": manifest["read"]["num_documents"], "filters": effects, "removed_samples": samples}
+
+
 # Lengths
 
 
@@ -275,6 +299,27 @@ def print_inspection(report: dict[str, Any]) -> None:
     console.print(table)
     for sample in report["samples"]:
         console.print(_sample_text(sample), highlight=False, emoji=False, soft_wrap=True)
+    if "filters" in report:
+        console.print(_effects_table(report))
+    for sample in report.get("removed_samples", []):
+        console.print(_removed_text(sample), highlight=False, emoji=False, soft_wrap=True)
+
+
+def _effects_table(report: dict[str, Any]) -> Table:
+    table = Table("filter", "removed", "share", "edited", "reasons", title="Filters", title_justify="left")
+    for one in report["filters"]:
+        reasons = ", ".join(f"{reason or 'no reason'} {count:,}" for reason, count in one["reasons"].items())
+        share = f"{one['removed'] / max(1, report['read']):.2%}"
+        table.add_row(one["filter"], f"{one['removed']:,}", share, f"{one['edited']:,}", escape(reasons))
+    return table
+
+
+def _removed_text(sample: dict[str, Any]) -> str:
+    why = sample.get("reason") or ""
+    if "cluster" in sample:
+        why = f"cluster {sample['cluster']}, {'stays' if sample['stays'] else 'removed'}"
+    where = f"{sample['filter']}{': ' if why else ''}{why}: {sample['id']}"
+    return f"[bold]{escape(where)}[/bold]\n{escape(sample['text'][:_SHOWN_CHARACTERS])}"
 
 
 def _token_rows(report: dict[str, Any]) -> dict[str, object]:

@@ -28,7 +28,7 @@ from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.dedup import write_contamination_index
-from moe_exp.data.convert.steps import Filter, check_counts
+from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
@@ -466,10 +466,10 @@ def test_counts_that_do_not_agree(what):
     read, kept, dropped = Tally(), Tally(), Tally()
     for tally, text in [(read, b"one"), (kept, b"one"), (read, b"two"), (dropped, b"two")]:
         tally.add(text)
-    check_counts("task 0", read, {"f": dropped}, kept)
+    Counts(read, kept, {"f": dropped}).check("task 0")
     setattr(kept, what, getattr(kept, what) + 1)
     with pytest.raises(ValueError, match=rf"^task 0: {what} is .* Fix: "):
-        check_counts("task 0", read, {"f": dropped}, kept)
+        Counts(read, kept, {"f": dropped}).check("task 0")
 
 
 def test_a_chunk_that_is_changed_before_it_is_published_is_noticed(tmp_path, monkeypatch):
@@ -478,8 +478,8 @@ def test_a_chunk_that_is_changed_before_it_is_published_is_noticed(tmp_path, mon
             file.write(line("more"))
         return check(*arguments)
 
-    check = convert_module._check_totals
-    monkeypatch.setattr(convert_module, "_check_totals", spoil)
+    check = convert_module._check_files
+    monkeypatch.setattr(convert_module, "_check_files", spoil)
     with pytest.raises(
         ValueError, match=r"x\.chunk\.00000\.jsonl: has \d+ bytes, its task wrote \d+\. Fix: "
     ):
@@ -598,7 +598,7 @@ def _die_at(module: Any, name: str, number: int) -> None:
 
 POINTS = {
     "while it reads": (Tally, "add", 70),
-    "before a chunk has its name": (steps, "check_counts", 2),
+    "before a chunk has its name": (Counts, "check", 2),
     "before a chunk's counts are there": (steps, "write_json", 2),
     "before a task is marked complete": (
         "datatrove.executor.base.PipelineExecutor",
