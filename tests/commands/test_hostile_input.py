@@ -30,19 +30,22 @@ NOT_GIVEN = ("--every", "--watch", "--help", "--test-alert", "--project", "--mai
 
 
 @pytest.fixture(autouse=True)
-def alone(tmp_path, monkeypatch, session_runs):
-    """A folder of its own with the embedded corpus, which takes as long to build as an answer may, and no
-    network.
-    """
+def alone(tmp_path, monkeypatch):
+    """A folder of its own, and no network."""
     place = tmp_path / "here"
     place.mkdir()
-    ensure_embedded_corpus(session_runs.data_dir)
-    (place / "data").symlink_to(session_runs.data_dir)
     monkeypatch.chdir(place)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("COLUMNS", "120")
+
+
+@pytest.fixture
+def corpus(alone, session_runs):
+    """The embedded corpus, which takes as long to build as an answer may."""
+    ensure_embedded_corpus(session_runs.data_dir)
+    Path("data").symlink_to(session_runs.data_dir)
 
 
 def whole_run(path: Path) -> Path:
@@ -261,12 +264,12 @@ def check_random_lines(folder: Path, seed: int, count: int) -> None:
     assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
 
 
-def test_random_command_lines(tmp_path):
+def test_random_command_lines(tmp_path, corpus):
     check_random_lines(tmp_path, 1, 120)
 
 
 @pytest.mark.slow
-def test_500_random_command_lines(tmp_path):
+def test_500_random_command_lines(tmp_path, corpus):
     check_random_lines(tmp_path, 20, 500)
 
 
