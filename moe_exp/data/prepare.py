@@ -57,6 +57,7 @@ class Preparation:
             50 GB of text.
         start_over: convert and shuffle again.
         download_again: fetch the files again too.
+        output_name: of the folders of chunks and shards, and of the files in them; default: the source's.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Preparation:
     shuffle_tasks: int | None = None
     start_over: bool = False
     download_again: bool = False
+    output_name: str | None = None
 
     def source(self) -> Source:
         """Source called `name`.
@@ -115,7 +117,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     return shuffle_documents(
         outputs,
         shuffled,
-        name=source.name,
+        name=chunks.name,
         start_over=start_over,
         tasks=tasks,
         execution=wanted.execution if tasks > 1 else None,
@@ -124,13 +126,15 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
 
 
 def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:
-    return wanted.data_dir / source.name, wanted.data_dir / f"{source.name}_shuffled"
+    name = wanted.output_name or source.name
+    return wanted.data_dir / name, wanted.data_dir / f"{name}_shuffled"
 
 
 def _check(source: Source, wanted: Preparation) -> None:
     """Refuses what is known to be wrong, before hours of work and before --start-over removes anything."""
     check_settings(
-        name=source.name, **{name: value for name, value in wanted.shuffle.items() if name != "seed"}
+        name=_made(source, wanted)[0].name,
+        **{name: value for name, value in wanted.shuffle.items() if name != "seed"},
     )
     given = [path for path in (source.path, wanted.settings.decontaminate) if path is not None]
     made = _made(source, wanted) if source.path else (*_made(source, wanted), _raw(source, wanted))

@@ -10,7 +10,7 @@ one with many pairs, and needs a Python object per document.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from moe_exp.host.files import read_json, write_json
 
 # Of each document, where only those count that have a signature.
 _RANK = np.dtype([("num_chars", "<u4"), ("hash", "<u8")])
+_SHINGLES_AT_ONCE = 1024  # a megabyte
 _LINES_AT_ONCE = 1024  # of signatures; datatrove reads five
 _CLUSTERS_SHOWN, _MEMBERS_SHOWN, _SAMPLE_CHARS = 20, 4, 1000
 # Words between spaces; of scripts without spaces every character.
@@ -115,6 +116,7 @@ class SignNearDuplicates:
         block = MinhashDedupSignature(f"{self.folder}/signatures", self.how.config(), language=_words())
         # xxhash no longer takes the str that datatrove gives it
         block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
+        block.get_signature = _in_parts(block.get_signature, self.how.num_buckets)
         self.stats = block.stats
         with complete_files([_ranks(self.folder, rank)]) as (path,), path.open("wb") as file:
             block.run(self._ranked(data, file), rank, world_size)
@@ -125,6 +127,22 @@ class SignNearDuplicates:
             digest = xxhash.xxh3_64_intdigest(f"{document.text}\0{document.id}".encode())
             file.write(np.array([(len(document.text), digest)], dtype=_RANK).tobytes())
             yield document
+
+
+def _in_parts(signature: Callable[[Any], Any], num_buckets: int) -> Callable[[Any], Any]:
+    """A signature in little memory: datatrove's function makes a row of all hashes for every shingle."""
+
+    def in_parts(shingles: Any) -> Any:
+        starts = range(0, len(shingles), _SHINGLES_AT_ONCE)
+        parts = [signature(shingles[start : start + _SHINGLES_AT_ONCE]) for start in starts]
+        if len(parts) == 1:
+            return parts[0]
+        return [
+            np.array([part[bucket] for part in parts], dtype=np.uint64).min(axis=0).tolist()
+            for bucket in range(num_buckets)
+        ]
+
+    return in_parts
 
 
 def _ranks(folder: str, task: int) -> Path:

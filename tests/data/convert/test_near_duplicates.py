@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 
+from moe_exp.data.convert import near_duplicates as module
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.near_duplicates import NearDuplicates, near_duplicates, smallest_labels
 from moe_exp.data.tasks.execution import Execution
@@ -142,6 +143,17 @@ def test_after_exact_duplicates_and_filters(tmp_path):
     dropped = {name: tally["num_documents"] for name, tally in manifest["filtered"].items()}
     assert dropped == {"length": 1, "duplicate": 2, "near duplicate": 1}
     assert "alone" in kept and len(kept) == 2
+
+
+def test_a_long_document_is_signed_in_parts():
+    from datatrove.pipeline.dedup import MinhashDedupSignature
+
+    how = NearDuplicates()
+    block = MinhashDedupSignature("unused", how.config(), language=module._words())
+    shingles = np.random.default_rng(0).integers(0, 2**63, (5000, 1), dtype=np.uint64)
+    for count in (1, 1023, 1024, 1025, 5000):
+        expected = block.get_signature(shingles[:count])
+        assert module._in_parts(block.get_signature, how.num_buckets)(shingles[:count]) == expected
 
 
 @pytest.mark.parametrize("seed", range(5))

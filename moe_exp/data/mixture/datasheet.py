@@ -1,0 +1,179 @@
+"""The datasheet of a mixture: origin of its documents, what was removed, lengths, languages, overlaps."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from moe_exp.data.documents import Tally, read_objects
+from moe_exp.data.inspect.hashes import Hashes
+from moe_exp.data.inspect.inspection import length_summary
+from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.host.files import bytes_text
+
+_MOST_HASHES = 20_000_000  # of all sources: of more documents a share is compared
+_LANGUAGES_OF, _LANGUAGE_CHARS = 1000, 2000
+
+
+@dataclass(frozen=True)
+class Part:
+    """A source that is prepared.
+
+    Args:
+        name: of its files.
+        source: what it is called, with its commit.
+        licence: of the documents.
+        converted, shuffled, tokenized: manifests of its steps.
+        shards: files of its training documents.
+        prefix, valid_prefix: its token files.
+        asked, weight: share of the tokens that was asked for, and that it has.
+    """
+
+    name: str
+    source: str
+    licence: str
+    converted: Mapping[str, Any]
+    shuffled: Mapping[str, Any]
+    tokenized: Mapping[str, Any]
+    shards: Sequence[Path]
+    prefix: Path
+    valid_prefix: Path
+    asked: float
+    weight: float
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens for training."""
+        return int(self.tokenized["num_tokens"])
+
+
+def datasheet(name: str, parts: Sequence[Part], *, total_tokens: float | None, tokenizer: str) -> str:
+    """Markdown."""
+    lines = [f"# {name}", "", f"Tokenizer: {tokenizer}. Shares are of the tokens of a training", ""]
+    if total_tokens:
+        lines[2] += f" with {total_tokens:,.0f} tokens"
+    lines[2] += "."
+    lines += _table(
+        ("source", "from", "licence", "documents", "text", "tokens", "share asked", "share", "epochs"),
+        [_source_row(part, total_tokens) for part in parts],
+    )
+    lines += ["## Documents removed", ""]
+    for part in parts:
+        lines += [f"### {part.name}", "", *_table(("what", "documents", "text"), _removed(part))]
+    lines += ["## Tokens per document", ""]
+    lines += _table(("source", "smallest", "median", "mean", "largest"), map(_length_row, parts))
+    lines += _table(*_histogram(parts))
+    lines += ["## Languages", "", _languages_note(), ""]
+    lines += _table(("source", "languages"), [(part.name, _languages(part)) for part in parts])
+    lines += ["## Documents in two sources", "", *_overlaps(parts)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(head: Sequence[str], rows: Any) -> list[str]:
+    lines = [" | ".join(head), " | ".join("---" for _ in head)]
+    lines += [" | ".join(str(cell) for cell in row) for row in rows]
+    return [*(f"| {line} |" for line in lines), ""]
+
+
+def _source_row(part: Part, total_tokens: float | None) -> tuple[str, ...]:
+    train, tokens = part.shuffled["train"], part.num_tokens
+    epochs = f"{part.weight * total_tokens / tokens:.2f}" if total_tokens else ""
+    counts = f"{train['num_documents']:,}", bytes_text(train["num_text_bytes"]), f"{tokens:,}"
+    return part.name, part.source, part.licence, *counts, f"{part.asked:.2%}", f"{part.weight:.2%}", epochs
+
+
+def _removed(part: Part) -> list[tuple[str, str, str]]:
+    converted = part.converted
+
+    def row(what: str, tally: Mapping[str, Any]) -> tuple[str, str, str]:
+        return what, f"{tally['num_documents']:,}", bytes_text(tally["num_text_bytes"])
+
+    rows = [row("read", converted["read"])]
+    rows += [(f"skipped: {why}", f"{count:,}", "") for why, count in converted["read"]["skipped"].items()]
+    for name, tally in converted["filtered"].items():
+        rows.append(row(f"removed: {name}", tally))
+        reasons = converted.get("reasons", {}).get(name, {})
+        rows += [
+            (f"removed: {name}: {why or 'no reason'}", f"{count:,}", "") for why, count in reasons.items()
+        ]
+    for name, (before, after) in converted.get("edited", {}).items():
+        change = after["num_text_bytes"] - before["num_text_bytes"]
+        rows.append((f"edited: {name}", f"{before['num_documents']:,}", f"{change:+,} bytes"))
+    rows.append(row("kept", converted["written"]))
+    return [*rows, row("of these for validation", part.shuffled["valid"])]
+
+
+def _lengths(part: Part) -> dict[str, Any]:
+    bounds = TokenFiles(part.prefix).document_bounds
+    return length_summary(np.diff(bounds))
+
+
+def _length_row(part: Part) -> tuple[str, ...]:
+    lengths = _lengths(part)
+    middle = f"{lengths['median']:,.0f}", f"{lengths['mean']:,.0f}"
+    return part.name, f"{lengths['min']:,}", *middle, f"{lengths['max']:,}"
+
+
+def _histogram(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    by_part = [{begin: (end, count) for begin, end, count in _lengths(part)["histogram"]} for part in parts]
+    rows = []
+    for begin in sorted({begin for one in by_part for begin in one}):
+        end = next(one[begin][0] for one in by_part if begin in one)
+        rows.append((f"{begin:,} to {end:,}", *(f"{one.get(begin, (0, 0))[1]:,}" for one in by_part)))
+    return ("tokens", *(part.name for part in parts)), rows
+
+
+def _languages_note() -> str:
+    if importlib.util.find_spec("py3langid"):
+        return f"Of the first {_LANGUAGES_OF:,} documents: their field `language`, else by py3langid."
+    return f"Of the first {_LANGUAGES_OF:,} documents, by their field `language`."
+
+
+def _languages(part: Part) -> str:
+    found: Counter[str] = Counter()
+    documents = (one for path in part.shards for _, one in read_objects(path, Tally()))
+    identify = None
+    if importlib.util.find_spec("py3langid"):
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+        identify = LanguageIdentifier.from_model_file(MODEL_FILE).classify
+    for one in islice(documents, _LANGUAGES_OF):
+        metadata = one.get("metadata")
+        language = metadata.get("language") if isinstance(metadata, dict) else None
+        if not isinstance(language, str):
+            language = identify(one["text"][:_LANGUAGE_CHARS])[0] if identify else "unknown"
+        found[language] += 1
+    total = max(1, sum(found.values()))
+    return ", ".join(f"{language} {count / total:.1%}" for language, count in found.most_common(8))
+
+
+def _overlaps(parts: Sequence[Part]) -> list[str]:
+    """Texts that two sources share, compared by hash."""
+    num_documents = sum(part.shuffled["train"]["num_documents"] for part in parts)
+    every = 1 + num_documents // _MOST_HASHES
+    words = [_distinct(part, every) for part in parts]
+    rows = []
+    for index, part in enumerate(parts):
+        cells = [f"{len(np.intersect1d(words[index], other, assume_unique=True)):,}" for other in words]
+        cells[index] = f"({len(words[index]):,})"
+        rows.append((part.name, *cells))
+    share = "" if every == 1 else f" Of one in {every} texts, chosen by their hashes."
+    note = f"Different texts that both have; in brackets all of a source.{share}"
+    return [note, "", *_table(("", *(part.name for part in parts)), rows)]
+
+
+def _distinct(part: Part, every: int) -> Any:
+    hashes = Hashes()
+    for path in part.shards:
+        for _, one in read_objects(path, Tally()):
+            hashes.add(one["text"].encode())
+    first, _ = hashes.sorted_words()
+    distinct = np.unique(first)
+    return distinct[distinct % np.uint64(every) == 0]
