@@ -23,10 +23,16 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "data prepare": (
         "moe-exp data prepare fineweb_edu_10bt --dry-run        # size, time and disk",
         "moe-exp data prepare fineweb_edu_10bt --workers 16",
+        "moe-exp data prepare my_crawl --filter gopher-quality --filter pii --dedup --near-dedup",
     ),
     "data shuffle": (
         "moe-exp data shuffle data/mine --output data/mine_shuffled --shards 8",
         "moe-exp data shuffle 'notes/**/*.md' --output data/notes --text-documents block",
+        "moe-exp data shuffle data/web --tasks 512 --executor slurm --partition cpu",
+    ),
+    "data mix": (
+        "moe-exp data mix mixture.yaml --dry-run    # size, time and disk of each source",
+        "moe-exp data mix mixture.yaml --workers 16",
     ),
     "data merge": (
         "moe-exp data merge --input-dir mine_shuffled --valid-file-name mine.val --output-file-name mine",

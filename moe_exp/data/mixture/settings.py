@@ -1,4 +1,4 @@
-"""What a mixture.yaml may say.
+"""Settings of a mixture, as a mixture.yaml has them.
 
 tokenizer: meta-llama/Llama-3.1-8B      # or vocab_size: 32000, to train one
 total_tokens: 20e9
