@@ -140,7 +140,7 @@ def convert(
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
     benchmarks = fingerprint(settings.decontaminate) if settings.decontaminate else None
     key = {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks, **settings.rule.facts()}
-    key["filters"] = [one.facts() for one in settings.filters]
+    key["filters"] = [one.facts() for one in settings.filters] or None
     del key["rule"]
     with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
         if stage.manifest is not None:

@@ -190,11 +190,11 @@ class Counts:
         filtered = {name: Tally.from_json(one) for name, one in content["filtered"].items()}
         edited = {
             name: (Tally.from_json(before), Tally.from_json(after))
-            for name, (before, after) in content["edited"].items()
+            for name, (before, after) in content.get("edited", {}).items()
         }
-        reasons = {name: Counter(one) for name, one in content["reasons"].items()}
+        reasons = {name: Counter(one) for name, one in content.get("reasons", {}).items()}
         read, written = Tally.from_json(content["read"]), Tally.from_json(content["written"])
-        return cls(read, written, filtered, reasons, edited, content["samples"])
+        return cls(read, written, filtered, reasons, edited, content.get("samples", []))
 
 
 class RuleFilter(Filter):

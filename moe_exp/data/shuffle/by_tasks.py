@@ -124,7 +124,7 @@ def shuffle_by_tasks(
     execution = _worth_starting(execution or Execution(), inputs)
     memory = Memory.of(checked_memory(memory_bytes or _default_memory(execution, tasks)))
     if start_over or execution.executor != "slurm":
-        check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
+        check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove" / _PASSES[-1])
     settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
     settings |= {"text_field": text_field, "skip_bad": skip_bad, **rule.facts()}
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:

@@ -298,6 +298,21 @@ def test_every_document_is_accounted_for_with_all_filters_on(tmp_path, capsys):
     assert "gopher_" in capsys.readouterr().out
 
 
+def test_what_was_made_before_there_were_filters_stays(tmp_path):
+    inputs = write(tmp_path / "in", {"a": {"text": "one"}, "b": {"text": "two"}})
+    convert(inputs, tmp_path / "out", ConvertSettings(), HERE)
+    path = tmp_path / "out/manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in ("filters", "near_dedup"):
+        del manifest["settings"][name]
+    path.write_text(json.dumps(manifest))
+    assert convert(inputs, tmp_path / "out", ConvertSettings(), HERE) == manifest
+    with pytest.raises(
+        ValueError, match=r"was made with filters=None, now it is \[.*pii.*Fix: give --start-over"
+    ):
+        convert(inputs, tmp_path / "out", ConvertSettings(filters=(NamedFilter("pii"),)), HERE)
+
+
 def test_counts_that_do_not_agree_are_an_error():
     counts = Counts(read=Tally(3, 30, 7), written=Tally(2, 20, 4), filtered={"a": Tally(1, 10, 3)})
     counts.check("task 0")

@@ -276,6 +276,9 @@ def test_slurm_jobs_one_pass_after_the_other(tmp_path, monkeypatch):
     assert main("shuffle", arguments + jobs) == 75, program
     # three passes, each with the merging of its stats, and the publishing
     assert len(cluster.jobs()) == 7
+    with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 .*106, or wait"):
+        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=2, execution=HERE)
+    assert main("shuffle", arguments + jobs) == 75 and len(cluster.jobs()) == 7
     cluster.run()
     assert (tmp_path / "out").is_dir(), [path.read_text() for path in cluster.folder.glob("*.out")]
     shuffle(inputs, tmp_path / "one", **SETTINGS)
