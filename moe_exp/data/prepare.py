@@ -23,7 +23,7 @@ from moe_exp.data.download.sources import Source, python_stdlib_documents, resol
 from moe_exp.data.kinds import PARQUET_SUFFIX
 from moe_exp.data.shuffle.by_tasks import shuffle_documents
 from moe_exp.data.shuffle.shuffle import check_settings
-from moe_exp.data.stage import check_free_disk, free_disk, is_stale, run_stage
+from moe_exp.data.stage import check_free_disk, free_disk, is_older, is_stale, run_stage
 from moe_exp.data.tasks.execution import Execution, num_workers
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
 _DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
+_DISK_RATIO_BY_TASKS = 3.1  # whose scattered lines stay until the shards are complete
 _TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst
 _NUM_SAMPLED = 8
 _LARGE_BYTES = 50e9  # minutes for one process
@@ -58,6 +59,8 @@ class Preparation:
         start_over: convert and shuffle again.
         download_again: fetch the files again too.
         output_name: of the folders of chunks and shards, and of the files in them; default: the source's.
+        raw_name: of the folder of downloaded files; default: the source's.
+        clamp_tasks: take no more tasks than files, instead of refusing.
     """
 
     name: str
@@ -72,6 +75,8 @@ class Preparation:
     start_over: bool = False
     download_again: bool = False
     output_name: str | None = None
+    raw_name: str | None = None
+    clamp_tasks: bool = False
 
     def source(self) -> Source:
         """Source called `name`.
@@ -99,11 +104,12 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     chunks, shuffled = _made(source, wanted)
     start_over = wanted.start_over or wanted.download_again
     inputs = _inputs(source, wanted)
+    if wanted.clamp_tasks and settings.tasks:
+        settings = replace(settings, tasks=min(settings.tasks, len(inputs)))
     if not chunks.exists():
         there = _size(list(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl")))
-        check_free_disk(
-            wanted.data_dir, round(_DISK_RATIO * expected_bytes(inputs)) - there, "converting and shuffling"
-        )
+        needed_bytes = round(_disk_ratio(wanted, expected_bytes(inputs)) * expected_bytes(inputs))
+        check_free_disk(wanted.data_dir, needed_bytes - there, "converting and shuffling")
     converted = convert(inputs, chunks, settings, wanted.execution, start_over=start_over)
     if converted is None:
         return None
@@ -111,18 +117,27 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
     outputs = [chunks / one["name"] for one in converted["outputs"]]
     # The chunks may have been made again by an earlier call with --start-over, or by the last of its SLURM
     # jobs.
-    start_over = start_over or bool(converted.get("starts_over") and is_stale(shuffled, outputs))
-    is_large = wanted.execution.executor != "local" and _size(outputs) > _LARGE_BYTES
-    tasks = wanted.shuffle_tasks or (len(outputs) if is_large else 1)
+    starts_over = converted.get("starts_over") and (is_stale(shuffled, outputs) or is_older(shuffled, chunks))
+    tasks = _shuffle_tasks(wanted, _size(outputs), len(outputs))
     return shuffle_documents(
         outputs,
         shuffled,
         name=chunks.name,
-        start_over=start_over,
+        start_over=start_over or bool(starts_over),
         tasks=tasks,
         execution=wanted.execution if tasks > 1 else None,
         **wanted.shuffle,
     )
+
+
+def _disk_ratio(wanted: Preparation, num_bytes: float) -> float:
+    """Disk of chunks and shuffle, relative to the JSONL."""
+    return _DISK_RATIO if _shuffle_tasks(wanted, int(num_bytes), 2) == 1 else _DISK_RATIO_BY_TASKS
+
+
+def _shuffle_tasks(wanted: Preparation, num_bytes: int, num_chunks: int) -> int:
+    is_large = wanted.execution.executor != "local" and num_bytes > _LARGE_BYTES
+    return wanted.shuffle_tasks or (num_chunks if is_large else 1)
 
 
 def _made(source: Source, wanted: Preparation) -> tuple[Path, Path]:
@@ -137,13 +152,13 @@ def _check(source: Source, wanted: Preparation) -> None:
         **{name: value for name, value in wanted.shuffle.items() if name != "seed"},
     )
     given = [path for path in (source.path, wanted.settings.decontaminate) if path is not None]
-    made = _made(source, wanted) if source.path else (*_made(source, wanted), _raw(source, wanted))
+    made = _made(source, wanted) if source.path else (*_made(source, wanted), raw_folder(source, wanted))
     for folder in made:
         check_apart(given, folder)
 
 
 def _inputs(source: Source, wanted: Preparation) -> list[Path]:
-    folder = _raw(source, wanted)
+    folder = raw_folder(source, wanted)
     if _is_embedded(source):
         return [write_stdlib(folder, start_over=wanted.start_over or wanted.download_again)]
     try:
@@ -152,8 +167,9 @@ def _inputs(source: Source, wanted: Preparation) -> list[Path]:
         raise ValueError(str(error).replace("--start-over", "--download-again")) from error
 
 
-def _raw(source: Source, wanted: Preparation) -> Path:
-    return wanted.data_dir / f"{source.name}_raw"
+def raw_folder(source: Source, wanted: Preparation) -> Path:
+    """Folder of the downloaded files."""
+    return wanted.data_dir / f"{wanted.raw_name or source.name}_raw"
 
 
 def _is_embedded(source: Source) -> bool:
@@ -196,10 +212,10 @@ def plan(wanted: Preparation) -> None:
     execution = wanted.execution
     at_once = num_workers(execution) if execution.executor == "local" else execution.workers
     width = min(num_tasks, at_once or num_tasks)
-    disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
+    disk_bytes = (0 if source.path else raw_bytes) + _disk_ratio(wanted, text_bytes) * text_bytes
     (folder, shuffled), num_shards = _made(source, wanted), wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
-        "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or _raw(source, wanted)}",
+        "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or raw_folder(source, wanted)}",
         "JSONL": _about(text_bytes),
         "disk": f"{_about(disk_bytes)} for download, chunks and shards; {_free(wanted.data_dir)} free",
         f"convert to {folder}": f"{num_tasks} tasks, {execution.executor}, {width} at a time: "
@@ -215,7 +231,7 @@ def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
     if _is_embedded(source):
         num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
         return 1, num_bytes, num_bytes
-    paths = download(source, _raw(source, wanted), dry_run=True, start_over=wanted.download_again)
+    paths = download(source, raw_folder(source, wanted), dry_run=True, start_over=wanted.download_again)
     there = [path for path in paths if path.exists()]
     raw_bytes = _size(paths) if len(there) == len(paths) else source.num_bytes or 0
     ratio = expected_bytes(there) / max(1, _size(there)) if there else _TYPICAL_RATIO

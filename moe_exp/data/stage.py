@@ -271,13 +271,30 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
     return None
 
 
-def is_stale(output: Path, inputs: Iterable[Path]) -> bool:
-    """Whether OUTPUT was made from other files than `inputs`, and no call has begun to make it from these."""
+def is_stale(
+    output: Path,
+    inputs: Iterable[Path],
+    *,
+    settings: Mapping[str, Any] | None = None,
+    is_folder: bool = True,
+) -> bool:
+    """Whether OUTPUT was made or begun from other files than `inputs`, or with other settings."""
     output = _place(output)
     begun = read_json(output.with_name(output.name + ".partial") / RUNNING, start_over=True)
-    done = read_json(output / "manifest.json", start_over=True)
-    now = [fingerprint(path) for path in inputs]
-    return done is not None and done.get("inputs") != now and (begun is None or begun.get("inputs") != now)
+    done = read_json(_manifest_path(output, is_folder=is_folder), start_over=True)
+    now: dict[str, Any] = {"inputs": [fingerprint(path) for path in inputs]}
+    if settings is not None:
+        now["settings"] = json.loads(json.dumps(settings))
+    records = [record for record in (done, begun) if record is not None]
+    return bool(records) and not any(now.items() <= record.items() for record in records)
+
+
+def is_older(output: Path, other: Path) -> bool:
+    """Whether the folder OUTPUT was begun, or made, before the folder `other` was made."""
+    output, made = _place(output), _place(other) / "manifest.json"
+    begun = output.with_name(output.name + ".partial") / RUNNING
+    newest = next((path for path in (begun, output / "manifest.json") if path.exists()), made)
+    return newest.stat().st_mtime_ns < made.stat().st_mtime_ns
 
 
 def fingerprint(path: Path) -> dict[str, Any]:

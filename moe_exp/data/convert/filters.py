@@ -13,8 +13,9 @@ from typing import Any
 
 from moe_exp.data.documents import Tally
 
-NOTHING_LEFT = "nothing is left of the text"
+NOTHING_LEFT, OTHER = "nothing is left of the text", "other"
 _SAMPLES, _SAMPLE_CHARS = 3, 1000  # of each reason, in each task
+_MOST_REASONS, _MOST_SAMPLES = 20, 100  # of a filter: in each task, of all tasks
 _KEPT = ("num_documents", "num_text_bytes", "text_hash")
 
 
@@ -64,6 +65,8 @@ class Filter(ABC):
 
     def _drop(self, document: Any) -> None:
         self.dropped.add(self._text.encode())
+        if self._reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
+            self._reason = OTHER
         self.reasons[self._reason] += 1
         if self.reasons[self._reason] <= _SAMPLES:
             sample = {"filter": self.name, "reason": self._reason, "id": document.id}
@@ -151,7 +154,11 @@ class Counts:
             mine = self.edited.setdefault(name, (Tally(), Tally()))
             for total, tally in zip(mine, tallies, strict=True):
                 total.__iadd__(tally)
-        self.samples += other.samples
+        known = Counter(sample["filter"] for sample in self.samples)
+        for sample in other.samples:
+            known[sample["filter"]] += 1
+            if known[sample["filter"]] <= _MOST_SAMPLES:
+                self.samples.append(sample)
         return self
 
     def then(self, following: Counts) -> Counts:

@@ -9,6 +9,7 @@ import importlib
 import importlib.util
 import inspect
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,6 +92,7 @@ class NamedFilter:
             ValueError: as of `parse`.
         """
         if self._is_function:
+            self._check_options(())
             from datatrove.pipeline.filters import LambdaFilter
 
             return LambdaFilter(self._function())
@@ -131,6 +133,7 @@ class NamedFilter:
         spec = importlib.util.spec_from_file_location(f"moe_exp_filter_{Path(path).stem}", path)
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where a dataclass in it looks for its types
         try:
             spec.loader.exec_module(module)
             return getattr(module, name)
@@ -172,8 +175,8 @@ class BlockFilter(Filter):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        """Its name in the manifest."""
-        return self.named.name
+        """Its name in the manifest, which no filter by a field of the documents has."""
+        return "identified language" if self.named.name == LANGUAGE else self.named.name
 
     def block(self) -> Any:
         """datatrove's block."""

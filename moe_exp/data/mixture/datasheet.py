@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
+from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from moe_exp.data.documents import Tally, read_objects
-from moe_exp.data.inspect.hashes import Hashes
-from moe_exp.data.inspect.inspection import length_summary
+from moe_exp.data.inspect.inspection import documents_with_progress, length_summary
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.host.files import bytes_text
+from moe_exp.host.progress import progress
 
 _MOST_HASHES = 20_000_000  # of all sources: of more documents a share is compared
 _LANGUAGES_OF, _LANGUAGE_CHARS = 1000, 2000
@@ -170,10 +173,19 @@ def _overlaps(parts: Sequence[Part]) -> list[str]:
 
 
 def _distinct(part: Part, every: int) -> Any:
-    hashes = Hashes()
-    for path in part.shards:
-        for _, one in read_objects(path, Tally()):
-            hashes.add(one["text"].encode())
-    first, _ = hashes.sorted_words()
-    distinct = np.unique(first)
-    return distinct[distinct % np.uint64(every) == 0]
+    """Hashes of the different texts, of one in `every`; kept in a file beside the tokens."""
+    path = part.prefix.with_name(f"{part.name}.{part.shuffled['line_hash'][:16]}.{every}.npy")
+    if path.exists():
+        return np.load(path)
+    for old in path.parent.glob(f"{glob.escape(part.name)}.{'?' * 16}.*.npy"):
+        old.unlink()
+    found = array("Q")
+    with progress(f"texts of {part.name}", sum(one.stat().st_size for one in part.shards)) as advance:
+        for shard in part.shards:
+            for _, text in documents_with_progress(shard, Tally(), advance, text_field="text"):
+                digest = xxhash.xxh3_64_intdigest(text.encode())
+                if digest % every == 0:
+                    found.append(digest)
+    distinct = np.unique(np.frombuffer(found, dtype=np.uint64))
+    np.save(path, distinct)
+    return distinct

@@ -16,10 +16,10 @@ from typing import Any
 from moe_exp.data.download.sources import local_files
 from moe_exp.data.mixture.datasheet import Part, datasheet
 from moe_exp.data.mixture.settings import MixedSource, Mixture, effective_weights
-from moe_exp.data.prepare import Preparation, plan, prepare
-from moe_exp.data.stage import MAKE_AGAIN
+from moe_exp.data.prepare import Preparation, plan, prepare, raw_folder
+from moe_exp.data.stage import MAKE_AGAIN, is_stale
 from moe_exp.data.tasks.execution import Execution
-from moe_exp.data.tokens.parts import PartSettings
+from moe_exp.data.tokens.parts import PartSettings, default_part_bytes
 from moe_exp.data.tokens.preprocess import tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 from moe_exp.data.tokens.tokenizer_training import train_tokenizer
@@ -81,7 +81,36 @@ class Mixing:
                 rule = f"name={name}: is there twice"
                 raise ValueError(f"sources.{number}: {rule}. Fix: give it a name of its own.")
             found[name] = wanted
-        return found
+        return self._with_raw_folders(found)
+
+    def _with_raw_folders(self, found: dict[str, Preparation]) -> dict[str, Preparation]:
+        """A folder of its own for what is downloaded, where several sources of one name want other files."""
+        files: dict[str, set[Any]] = {}
+        for wanted in found.values():
+            source = wanted.source()
+            key = source.repository, source.revision, source.patterns, source.path
+            files.setdefault(source.name, set()).add(key)
+        return {
+            name: replace(wanted, raw_name=f"{self.name}_{name}")
+            if len(files[wanted.source().name]) > 1
+            else wanted
+            for name, wanted in found.items()
+        }
+
+    def tokenizer(self) -> TextTokenizer | None:
+        """The tokenizer that is given, or None if it is to be trained.
+
+        Raises:
+            ValueError: there is none of that name, or it has no end-of-document token.
+        """
+        if not self.mixture.tokenizer:
+            return None
+        tokenizer = load_named_tokenizer(self.mixture.tokenizer, eod_token=self.mixture.eod_token)
+        try:
+            PartSettings(tokenizer, append_eod=True)
+        except ValueError as error:
+            raise ValueError(str(error).replace("--eod-token", "eod_token")) from error
+        return tokenizer
 
     def _preparation(self, one: MixedSource, shuffle: Mapping[str, Any]) -> Preparation:
         wanted = Preparation(
@@ -96,6 +125,7 @@ class Mixing:
             shuffle_tasks=self.shuffle_tasks,
             start_over=self.start_over,
             download_again=self.download_again,
+            clamp_tasks=True,
         )
         name = one.name or wanted.source().name
         return replace(wanted, output_name=f"{self.name}_{name}")
@@ -103,7 +133,9 @@ class Mixing:
 
 def plan_mixture(mixing: Mixing) -> None:
     """Prints what each source needs, and writes nothing."""
-    for wanted in mixing.preparations().values():
+    preparations = mixing.preparations()
+    mixing.tokenizer()
+    for wanted in preparations.values():
         plan(wanted)
 
 
@@ -118,11 +150,13 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
         ValueError, OSError: as `prepare` and `tokenize_files`; `total_tokens` is more than the sources give.
     """
     preparations = mixing.preparations()
+    tokenizer = mixing.tokenizer()
     made = {name: prepare(wanted) for name, wanted in preparations.items()}
     if not all(made.values()):
         return None
     shuffled = {name: manifest for name, manifest in made.items() if manifest}
-    tokenizer, tokenizer_name = _tokenizer(mixing, shuffled)
+    tokenizer_name = mixing.mixture.tokenizer or str(mixing.folder / "tokenizer")
+    tokenizer = tokenizer or _train_tokenizer(mixing, shuffled)
     tokenized = {name: _tokenize(mixing, name, shuffled[name], tokenizer) for name in shuffled}
     parts = _parts(mixing, preparations, shuffled, tokenized)
     for part in parts:
@@ -150,14 +184,18 @@ def _shards(mixing: Mixing, name: str, manifest: Mapping[str, Any]) -> tuple[lis
     return [folder / one["name"] for one in manifest["outputs"] if one["name"] != valid], folder / valid
 
 
-def _tokenizer(mixing: Mixing, shuffled: Mapping[str, Mapping[str, Any]]) -> tuple[TextTokenizer, str]:
-    mixture = mixing.mixture
-    if mixture.tokenizer:
-        return load_named_tokenizer(mixture.tokenizer), mixture.tokenizer
+# Tokens belong to the mixture: they are made again if their shards or their tokenizer are others.
+
+
+def _train_tokenizer(mixing: Mixing, shuffled: Mapping[str, Mapping[str, Any]]) -> TextTokenizer:
     folder = mixing.folder / "tokenizer"
     inputs = [path for name, manifest in shuffled.items() for path in _shards(mixing, name, manifest)[0]]
-    train_tokenizer(inputs, folder, vocab_size=mixture.vocab_size or 0, start_over=mixing.start_over)
-    return load_named_tokenizer(str(folder)), str(folder)
+    vocab_size = mixing.mixture.vocab_size or 0
+    known = read_json(folder / "manifest.json") if (folder / "manifest.json").exists() else {}
+    is_other = known.get("settings", {}).get("vocab_size", vocab_size) != vocab_size
+    start_over = mixing.start_over or is_other or is_stale(folder, inputs)
+    train_tokenizer(inputs, folder, vocab_size=vocab_size, start_over=start_over)
+    return load_named_tokenizer(str(folder), eod_token=mixing.mixture.eod_token)
 
 
 def _tokenize(
@@ -167,10 +205,12 @@ def _tokenize(
     train, valid = _shards(mixing, name, manifest)
     settings = PartSettings(tokenizer, append_eod=True)
     prefixes = [tokenized_prefix(mixing.folder / stem) for stem in (name, f"{name}_valid")]
-    made = [
-        tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=mixing.start_over)
-        for inputs, prefix in zip((train, [valid]), prefixes, strict=True)
-    ]
+    made = []
+    for inputs, prefix in zip((train, [valid]), prefixes, strict=True):
+        key = settings.facts() | {"part_bytes": default_part_bytes(inputs)}
+        is_other = is_stale(prefix, inputs, settings=key, is_folder=False)
+        start_over = mixing.start_over or is_other
+        made.append(tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=start_over))
     return made[0], prefixes[0], prefixes[1]
 
 
@@ -189,7 +229,7 @@ def _parts(
     for number, (name, wanted) in enumerate(preparations.items()):
         manifest, prefix, valid_prefix = tokenized[name]
         converted = read_json(mixing.data_dir / f"{mixing.name}_{name}/manifest.json", fix=MAKE_AGAIN)
-        source, licence = _origin(mixing, wanted)
+        source, licence = _origin(wanted)
         shards, _ = _shards(mixing, name, shuffled[name])
         steps = converted, shuffled[name], manifest
         parts.append(
@@ -198,10 +238,10 @@ def _parts(
     return parts
 
 
-def _origin(mixing: Mixing, wanted: Preparation) -> tuple[str, str]:
+def _origin(wanted: Preparation) -> tuple[str, str]:
     """Where the documents are from, and their licence."""
     source = wanted.source()
     if source.repository is None:
         return str(source.path or source.description), source.licence
-    manifest = read_json(mixing.data_dir / f"{source.name}_raw/manifest.json", fix=MAKE_AGAIN)
+    manifest = read_json(raw_folder(source, wanted) / "manifest.json", fix=MAKE_AGAIN)
     return f"{source.repository} at {manifest['commit']}", source.licence

@@ -98,6 +98,7 @@ class Mixture(BaseModel):
     Args:
         sources: at least one; their names differ.
         tokenizer: folder, tokenizer.json, SentencePiece .model, or name on the hub.
+        eod_token: the token that ends a document; by default what the tokenizer's files say.
         vocab_size: tokens of a tokenizer that is trained on the sources, in place of `tokenizer`.
         total_tokens: of the training, for `max_epochs` and the number of epochs in the datasheet.
         seed: of the order and of the validation documents.
@@ -109,6 +110,7 @@ class Mixture(BaseModel):
 
     sources: list[MixedSource] = Field(min_length=1)
     tokenizer: str | None = None
+    eod_token: str | None = None
     vocab_size: int | None = Field(default=None, ge=258)
     total_tokens: float | None = Field(default=None, gt=0)
     seed: int = 0

@@ -10,10 +10,10 @@ most the inputs, the scattered lines and the outputs.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 
 from moe_exp.data.documents import estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
-from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES
 from moe_exp.data.shuffle.line_buffer import LineBuffer
 from moe_exp.data.shuffle.scatter import (
     TEMPORARY,
@@ -72,15 +71,25 @@ def shuffle_documents(
     execution: Execution | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """Shuffles by this process, or if there are tasks for more, or an executor, by `shuffle_by_tasks`."""
-    if (tasks or 1) == 1 and (execution or Execution()).executor == "local":
-        return shuffle(inputs, output, **options)
-    return shuffle_by_tasks(inputs, output, tasks=tasks or 1, execution=execution, **options)
+    """Shuffles by this process, or if there are tasks or workers for more, by `shuffle_by_tasks`."""
+    execution = execution or Execution()
+    if tasks is None:
+        tasks = execution.workers or 1 if execution.executor == "local" else 1
+    if tasks == 1 and execution.executor == "local":
+        _check_no_jobs(output)
+        manifest = shuffle(inputs, output, **options)
+        _clean(output)  # of tasks that were killed at their very end
+        return manifest
+    return shuffle_by_tasks(inputs, output, tasks=tasks, execution=execution, **options)
+
+
+def _check_no_jobs(output: Path) -> None:
+    check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove" / _PASSES[-1])
 
 
 def disk_bytes(inputs: Sequence[Path]) -> int:
-    """About what a shuffle by tasks needs at most: lines, their records (a few percent), outputs."""
-    return int(2.05 * estimate_line_bytes(find_inputs(inputs)))
+    """About what a shuffle by tasks needs: lines, their records and index (a few percent), outputs."""
+    return int(2.1 * estimate_line_bytes(find_inputs(inputs)))
 
 
 def shuffle_by_tasks(
@@ -124,16 +133,16 @@ def shuffle_by_tasks(
     execution = _worth_starting(execution or Execution(), inputs)
     memory = Memory.of(checked_memory(memory_bytes or _default_memory(execution, tasks)))
     if start_over or execution.executor != "slurm":
-        check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove" / _PASSES[-1])
+        _check_no_jobs(output)
     settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
     settings |= {"text_field": text_field, "skip_bad": skip_bad, **rule.facts()}
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
-            _clean(stage)
+            _clean(stage.output)
             return stage.manifest or {}
         begun = _begin(stage, tasks, memory.piece_bytes)
         slices, buffers = cut_inputs(inputs, tasks), (memory.longest_bytes, memory.piece_bytes)
-        job = TaskShuffle(stage.folder, settings, rule, slices, *buffers, begun["bucket_bytes"])
+        job = TaskShuffle(stage.folder, settings, rule, inputs[0], slices, *buffers, begun["bucket_bytes"])
         num_writing = min(tasks, num_shards + 1)
         steps = [IndexDocuments(job), ScatterDocuments(job), WriteShards(job, num_writing)]
         passes = [
@@ -145,7 +154,7 @@ def shuffle_by_tasks(
         if not _run(job, passes, execution, stage):
             return None
         manifest = _publish(job, stage, num_writing)
-        _clean(stage)
+        _clean(stage.output)
         return manifest
 
 
@@ -168,14 +177,15 @@ def _begin(stage: Stage, tasks: int, bucket_bytes: int) -> dict[str, int]:
     """Number of tasks and size of the buckets, which a call that resumes keeps."""
     path = stage.folder / TASKS
     if (stage.folder / "state.json").exists():
-        rule, fix = "was begun by one process", "leave --tasks away"
+        rule, fix = "was begun by one process", "leave --tasks (in prepare: --shuffle-tasks) away"
         raise ValueError(f"tasks={tasks}: {stage.output} {rule}. Fix: {fix}, or give --start-over.")
     if not path.exists():
         write_json(path, {"tasks": tasks, "bucket_bytes": bucket_bytes})
     begun: dict[str, int] = read_json(path, fix=MAKE_AGAIN)
     if begun["tasks"] != tasks:
         rule = f"{stage.output} was begun by {begun['tasks']} tasks"
-        raise ValueError(f"tasks={tasks}: {rule}. Fix: give as many, or --start-over.")
+        fix = f"give --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or --start-over"
+        raise ValueError(f"tasks={tasks}: {rule}. Fix: {fix}.")
     return begun
 
 
@@ -203,10 +213,10 @@ def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]
     return finish(stage, shards, indexed.read, indexed.valid.total(), indexed.line_hash)
 
 
-def _clean(stage: Stage) -> None:
+def _clean(output: Path) -> None:
     """Removes what was needed until the output was published, so that a crash before that loses nothing."""
-    rmtree(stage.output / TEMPORARY, ignore_errors=True)
-    (stage.output / TASKS).unlink(missing_ok=True)
+    rmtree(output / TEMPORARY, ignore_errors=True)
+    (output / TASKS).unlink(missing_ok=True)
 
 
 class _Output(NamedTuple):
@@ -251,8 +261,7 @@ class WriteShards:
 
     def _outputs(self, scattered: Scattered) -> list[_Output]:
         settings, read, valid = self.job.settings, scattered.indexed.read, scattered.indexed.valid.total()
-        first_input = next(one.path for slices in self.job.slices for one in slices)
-        check_split(first_input, settings, read, valid)
+        check_split(self.job.first_input, settings, read, valid)
         num_train, num_shards = read.num_documents - valid.num_documents, settings["num_shards"]
         starts = [shard * num_train // num_shards for shard in range(num_shards + 1)]
         valid_path, *paths = output_paths(self.job.folder, settings["name"], num_shards)
@@ -279,27 +288,24 @@ class _Writer:
         if not outputs:
             return
         first, end, is_valid = outputs[0].first, outputs[-1].end, outputs[0].is_valid
-        counts = self.scattered.buckets(is_valid=is_valid)
-        bounds = pairwise([0, *accumulate(count for _, count in counts)])
-        for (bucket, _), (bucket_first, bucket_end) in zip(counts, bounds, strict=True):
-            if bucket_first < end and first < bucket_end:
-                placed = self.scattered.documents(bucket)
-                order = np.argsort(placed.records["key"])[max(0, first - bucket_first) : end - bucket_first]
-                rank = max(first, bucket_first)
-                for some in self._pieces(placed.records, order):
-                    chosen = np.sort(some)
-                    self._write_piece(placed.take(chosen), np.searchsorted(chosen, some), rank, outputs)
-                    rank += len(some)
+        rank = 0
+        for bucket in self.scattered.buckets(is_valid=is_valid):
+            count, _ = self.scattered.sizes[bucket]
+            if first < rank + count and rank < end:
+                self._write_bucket(bucket, rank, outputs)
+            rank += count
 
-    def _pieces(self, records: NDArray[Any], order: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-        """Parts of the order whose lines fit the memory; one document is a part, however large it is."""
-        sums = np.cumsum(records["num_bytes"][order].astype(np.int64))
-        room, first = self.job.piece_bytes - DOCUMENT_BYTES * len(records), 0
-        while first < len(order):
-            before = int(sums[first - 1]) if first else 0
-            end = max(first + 1, int(np.searchsorted(sums, before + room, side="right")))
-            yield order[first:end]
-            first = end
+    def _write_bucket(self, bucket: int, rank: int, outputs: Sequence[_Output]) -> None:
+        """Writes the documents of a bucket, whose first has the rank, that belong to the outputs."""
+        first, end = outputs[0].first, outputs[-1].end
+        for low, after in self.scattered.parts(bucket, self.job.piece_bytes):
+            placed = self.scattered.documents(bucket, low, after)
+            order = np.argsort(placed.records["key"])[max(0, first - rank) : max(0, end - rank)]
+            if len(order):
+                chosen = np.sort(order)
+                of_chosen = np.searchsorted(chosen, order)
+                self._write_piece(placed.take(chosen), of_chosen, max(first, rank), outputs)
+            rank += len(placed.records)
 
     def _write_piece(
         self, placed: Placed, order: NDArray[np.int64], rank: int, outputs: Sequence[_Output]

@@ -7,7 +7,7 @@ documents; `Scattered` finds one in the files of all tasks. So a task has two fi
 there are.
 
     indexed/      00003.documents   00003.json
-    scattered/    00003.lines       00003.records   00003.index.npy   00003.json
+    scattered/    00003.lines       00003.records   00003.index   00003.json
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,10 +43,10 @@ TEMPORARY = "temporary"
 
 _DOCUMENT = np.dtype([("begin", "<u8"), ("num_bytes", "<u8"), ("choice", "<u8")])
 _RECORD = np.dtype([("key", "<u8"), ("num_bytes", "<u8")])
-_BUCKET_FILL = 0.85  # random keys: buckets differ
-_MOST_BUCKETS = 2**15
+BUCKET_FILL = 0.85  # random keys: buckets differ
+_FEW_BUCKETS = 256
 _BLOCK_BYTES = 2**21  # small enough for a core's cache
-_BYTES_PER_SEGMENT = 2**16  # of a bucket in a block, on average
+_BYTES_PER_SEGMENT = 2**15  # of a bucket in a block, on average
 _LF = 10
 
 
@@ -57,6 +58,7 @@ class TaskShuffle:
         folder: of the stage.
         settings: as `shuffle` has them: name, seed, num_shards, valid_fraction, text_field, skip_bad.
         rule: what a document of a text file is.
+        first_input: for errors.
         slices: what each task reads.
         longest_bytes: of a line, and of the buffer that a task reads into.
         piece_bytes: of the documents that a task puts in order at once.
@@ -66,6 +68,7 @@ class TaskShuffle:
     folder: Path
     settings: dict[str, Any]
     rule: TextRule
+    first_input: Path
     slices: list[list[Slice]] = field(repr=False)
     longest_bytes: int
     piece_bytes: int
@@ -161,10 +164,13 @@ class Indexed:
             self.num_bytes += facts["num_bytes"]
             self.firsts.append(self.firsts[-1] + sum(facts["slices"]))
         needed_bytes = self.num_bytes + DOCUMENT_BYTES * self.firsts[-1]
-        num_full = needed_bytes / (_BUCKET_FILL * job.bucket_bytes)
-        self.num_train_buckets = min(_MOST_BUCKETS, max(1, math.ceil(num_full)))
-        num_full *= job.settings["valid_fraction"]
-        self.num_valid_buckets = min(_MOST_BUCKETS, max(1, math.ceil(num_full)))
+        num_full = needed_bytes / (BUCKET_FILL * job.bucket_bytes)
+        most = max(_FEW_BUCKETS, job.longest_bytes // _BYTES_PER_SEGMENT)
+        self.num_train_buckets = min(most, max(1, math.ceil(num_full)))
+        valid = self.valid.total()
+        share = valid.num_documents / max(1, self.read.num_documents)
+        share = max(share, valid.num_text_bytes / max(1, self.read.num_text_bytes))
+        self.num_valid_buckets = min(most, max(1, math.ceil(share * num_full)))
 
     @property
     def num_buckets(self) -> int:
@@ -194,13 +200,15 @@ class ScatterDocuments:
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         self.stats = task_stats("🪣 - SHUFFLE: scatter")
         job, indexed = self.job, Indexed(self.job)
-        first, index = indexed.firsts[rank], []
+        first, written = indexed.firsts[rank], np.zeros(2, dtype=np.int64)
         block_bytes = min(job.longest_bytes, max(_BLOCK_BYTES, _BYTES_PER_SEGMENT * indexed.num_buckets))
-        paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records")]
+        paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
+        total = np.zeros((indexed.num_buckets, 2), dtype=np.int64)
         with (
-            complete_files(paths) as (lines_path, records_path),
+            complete_files(paths) as (lines_path, records_path, index_path),
             lines_path.open("wb", buffering=0) as lines,
             records_path.open("wb", buffering=0) as rest,
+            index_path.open("wb") as index,
         ):
             for found, begins, view in self._blocks(rank, block_bytes):
                 records = np.empty(len(found), dtype=_RECORD)
@@ -212,12 +220,13 @@ class ScatterDocuments:
                 places = zip(begins[order].tolist(), ends, strict=True)
                 write_all(lines.fileno(), [view[begin:end] for begin, end in places], lines_path)
                 write_all(rest.fileno(), [records[order].tobytes()], records_path)
-                index.append(_sizes(buckets, records["num_bytes"], indexed.num_buckets))
+                sizes = _sizes(buckets, records["num_bytes"], indexed.num_buckets)
+                after = written + sizes.cumsum(axis=0)
+                index.write(np.stack([after - sizes, sizes], axis=-1).tobytes())
+                written, total = after[-1], total + sizes
                 first += len(found)
         self.stats["documents"].update(first - indexed.firsts[rank])
-        sizes = np.array(index, dtype=np.int64).reshape(len(index), indexed.num_buckets, 2)
-        np.save(job.place("scattered", rank, ".index.npy"), _with_places(sizes))
-        write_json(job.place("scattered", rank), sizes.sum(axis=0).tolist())
+        write_json(job.place("scattered", rank), total.tolist())
 
     def _blocks(
         self, rank: int, block_bytes: int
@@ -262,12 +271,6 @@ def _sizes(buckets: NDArray[np.int64], num_bytes: Keys, num_buckets: int) -> NDA
     return np.stack([counts, sums], axis=1)
 
 
-def _with_places(sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(buckets, blocks, 4): first record, records, first byte, bytes of each bucket in each block."""
-    ends = sizes.reshape(-1, 2).cumsum(axis=0).reshape(sizes.shape)
-    return np.stack([ends - sizes, sizes], axis=-1).reshape(*sizes.shape[:2], 4).transpose(1, 0, 2)
-
-
 class Placed(NamedTuple):
     """Records, the task that each document comes from, and where its line is in the task's file."""
 
@@ -299,28 +302,49 @@ class Scattered:
             check_size(job.place("scattered", task, ".lines"), num_bytes)
             check_size(job.place("scattered", task, ".records"), num_documents * _RECORD.itemsize)
             total += sizes
-        self._counts: list[int] = total[:, 0].tolist()
+        self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
 
-    def buckets(self, *, is_valid: bool) -> list[tuple[int, int]]:
-        """Buckets of validation, or training, documents in the order of the keys, and how many each has."""
-        num_train = self.indexed.num_train_buckets
-        some = slice(num_train, None) if is_valid else slice(num_train)
-        return list(enumerate(self._counts))[some]
+    def buckets(self, *, is_valid: bool) -> list[int]:
+        """Buckets of validation, or training, documents in the order of the keys."""
+        first = self.indexed.num_train_buckets
+        return list(range(first, self.indexed.num_buckets) if is_valid else range(first))
 
-    def documents(self, bucket: int) -> Placed:
-        """Documents of a bucket."""
+    def parts(self, bucket: int, memory_bytes: int) -> list[tuple[int, int]]:
+        """Ranges of keys (low, end) that a bucket is cut into, whose documents fit the memory."""
+        first = self.indexed.num_train_buckets
+        number, count = bucket, first
+        if bucket >= first:
+            number, count = bucket - first, self.indexed.num_valid_buckets
+        num_documents, num_bytes = self.sizes[bucket]
+        needed = num_bytes + DOCUMENT_BYTES * num_documents
+        num_parts = 1 if needed <= memory_bytes else math.ceil(needed / (BUCKET_FILL * memory_bytes))
+        bounds = [first_key(number * num_parts + part, count * num_parts) for part in range(num_parts + 1)]
+        return list(pairwise(bounds))
+
+    def documents(self, bucket: int, low: int, end: int) -> Placed:
+        """Documents of a bucket with a key in [low, end)."""
         parts = [Placed(np.empty(0, _RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
         for task in range(self.job.num_tasks):
-            index = np.load(self.job.place("scattered", task, ".index.npy"), mmap_mode="r")
-            with self.job.place("scattered", task, ".records").open("rb") as file:
-                for place, count, begin, _ in index[bucket].tolist():
-                    if count:
-                        file.seek(place * _RECORD.itemsize)
-                        records = np.fromfile(file, dtype=_RECORD, count=count)
-                        sizes = records["num_bytes"].astype(np.int64)
-                        begins = begin + np.cumsum(sizes) - sizes
-                        parts.append(Placed(records, np.full(count, task, dtype=np.int32), begins))
+            for place, count, begin, _ in self._segments(task, bucket):
+                with self.job.place("scattered", task, ".records").open("rb") as file:
+                    file.seek(place * _RECORD.itemsize)
+                    records = np.fromfile(file, dtype=_RECORD, count=count)
+                sizes = records["num_bytes"].astype(np.int64)
+                begins = begin + np.cumsum(sizes) - sizes
+                inside = (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
+                found = records[inside]
+                parts.append(Placed(found, np.full(len(found), task, dtype=np.int32), begins[inside]))
         return Placed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+    def _segments(self, task: int, bucket: int) -> list[list[int]]:
+        """First record, records, first byte and bytes of a bucket in each block that has some."""
+        path = self.job.place("scattered", task, ".index")
+        if not path.stat().st_size:  # a task without documents
+            return []
+        index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.num_buckets, 4)
+        of_bucket = np.array(index[:, bucket])
+        segments: list[list[int]] = of_bucket[of_bucket[:, 1] > 0].tolist()
+        return segments
 
 
 def check_size(path: Path, num_bytes: int) -> None:

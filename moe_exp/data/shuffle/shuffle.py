@@ -115,7 +115,7 @@ def shuffle(
             return stage.manifest or {}
         if (stage.folder / TASKS).exists():
             num_tasks = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
-            fix = f"give --tasks {num_tasks}, or --start-over"
+            fix = f"give --tasks {num_tasks} (in prepare: --shuffle-tasks), or --start-over"
             raise ValueError(f"tasks=1: {output} was begun by {num_tasks} tasks. Fix: {fix}.")
         shuffling = Shuffling(stage, inputs, memory, rule=rule)
         estimate = estimate_shuffle(inputs, memory.budget_bytes)
@@ -248,6 +248,7 @@ class Shuffling:
         """
         threshold = int(self.settings["valid_fraction"] * NUM_KEYS)
         state = self.state = self.state or State(_num_buckets(line_bytes, self.memory), ValidTally(threshold))
+        self._save()  # so that what began is known
         if not state.is_spread:
             self._spread(state, line_bytes)
         check_split(self.inputs[0], self.settings, state.read, state.valid.total())

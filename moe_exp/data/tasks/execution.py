@@ -9,7 +9,7 @@ import shutil
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,36 @@ class Pass:
         """Tasks that are not complete."""
         done = self.folder / "completions"
         return [task for task in range(self.num_tasks) if not (done / f"{task:05d}").is_file()]
+
+
+@dataclass
+class After:
+    """First step of a pipeline that reads what another one has written, of which all tasks must be complete.
+
+    SLURM begins it when the last of several job arrays has succeeded, which says nothing about the others.
+    """
+
+    before: Pass
+    stats: Any = None
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        from datatrove.utils.stats import Stats
+
+        self.stats = Stats("⏳ - AFTER")
+        if left := self.before.left():
+            log = f"{self.before.folder}/logs/task_{left[0]:05d}.log"
+            rule = f"task {left[0]} of the pass before is not complete, {len(left)} in all"
+            raise ValueError(f"{rule}. Fix: see {log}, and call the same command again.")
+
+
+def in_turn(passes: Sequence[Pass]) -> list[Pass]:
+    """The passes, each of which checks that the one before it is complete."""
+    first, *rest = passes
+    after = [
+        replace(one, pipeline=[After(replace(before, pipeline=())), *one.pipeline])
+        for before, one in zip(passes, rest, strict=False)
+    ]
+    return [first, *after]
 
 
 def num_workers(execution: Execution) -> int:

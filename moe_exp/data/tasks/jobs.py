@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tasks.execution import Execution, Pass, num_workers
+from moe_exp.data.tasks.execution import Execution, Pass, in_turn, num_workers
 from moe_exp.data.tasks.slurm_jobs import submit
 from moe_exp.host.files import read_json
 
@@ -46,6 +46,7 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
     """
     if not any(one.left() for one in passes):
         return True
+    passes = in_turn(passes)
     if execution.executor == "slurm":
         submit(passes, execution, name, follows=follows)
         return False

@@ -130,7 +130,9 @@ def load_tokenizer(
     return _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
 
 
-def load_named_tokenizer(name: str, *, allow_special: bool = False) -> TextTokenizer:
+def load_named_tokenizer(
+    name: str, *, eod_token: str | None = None, allow_special: bool = False
+) -> TextTokenizer:
     """Loads what TOKENIZER names: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`.
 
     Raises:
@@ -139,7 +141,7 @@ def load_named_tokenizer(name: str, *, allow_special: bool = False) -> TextToken
     if name == "bytes":
         return load_tokenizer("ByteLevelTokenizer")
     kind = "SentencePieceTokenizer" if name.endswith(".model") else "HuggingFaceTokenizer"
-    return load_tokenizer(kind, model=name, allow_special=allow_special)
+    return load_tokenizer(kind, model=name, eod_token=eod_token, allow_special=allow_special)
 
 
 def tokenizer_vocab_size(path: str | Path) -> int:

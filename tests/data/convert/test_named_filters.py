@@ -109,6 +109,13 @@ def test_c4_removes_lines_and_documents(tmp_path):
 
 
 FUNCTIONS = """
+from __future__ import annotations
+from dataclasses import dataclass
+
+@dataclass
+class Rule:
+    word: str
+
 def keep(document):
     if "bad" in document.text:
         return False, "bad word"
@@ -153,6 +160,7 @@ def test_a_function_of_a_file(tmp_path, monkeypatch):
         ("pii: [1]", r"filter=pii: \[1\]: must be NAME or 'NAME: \{option: value\}'"),
         ("a: {b: [", r"filter=a: \{b: \[: must be NAME"),
         ("gone.py:keep", r"filter=gone\.py:keep: there is no file gone\.py\. Fix: check the path"),
+        (f"{__file__}:ENGLISH: {{a: 1}}", r"has no option a\. Fix: its options are none"),
         ("language", r"filter=language: languages=None: must be a list\. Fix: give \[en, de\]"),
         ("language: {languages: [en], threshold: 2}", r"threshold=2: must be from 0 to 1"),
         (
@@ -168,6 +176,15 @@ def test_what_is_no_filter(given, message):
         NamedFilter.parse(given)
     with pytest.raises(ValueError, match=r"filter=pii: is given twice\. Fix: give it once\."):
         ConvertSettings(filters=(NamedFilter("pii"), NamedFilter("pii")))
+
+
+def test_reasons_and_samples_are_bounded(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text("def keep(document):\n    return False, document.text\n")
+    documents = {f"{number}": f"text {number}" for number in range(60)}
+    _, manifest = converted(tmp_path, documents, f"{tmp_path}/mine.py:keep")
+    (reasons,) = manifest["reasons"].values()
+    assert sum(reasons.values()) == 60 and reasons["other"] == 20 and len(reasons) == 41
+    assert len(json.loads((tmp_path / "out/datatrove/samples.json").read_text())) == 46
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
@@ -189,8 +206,12 @@ FRENCH = "Ceci est un texte en français sur le temps qu'il a fait la semaine de
 def test_languages_by_py3langid(tmp_path):
     pytest.importorskip("py3langid")
     texts = {"en": ENGLISH, "de": GERMAN, "fr": FRENCH}
-    kept, manifest = converted(tmp_path, texts, "language: {languages: [en, fr]}")
-    assert set(kept) == {"en", "fr"} and manifest["reasons"]["language"] == {"de": 1}
+    documents = {name: {"text": text, "language": "en"} for name, text in texts.items()}
+    documents["other"] = {"text": ENGLISH, "language": "xx"}
+    how = {"languages": ("en",)}  # a field of the documents, which says something else
+    kept, manifest = converted(tmp_path, documents, "language: {languages: [en, fr]}", **how)
+    assert set(kept) == {"en", "fr"} and manifest["reasons"] == {"identified language": {"de": 1}}
+    assert number_of(manifest, "language") == 1
 
 
 def test_languages_by_a_fasttext_model(tmp_path):
@@ -204,7 +225,7 @@ def test_languages_by_a_fasttext_model(tmp_path):
     model.save_model(str(tmp_path / "lid.bin"))
     options = f"language: {{languages: [en], model: {tmp_path}/lid.bin}}"
     kept, manifest = converted(tmp_path, {"en": ENGLISH, "de": GERMAN}, options)
-    assert set(kept) == {"en"} and number_of(manifest, "language") == 1
+    assert set(kept) == {"en"} and number_of(manifest, "identified language") == 1
     assert manifest["settings"]["filters"][0]["files"][0]["name"] == "lid.bin"
 
 

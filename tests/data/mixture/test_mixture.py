@@ -9,7 +9,9 @@ import pytest
 
 from moe_exp.commands.data import main
 from moe_exp.data.documents import Tally, read_objects
-from moe_exp.data.mixture.settings import effective_weights, read_mixture
+from moe_exp.data.mixture.mix import Mixing
+from moe_exp.data.mixture.settings import MixedSource, Mixture, effective_weights, read_mixture
+from moe_exp.data.prepare import raw_folder
 from moe_exp.data.tokens.files import TokenFiles
 
 pytest.importorskip("datatrove")
@@ -124,6 +126,40 @@ def test_from_sources_to_weighted_token_files(mixture, capsys):
     assert float(again[2]) == pytest.approx(weights[1] / 2, rel=1e-4)
 
 
+def test_a_start_over_that_was_killed_continues_without_the_flag(mixture, monkeypatch):
+    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    (mixture / "mine.yaml").write_text(MIXTURE.replace("filters: [pii]", "min_score: null, max_chars: 60"))
+    for name in ("shuffle_documents", "sort_inputs"):  # killed before the shuffle, then before the conversion
+        with monkeypatch.context() as patch:
+            patch.setattr(f"moe_exp.data.prepare.{name}", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                main("mix", ["mine.yaml", "--workers", "1", "--start-over"])
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_exp.data.mixture.mix.tokenize_files", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            main("mix", ["mine.yaml", "--workers", "1", "--start-over"])
+    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert "| removed: length | 301 |" in (mixture / "data/mine/datasheet.md").read_text()
+    # another tokenizer repeats the tokenizing alone
+    shards = (mixture / "data/mine_web_shuffled/manifest.json").stat().st_mtime_ns
+    text = (mixture / "mine.yaml").read_text()
+    (mixture / "mine.yaml").write_text(text.replace("vocab_size: 400", "vocab_size: 350"))
+    assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
+    assert json.loads((mixture / "data/mine/mixture.json").read_text())["vocab_size"] <= 350
+    assert (mixture / "data/mine_web_shuffled/manifest.json").stat().st_mtime_ns == shards
+
+
+def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
+    sources = [
+        MixedSource(source="a/data", name="first", weight=1, patterns=["x/*"]),
+        MixedSource(source="a/data", name="second", weight=1, patterns=["y/*"]),
+        MixedSource(source="a/other", weight=1),
+    ]
+    mixing = Mixing("mine", Mixture(sources=sources, vocab_size=300), tmp_path)
+    raw = {name: raw_folder(one.source(), one).name for name, one in mixing.preparations().items()}
+    assert raw == {"first": "mine_first_raw", "second": "mine_second_raw", "other": "other_raw"}
+
+
 def texts(folder, name):
     """Training texts of a source."""
     paths = (folder / f"data/mine_{name}_shuffled").glob("*.chunk.*.jsonl")
@@ -140,6 +176,7 @@ def test_nothing_is_made_where_a_source_is_wrong(mixture, capsys):
         ),
         (("filters: [pii]", "filters: [nothing]"), "sources.0: filter=nothing: must be one of"),
         (("filters: [pii]", "near_dedup: {rows: 2}"), "sources.0: near_dedup="),
+        (("vocab_size: 400", "tokenizer: gone/"), "gone"),
     ):
         (mixture / "mine.yaml").write_text(MIXTURE.replace(*change))
         assert main("mix", ["mine.yaml"]) == 1

@@ -15,7 +15,7 @@ import pytest
 from helpers.slurm.cluster import Cluster
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.steps import ReadFiles
-from moe_exp.data.tasks.execution import Execution, Pass
+from moe_exp.data.tasks.execution import Execution, Pass, in_turn
 from moe_exp.data.tasks.jobs import ray_executor
 
 pytest.importorskip("datatrove")
@@ -169,6 +169,21 @@ def test_passes_of_deduplication_depend_on_each_other(tmp_path, cluster):
     convert(inputs, tmp_path / "local/x", ConvertSettings(dedup=True), Execution(workers=1))
     assert contents(output) == contents(tmp_path / "local/x")
     assert json.loads((output / "manifest.json").read_text())["written"]["num_documents"] == 14
+
+
+def test_a_pass_does_not_begin_before_the_one_before_it_is_complete(tmp_path):
+    first, second = in_turn([Pass([], 3, tmp_path / "a"), Pass(["step"], 2, tmp_path / "b")])
+    assert list(first.pipeline) == [] and second.pipeline[1:] == ["step"]
+    done = tmp_path / "a/completions"
+    done.mkdir(parents=True)
+    for task in (0, 2):
+        (done / f"{task:05d}").touch()
+    with pytest.raises(
+        ValueError, match=r"^task 1 of the pass before is not complete, 1 in all\. Fix: see"
+    ):
+        second.pipeline[0]()
+    (done / "00001").touch()
+    assert second.pipeline[0]() is None
 
 
 def test_slurm_without_its_commands(tmp_path, monkeypatch):
