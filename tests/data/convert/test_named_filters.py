@@ -199,7 +199,7 @@ def test_a_package_that_is_missing_is_named(monkeypatch):
 
 
 ENGLISH = "This is a text in English, about the weather of last week and what it will be tomorrow."
-GERMAN = "Wir lesen hier einen deutschen Text über das Wetter der letzten Woche und wie es morgen wohl werden wird."
+GERMAN = "Wir lesen hier einen deutschen Text über das Wetter der letzten Woche und wie es morgen wohl wird."
 FRENCH = "Ceci est un texte en français sur le temps qu'il a fait la semaine dernière et qu'il fera demain."
 
 

@@ -50,7 +50,7 @@ SOURCE = "{tokenizer: x, sources: [{source: a, %s}]}"
         ("{sources: [{source: a, weight: 1}]}", r"settings: either tokenizer or vocab_size must be given"),
         ("{tokenizer: x, sources: [{source: a}]}", r"sources\.0\.weight: is missing"),
         (SOURCE % "weight: 0", r"sources\.0\.weight=0: must be greater than 0"),
-        (SOURCE % "weight: 1, wheight: 2", r"sources\.0\.wheight=2: is not a setting"),
+        (SOURCE % "weight: 1, heft: 2", r"sources\.0\.heft=2: is not a setting"),
         (SOURCE % "weight: 1, name: a/b", r"sources\.0\.name=a/b: must be letters"),
         (SOURCE % "weight: 1, max_epochs: 2", r"settings: max_epochs needs total_tokens"),
     ],
