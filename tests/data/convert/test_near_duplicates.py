@@ -64,7 +64,7 @@ def kept_by(inputs, output, num_tasks=1, **settings):
 
 def test_planted_near_duplicates_go_as_often_as_the_theory_says(tmp_path):
     choice, documents, expected = random.Random(3), [], {0.9: [], 0.8: [], 0.5: []}
-    for number in range(900):
+    for number in range(500):
         words = some_words(choice, 150)
         documents.append((f"original {number}", " ".join(words)))
         if number % 2:

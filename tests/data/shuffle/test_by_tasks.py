@@ -289,7 +289,7 @@ def test_slurm_jobs_one_pass_after_the_other(tmp_path, monkeypatch):
 @pytest.mark.parametrize("text", ["{number} " + "x" * 20_000, "{number}"])
 def test_the_memory_of_a_task_stays_in_the_budget(tmp_path, text):
     with (tmp_path / "a.jsonl").open("w") as file:
-        count = 3000 if len(text) > 100 else 500_000
+        count = 3000 if len(text) > 100 else 250_000
         file.writelines(json.dumps({"text": text.format(number=number)}) + "\n" for number in range(count))
     code = """
 import sys
