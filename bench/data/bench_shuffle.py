@@ -17,7 +17,7 @@ for the shards.
 
 What they do is not the same. shuf holds all of the file, and writes one; so does terashuf, within its memory.
 Ours parses and checks every document, counts and hashes texts and lines, sets validation documents aside,
-writes 32 shards and reads them back. With --tasks, processes of their own do so; the budget is that of each.
+writes 32 shards and reads them back. With --tasks a process per 512 MB does so; the budget is that of each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moe_exp.data.download.sources import python_stdlib_documents
 MOE_EXP = [sys.executable, "-m", "moe_exp", "data"]
 SHUFFLE = "moe-exp data shuffle"
 MERGE = "moe-exp data merge"
-NUM_TASKS = (2, 4)  # two of them at a time
+NUM_TASKS = (2, 4)
 
 
 def write_text(path: Path, num_bytes: int, characters: int) -> int:
@@ -98,7 +98,7 @@ def one_round(folder: Path, memory: str) -> dict[str, tuple[float, float]]:
     figures[SHUFFLE] = measure(ours, warm_bytes)
     shutil.rmtree(shards)
     for tasks in NUM_TASKS:
-        figures[f"{SHUFFLE} --tasks {tasks}"] = measure([*ours, "--tasks", tasks, "--workers", 2], warm_bytes)
+        figures[f"{SHUFFLE} --tasks {tasks}"] = measure([*ours, "--tasks", tasks], warm_bytes)
         if tasks != NUM_TASKS[-1]:
             shutil.rmtree(shards)
     if shutil.which("terashuf"):
