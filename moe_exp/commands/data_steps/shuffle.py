@@ -13,6 +13,7 @@ from moe_exp.commands.guard import UNDER_WAY
 
 _COMMON = ("text_field", "skip_bad", "start_over")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_MOST_DIGITS = 20
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -84,7 +85,7 @@ def add_text_documents(parser: Any) -> None:
 def memory_bytes(text: str) -> int:
     """Bytes from `256MB`, `8GB`, `8GiB` or a plain number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Z]*)", text.strip().upper())
-    if not match or match[2] not in _UNITS:
+    if not match or match[2] not in _UNITS or len(match[1]) > _MOST_DIGITS:
         raise argparse.ArgumentTypeError(
             f"memory={text}: must be a number with KB, MB, GB, MiB or GiB. Fix: give 256MB."
         )

@@ -698,9 +698,10 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     Path("books/b.jsonl").write_text("{")
     assert main("shuffle", ["books", "--output", "other"]) == 1
     assert "books/b.jsonl:1: not valid JSON. Fix: correct the line" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main("shuffle", ["books", "--memory", "lots"])
-    assert "memory=lots: must be a number" in capsys.readouterr().err
+    for wrong in ("lots", "9" * 400):
+        with pytest.raises(SystemExit):
+            main("shuffle", ["books", "--memory", wrong])
+        assert f"memory={wrong}: must be a number" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
