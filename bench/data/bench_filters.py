@@ -57,9 +57,11 @@ from datatrove.pipeline.dedup import MinhashDedupBuckets, MinhashDedupCluster, M
 from datatrove.pipeline.dedup import MinhashDedupSignature
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.utils.hashing import HashConfig
-from moe_exp.data.convert.near_duplicates import _words
+from moe_exp.data.convert.near_duplicates import _WORD
+from moe_exp.data.convert.words import word_tokenizer
+words = word_tokenizer(_WORD.findall)
 config = MinhashConfig(num_buckets=14, hashes_per_bucket=11, hash_config=HashConfig(hash_fc="sha1"))
-run("sign", ParquetReader(source), MinhashDedupSignature(f"{output}/sign", config, language=_words()))
+run("sign", ParquetReader(source), MinhashDedupSignature(f"{output}/sign", config, language=words))
 run("pairs", MinhashDedupBuckets(f"{output}/sign", f"{output}/pairs", config=config), tasks=14)
 run("clusters", MinhashDedupCluster(f"{output}/pairs", f"{output}/gone", config))
 run("filter", ParquetReader(source), MinhashDedupFilter(f"{output}/gone"), writer)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.convert.filters import Filter
+from moe_exp.data.convert.words import word_tokenizer
 from moe_exp.data.documents import Tally, read_documents
 
 NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, appendix C)
@@ -88,7 +89,7 @@ class ContaminationFilter(Filter):
         """NGramsDecontFilter."""
         from datatrove.pipeline.decont import NGramsDecontFilter
 
-        return NGramsDecontFilter(self.index_folder, _ngrams_config(), language=_words())
+        return NGramsDecontFilter(self.index_folder, _ngrams_config(), language=word_tokenizer())
 
 
 def _ngrams_config() -> Any:
@@ -97,18 +98,6 @@ def _ngrams_config() -> Any:
 
     # datatrove gives its n-grams to the hash as str, which newer xxhash does not take.
     return NGramsDecontConfig(n_grams=NGRAM_WORDS, hash_config=HashConfig(hash_fc="sha1"))
-
-
-def _words() -> Any:
-    """Words between spaces, as datatrove has normalised the text. Its English tokenizer needs spaCy."""
-    from datatrove.utils.word_tokenizers import WordTokenizer
-
-    methods = {
-        "word_tokenize": lambda _, text: text.split(),
-        "sent_tokenize": lambda _, text: [text],
-        "span_tokenize": lambda _, text: [(0, len(text))],
-    }
-    return type("Words", (WordTokenizer,), methods)()
 
 
 def write_contamination_index(texts: Path, folder: Path) -> dict[str, int]:

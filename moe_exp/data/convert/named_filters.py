@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.convert.filters import Filter
+from moe_exp.data.convert.words import word_tokenizer
 from moe_exp.data.stage import fingerprint
 
 # Name to module and class of datatrove's filters and formatters, and the packages that they need.
@@ -211,12 +212,9 @@ def langid_block(languages: list[str], threshold: float) -> Any:
 
 
 def spaced_words() -> Any:
-    """Words between spaces and sentences by their punctuation; datatrove's own for English need spaCy."""
-    from datatrove.utils.word_tokenizers import WordTokenizer
+    """Words between spaces and sentences by their punctuation."""
 
-    methods = {
-        "word_tokenize": lambda _, text: text.split(),
-        "sent_tokenize": lambda _, text: [one for one in _SENTENCE_END.split(text) if one.strip()],
-        "span_tokenize": lambda _, text: [(0, len(text))],
-    }
-    return type("SpacedWords", (WordTokenizer,), methods)()
+    def sentences(text: str) -> list[str]:
+        return [one for one in _SENTENCE_END.split(text) if one.strip()]
+
+    return word_tokenizer(sentences=sentences)

@@ -21,6 +21,7 @@ import yaml
 from numpy.typing import NDArray
 
 from moe_exp.data.convert.filters import Filter
+from moe_exp.data.convert.words import word_tokenizer
 from moe_exp.data.tasks.execution import complete_files
 from moe_exp.host.files import read_json, write_json
 
@@ -91,17 +92,6 @@ def near_duplicates(given: str | Mapping[str, Any] | None) -> NearDuplicates | N
     return NearDuplicates(**options)
 
 
-def _words() -> Any:
-    from datatrove.utils.word_tokenizers import WordTokenizer
-
-    methods = {
-        "word_tokenize": lambda _, text: _WORD.findall(text),
-        "sent_tokenize": lambda _, text: [text],
-        "span_tokenize": lambda _, text: [(0, len(text))],
-    }
-    return type("Words", (WordTokenizer,), methods)()
-
-
 @dataclass
 class SignNearDuplicates:
     """Last step of the first pass: MinhashDedupSignature, and the rank of each document in its cluster."""
@@ -113,7 +103,9 @@ class SignNearDuplicates:
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
         from datatrove.pipeline.dedup import MinhashDedupSignature
 
-        block = MinhashDedupSignature(f"{self.folder}/signatures", self.how.config(), language=_words())
+        block = MinhashDedupSignature(
+            f"{self.folder}/signatures", self.how.config(), language=word_tokenizer(_WORD.findall)
+        )
         # xxhash no longer takes the str that datatrove gives it
         block._hash_func = lambda ngram: xxhash.xxh3_64_intdigest(ngram.encode())
         block.get_signature = _in_parts(block.get_signature, self.how.num_buckets)

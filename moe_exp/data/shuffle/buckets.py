@@ -172,6 +172,11 @@ def first_key(bucket: int, num_buckets: int) -> int:
     return -(-bucket * NUM_KEYS // num_buckets)
 
 
+def bucket_bounds(num_buckets: int) -> Keys:
+    """The smallest key of each bucket."""
+    return np.array([first_key(bucket, num_buckets) for bucket in range(num_buckets)], dtype=np.uint64)
+
+
 def restore(path: Path, num_bytes: int) -> None:
     """Makes a file of which `num_bytes` count; what was written after them is cut off.
 
@@ -206,8 +211,7 @@ def spread(
         save: saves the state.
         save_bytes: that are read between two calls of `save`.
     """
-    first_keys = [first_key(bucket, state.num_buckets) for bucket in range(state.num_buckets)]
-    bounds = np.array(first_keys, dtype=np.uint64)
+    bounds = bucket_bounds(state.num_buckets)
     state.bucket_sizes = state.bucket_sizes or [[0, 0] for _ in bounds]
     unsaved_bytes = 0
     with ExitStack() as stack:

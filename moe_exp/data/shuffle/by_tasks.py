@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from moe_exp.data.documents import estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
 from moe_exp.data.shuffle.line_buffer import LineBuffer
+from moe_exp.data.shuffle.outputs import Shard, check_split, finish, output_paths, stage_settings
 from moe_exp.data.shuffle.scatter import (
     TEMPORARY,
     IndexDocuments,
@@ -39,12 +40,8 @@ from moe_exp.data.shuffle.shuffle import (
     DEFAULT_VALID_FRACTION,
     TASKS,
     Memory,
-    Shard,
     check_shuffle,
-    check_split,
     checked_memory,
-    finish,
-    output_paths,
     shuffle,
 )
 from moe_exp.data.shuffle.slices import cut_inputs
@@ -134,8 +131,7 @@ def shuffle_by_tasks(
     memory = Memory.of(checked_memory(memory_bytes or _default_memory(execution, tasks)))
     if start_over or execution.executor != "slurm":
         _check_no_jobs(output)
-    settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
-    settings |= {"text_field": text_field, "skip_bad": skip_bad, **rule.facts()}
+    settings = stage_settings(name, seed, num_shards, valid_fraction, text_field, skip_bad, rule)
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
             _clean(stage.output)

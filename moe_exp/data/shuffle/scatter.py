@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ from moe_exp.data.shuffle.buckets import (
     NUM_KEYS,
     Keys,
     ValidTally,
+    bucket_bounds,
     document_keys,
     first_key,
     text_choices,
@@ -177,17 +179,16 @@ class Indexed:
         """Number of buckets; those of training come first."""
         return self.num_train_buckets + self.num_valid_buckets
 
+    @cached_property
+    def _bounds(self) -> tuple[Keys, Keys]:
+        return bucket_bounds(self.num_train_buckets), bucket_bounds(self.num_valid_buckets)
+
     def buckets_of(self, keys: Keys, choices: Keys) -> NDArray[np.int64]:
         """Bucket of each document."""
-        train, valid = (_ranges(keys, num) for num in (self.num_train_buckets, self.num_valid_buckets))
+        train, valid = (np.searchsorted(bounds, keys, side="right") - 1 for bounds in self._bounds)
         # limit() is at most 2**64, which no uint64 holds
         is_valid = choices <= np.uint64(self.valid.limit() - 1)
         return np.where(is_valid, self.num_train_buckets + valid, train)
-
-
-def _ranges(keys: Keys, number: int) -> NDArray[np.int64]:
-    bounds = np.array([first_key(bucket, number) for bucket in range(number)], dtype=np.uint64)
-    return np.searchsorted(bounds, keys, side="right") - 1
 
 
 @dataclass

@@ -19,12 +19,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
-from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
+from moe_exp.data.documents import check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
-from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests
+from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks
 from moe_exp.data.shuffle.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
+from moe_exp.data.shuffle.outputs import Shard, check_split, finish, output_paths, stage_settings
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.memory import available_memory_bytes
@@ -38,11 +37,9 @@ DEFAULT_VALID_FRACTION = 0.005
 _MOST_BUCKETS = 256  # two open files each
 _BUCKET_FILL = 0.85  # random keys: buckets differ
 _BLOCK_BYTES = 2**21
-_READ_BACK_BYTES = 2**18
 _FIXED_BYTES = 2**22  # of small objects, and of what the allocator keeps: the same for every budget
 _MOST_LINES = 2**16
 _SAVE_BYTES = 2**29
-_CHANGED = "The disk, or another program, has changed it. Fix: give --start-over."
 _BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
 
 
@@ -108,8 +105,7 @@ def shuffle(
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, name=name, **sizes)
     memory = Memory.of(checked_memory(memory_bytes))
-    settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
-    settings |= {"text_field": text_field, "skip_bad": skip_bad, **rule.facts()}
+    settings = stage_settings(name, seed, num_shards, valid_fraction, text_field, skip_bad, rule)
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
             return stage.manifest or {}
@@ -290,106 +286,3 @@ class Shuffling:
                 advance(path.stat().st_size)
         self.state_path.unlink()
         return finish(self.stage, made, state.read, state.valid.total(), state.line_hash)
-
-
-# What a shuffle by one process and one by tasks have in common
-
-
-def output_paths(folder: Path, name: str, num_shards: int) -> list[Path]:
-    """The validation file and the shards."""
-    width = max(2, len(str(num_shards - 1)))
-    shards = (f"{name}.chunk.{shard:0{width}d}.jsonl" for shard in range(num_shards))
-    return [folder / file_name for file_name in (f"{name}.val.jsonl", *shards)]
-
-
-def check_split(first_input: Path, settings: Mapping[str, Any], read: Tally, valid: Tally) -> None:
-    """Checks that there are documents for training.
-
-    Raises:
-        ValueError: there are none.
-    """
-    if not read.num_documents:
-        raise ValueError(f"input={first_input}: there is no document in the input. Fix: another input.")
-    num_train = read.num_documents - valid.num_documents
-    if not num_train:
-        rule = f"all {read.num_documents} documents are for validation, none is left for training"
-        fix = "give a smaller fraction, or more documents with different texts"
-        raise ValueError(f"valid_fraction={settings['valid_fraction']}: {rule}. Fix: {fix}.")
-    if num_train < settings["num_shards"]:
-        what = "%d documents for training in %d shards: some are empty"
-        logger.warning(what, num_train, settings["num_shards"])
-
-
-@dataclass(frozen=True)
-class Shard:
-    """An output that was read back.
-
-    Args:
-        path: of the file.
-        num_documents: lines in it.
-        hash: of the file, as `file_hash` gives it.
-        line_hash: sum of the XXH3-128 of its lines modulo 2**128.
-    """
-
-    path: Path
-    num_documents: int
-    hash: str
-    line_hash: int
-
-    @classmethod
-    def read_back(cls, path: Path, num_documents: int) -> Shard:
-        """Reads a file that was written.
-
-        Raises:
-            ValueError: it does not have `num_documents` lines.
-        """
-        # What is kept of a line is gone with its block.
-        lines = LineBlocks(_READ_BACK_BYTES, path.stat().st_size + 1)
-        whole, digest, num_lines, line_hash = xxhash.xxh3_128(), xxhash.xxh3_128_digest, 0, 0
-        for begin, end in lines.read(path):
-            whole.update(lines.view[:end])
-            find, view, digests = lines.buffer.find, lines.view, []
-            while begin < end:
-                line_end = find(b"\n", begin)
-                digests.append(digest(view[begin:line_end]))
-                begin = line_end + 1
-            num_lines, line_hash = num_lines + len(digests), line_hash + sum_digests(b"".join(digests))
-        if num_lines != num_documents:
-            rule = f"{num_lines} documents were read back, {num_documents} were written"
-            raise ValueError(f"{path}: {rule}. {_CHANGED}")
-        return cls(path, num_lines, whole.hexdigest(), line_hash % 2**128)
-
-
-def finish(
-    stage: Stage, outputs: Sequence[Shard], read: Tally, valid: Tally, line_hash: int
-) -> dict[str, Any]:
-    """Publishes the validation file and the shards, and returns the manifest.
-
-    Args:
-        stage: whose folder has them.
-        outputs: in the order of `output_paths`.
-        read: all documents.
-        valid: those for validation.
-        line_hash: sum of the XXH3-128 of all lines modulo 2**128.
-
-    Raises:
-        ValueError: the lines that were read back are not those of the input.
-    """
-    if sum(shard.line_hash for shard in outputs) % 2**128 != line_hash:
-        rule = "the lines that were read back are not those of the input"
-        raise ValueError(f"{stage.folder}: {rule}. {_CHANGED}")
-    train_hash = (read.text_hash - valid.text_hash) % 2**128
-    num_train, num_text_bytes = (
-        getattr(read, name) - getattr(valid, name) for name in ("num_documents", "num_text_bytes")
-    )
-    train = Tally(num_train, num_text_bytes, train_hash)
-    return stage.finish_folder(
-        [shard.path for shard in outputs],
-        hashes={shard.path: shard.hash for shard in outputs},
-        read=read.to_json(),
-        train=train.to_json(),
-        valid=valid.to_json(),
-        line_hash=f"{line_hash:032x}",
-        valid_file=outputs[0].path.name,
-        num_documents={shard.path.name: shard.num_documents for shard in outputs},
-    )

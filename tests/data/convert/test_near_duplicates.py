@@ -11,6 +11,7 @@ import pytest
 from moe_exp.data.convert import near_duplicates as module
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.near_duplicates import NearDuplicates, near_duplicates, smallest_labels
+from moe_exp.data.convert.words import word_tokenizer
 from moe_exp.data.tasks.execution import Execution
 
 pytest.importorskip("datatrove")
@@ -149,7 +150,7 @@ def test_a_long_document_is_signed_in_parts():
     from datatrove.pipeline.dedup import MinhashDedupSignature
 
     how = NearDuplicates()
-    block = MinhashDedupSignature("unused", how.config(), language=module._words())
+    block = MinhashDedupSignature("unused", how.config(), language=word_tokenizer())
     shingles = np.random.default_rng(0).integers(0, 2**63, (5000, 1), dtype=np.uint64)
     for count in (1, 1023, 1024, 1025, 5000):
         expected = block.get_signature(shingles[:count])
