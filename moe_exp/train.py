@@ -75,6 +75,7 @@ from moe_exp.training.samples import (
     read_ahead,
 )
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
+from moe_exp.training.uploads import Uploads
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 
@@ -272,10 +273,10 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     """Trains to TRAIN_ITERS or a stop; returns `finished` or `stopped`, exit code. Rank 0 has `metrics`."""
     config = job.config
     interval = Interval(config, job.runtime, job.trained.model)
-    saver = CheckpointWriter(
-        config, job.runtime, job.folder.checkpoints, loaded=iteration_in_this_run(job.source, job.folder)
-    )
-    saves = CheckpointManager(config, saver, job.trained, metrics)
+    uploads = Uploads(config) if config.remote_dir and job.runtime.is_first else None
+    loaded, held = iteration_in_this_run(job.source, job.folder), uploads.held if uploads else tuple
+    saver = CheckpointWriter(config, job.runtime, job.folder.checkpoints, loaded, held)
+    saves = CheckpointManager(config, saver, job.trained, metrics, uploads)
     check_replicas(config, job.runtime, job.trained, progress, metrics)
     guard = LossGuard(config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics)
     exit_file = job.folder.exit_file if job.runtime.is_first else None
@@ -333,7 +334,9 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if is_last:
             rules.acknowledge(end.stop)
         if end.stop and iteration < config.train_iters:
+            saves.finish_uploads()
             return "stopped", saves.stopped_code(progress)
+    saves.finish_uploads()
     return "finished", FINISHED
 
 

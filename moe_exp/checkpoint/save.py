@@ -15,6 +15,7 @@ import logging
 import math
 import shutil
 import time
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -68,11 +69,19 @@ class _Pending:
 class CheckpointWriter:
     """The saves of a run, one at a time. `loaded` is the iteration of the folder `checkpoints` that training
     resumed from: retention leaves it alone, and counts none of the later ones that it finds there, which are
-    damaged, or of an attempt that was given up.
+    damaged, or of an attempt that was given up. It also leaves those that `held` names on rank 0.
     """
 
-    def __init__(self, config: Config, runtime: Runtime, checkpoints: Path, loaded: int | None = None):
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        checkpoints: Path,
+        loaded: int | None = None,
+        held: Callable[[], Collection[int]] = tuple,
+    ):
         self._config, self._runtime, self._checkpoints, self._loaded = config, runtime, checkpoints, loaded
+        self._held = held
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._pending: _Pending | None = None
         self._published: set[int] = set()  # by this start; on rank 0
@@ -173,7 +182,8 @@ class CheckpointWriter:
         sound = [iteration for iteration in found if iteration not in passed]
         kept = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
         gone = which_to_remove(sound, losses, **kept)
-        return [*passed, *(iteration for iteration in gone if iteration != self._loaded)]
+        left = {self._loaded, *self._held()}
+        return [*passed, *(iteration for iteration in gone if iteration not in left)]
 
 
 def save(config: Config, runtime: Runtime, checkpoints: Path, trained: Trained, progress: Progress) -> float:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS
 from moe_exp.config.data_stages import read_stages
+from moe_exp.host.files import is_url
 
 # Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
 _NOT_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -216,6 +217,11 @@ def blend_members(value: str) -> list[tuple[str, str]]:
 def names_text(value: str) -> bool:
     """Whether TRAIN_DATA or VALID_DATA has a corpus that is text."""
     return any(is_text(name) for _, name in blend_members(value))
+
+
+def is_prepared_first(value: str) -> bool:
+    """Whether TRAIN_DATA or VALID_DATA has a corpus that is text, or is at an object store."""
+    return any(is_text(name) or is_url(name) for _, name in blend_members(value))
 
 
 def is_text(name: str) -> bool:

@@ -225,9 +225,16 @@ class Config(ModelSettings):
     run_name: str = place("", "folder of this run inside RUN_DIR; empty: built from the settings")
     load_dir: PathText = output(
         "",
-        "checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration; "
-        "empty: the run's own",
+        "checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration, or its "
+        "URL at an object store; empty: the run's own",
         measured="",
+    )
+    remote_dir: str = output(
+        "",
+        "folder at an object store (s3://, gs://, hf://) that gets a copy of the run: each checkpoint, and"
+        " config.yaml and metrics.jsonl with it; a run folder without checkpoints continues from it",
+        measured="",
+        compared=False,
     )
     allow_other_model: bool = output(
         False,

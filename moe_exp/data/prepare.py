@@ -159,7 +159,7 @@ def _check(source: Source, wanted: Preparation) -> None:
 
 def _inputs(source: Source, wanted: Preparation) -> list[Path]:
     folder = raw_folder(source, wanted)
-    if _is_embedded(source):
+    if source.is_embedded:
         return [write_stdlib(folder, start_over=wanted.start_over or wanted.download_again)]
     try:
         return sort_inputs(download(source, folder, start_over=wanted.download_again))
@@ -170,10 +170,6 @@ def _inputs(source: Source, wanted: Preparation) -> list[Path]:
 def raw_folder(source: Source, wanted: Preparation) -> Path:
     """Folder of the downloaded files."""
     return wanted.data_dir / f"{wanted.raw_name or source.name}_raw"
-
-
-def _is_embedded(source: Source) -> bool:
-    return source.repository is None and source.path is None
 
 
 def write_stdlib(folder: Path, *, start_over: bool = False) -> Path:
@@ -228,7 +224,7 @@ def plan(wanted: Preparation) -> None:
 
 def _expected(source: Source, wanted: Preparation) -> tuple[int, int, int]:
     """Number of input files, their bytes, and about those of the JSONL; 0 if unknown before the download."""
-    if _is_embedded(source):
+    if source.is_embedded:
         num_bytes = sum(len(text.encode()) for _, text in python_stdlib_documents())
         return 1, num_bytes, num_bytes
     paths = download(source, raw_folder(source, wanted), dry_run=True, start_over=wanted.download_again)

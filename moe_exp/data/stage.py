@@ -166,7 +166,7 @@ def run_stage(
             _check_same(output, done, key, "was made")
             place = output if is_folder else output.parent
             if not mends_outputs:
-                _check_outputs(place, done)
+                check_outputs(place, done)
             if is_folder:
                 # of a call that was killed right at its end, as the next
                 (output / RUNNING).unlink(missing_ok=True)
@@ -222,7 +222,12 @@ def _manifest_path(output: Path, *, is_folder: bool) -> Path:
     return output / "manifest.json" if is_folder else output.with_name(output.name + ".manifest.json")
 
 
-def _check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
+def check_outputs(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Whether the files of a manifest are there with their sizes.
+
+    Raises:
+        ValueError: one is not.
+    """
     for file in manifest["outputs"]:
         path = folder / file["name"]
         size = path.stat().st_size if path.exists() else None

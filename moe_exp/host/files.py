@@ -58,6 +58,11 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
 
+def is_url(text: str) -> bool:
+    """Whether text names a place at an object store (`host/object_store.py`) rather than a path."""
+    return "://" in text
+
+
 def expanded(path: str | os.PathLike[str]) -> Path:
     """`path` with the home folder for a leading ~, as a shell gives it: as it is where there is no such user,
     of which `Path.expanduser` makes an error.

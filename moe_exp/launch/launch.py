@@ -165,6 +165,8 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE,
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
     prepared = _with_text(config)
+    if config.remote_dir and config.node_rank == 0 and module == TRAIN_MODULE:
+        _fetch_run(config)
     if config.preflight and module == TRAIN_MODULE:
         # imported here, as it uses functions of this module
         from moe_exp.launch.preflight.report import passes
@@ -216,6 +218,16 @@ def _with_text(config: Config) -> Config:
     if prepared is not config and (problems := [*data_problems(prepared)]):
         raise ConfigError(problems)
     return prepared
+
+
+def _fetch_run(config: Config) -> None:
+    """Continues from the copy in REMOTE_DIR if there is no checkpoint here: ranks would wait with a limit."""
+    from moe_exp.checkpoint.remote import fetch_run
+
+    try:
+        fetch_run(config)
+    except (ValueError, OSError) as error:
+        raise ConfigError([str(error)]) from None
 
 
 def rank_arguments(config: Config, flags: Mapping[str, Any]) -> list[str]:

@@ -16,18 +16,19 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from moe_exp.checkpoint.remote import find_there, newest_there, remote_run
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.determinism import environment_problems
-from moe_exp.config.setting_types import names_text
+from moe_exp.config.setting_types import is_prepared_first, names_text
 from moe_exp.data.own_text.settings import text_problems
 from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus
-from moe_exp.host.files import bytes_text, read_yaml
+from moe_exp.host.files import bytes_text, is_url, read_yaml
 from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
@@ -60,6 +61,7 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
         *data_problems(config),
         *_tokenizer(config),
         *_load_dir(config),
+        *_remote_dir(config),
         *_upcycle_from(config),
         *_data_dir(config),
         *(folder := run_folder_problems(config)),
@@ -304,7 +306,7 @@ def data_problems(c: Config) -> Iterator[str]:
         except ValueError:
             return  # reported by check_config
     of_both: list[tuple[str, str, int, Sequence[Share | None]]] = []
-    if names_text(c.train_data) or names_text(c.valid_data):
+    if is_prepared_first(c.train_data) or is_prepared_first(c.valid_data):
         yield from text_problems(c)
     else:
         of_both = [
@@ -372,7 +374,23 @@ def _tokenizer(c: Config) -> Iterator[str]:
         yield problem("tokenizer", c.tokenizer, rule, f"set VOCAB_SIZE to at least {size}")
 
 
+def _remote_dir(c: Config) -> Iterator[str]:
+    if c.remote_dir and not is_url(c.remote_dir):
+        yield problem("remote_dir", c.remote_dir, "is no URL", "give one such as s3://bucket/runs")
+    elif c.remote_dir:
+        try:
+            newest_there(f"{remote_run(c)}/checkpoints")
+        except (ValueError, ConnectionError) as error:
+            yield f"REMOTE_DIR={error}"
+
+
 def _load_dir(c: Config) -> Iterator[str]:
+    if is_url(c.load_dir):
+        try:
+            find_there(c.load_dir)
+        except (ValueError, ConnectionError) as error:
+            yield f"LOAD_DIR={error}"
+        return
     folder = Path(c.load_dir).expanduser()
     names = (LATEST, f"checkpoints/{LATEST}", "metadata.json")
     if c.load_dir and not any((folder / name).is_file() for name in names):
@@ -411,8 +429,8 @@ def _data_dir(c: Config) -> Iterator[str]:
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty) goes"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron go"
-    elif names_text(c.train_data) or names_text(c.valid_data):
-        what = "the token files of the text go"
+    elif is_prepared_first(c.train_data) or is_prepared_first(c.valid_data):
+        what = "the token files of the text, or the parts of those at an object store, go"
     elif c.train_data or any(folder.glob("python_*_torch_*_bpe*/manifest.json")):
         return
     place = next(path for path in (folder, *folder.absolute().parents) if os.access(path, os.F_OK))

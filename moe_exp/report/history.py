@@ -15,7 +15,7 @@ from moe_exp.report.comparison import in_words
 from moe_exp.report.page_parts import run_name, table
 from moe_exp.report.run_data import Run
 
-FAULTS = ("checkpoint_failed", "damaged_checkpoint", "other_data")
+FAULTS = ("checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data")
 _MOST_ROWS = 300
 _MOST_MARKS = 150
 _MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000

@@ -99,6 +99,8 @@ EVENTS = {
     "resume": "training continues from a checkpoint",
     "checkpoint": "one was saved: seconds, bytes",
     "checkpoint_failed": "one was not saved: reason",
+    "upload": "one was copied to REMOTE_DIR: seconds, bytes",
+    "upload_failed": "one was not copied to REMOTE_DIR: reason",
     "preflight": "nodes were checked before training: grade, seconds, findings, exclude",
     "damaged_checkpoint": "one could not be used for the resume: reason",
     "kernels_failed": (

@@ -7,26 +7,39 @@ from pathlib import Path
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
+from moe_exp.checkpoint.remote import fetch_checkpoint, fetch_run
 from moe_exp.checkpoint.restored import RestoreError
 from moe_exp.checkpoint.save import CheckpointWriter, Saved, SaveError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.checkpoint.upcycle import upcycle
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.engine.runtime import Runtime
+from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
+from moe_exp.host.files import is_url
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.metrics import Metrics
+from moe_exp.training.uploads import Uploads
 from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
 
 
 class CheckpointManager:
-    """Begins, finishes and reports the saves of a run, written by `saver`; only rank 0 has `metrics`."""
+    """Begins, finishes and reports the saves of a run, written by `saver`; only rank 0 has `metrics`, and
+    `uploads` with REMOTE_DIR.
+    """
 
-    def __init__(self, config: Config, saver: CheckpointWriter, trained: Trained, metrics: Metrics | None):
+    def __init__(
+        self,
+        config: Config,
+        saver: CheckpointWriter,
+        trained: Trained,
+        metrics: Metrics | None,
+        uploads: Uploads | None = None,
+    ):
         self._config, self._saver, self._trained, self._metrics = config, saver, trained, metrics
+        self._uploads = uploads
         # of the newest checkpoint of this start; the same on every rank
         self.last_iteration: int | None = None
 
@@ -66,14 +79,29 @@ class CheckpointManager:
         saved = self._saver.finish()
         if saved is not None and not saved.error:
             self.last_iteration = saved.iteration
+            if self._uploads is not None:
+                self._uploads.add(saved.iteration)
         if saved is not None and self._metrics is not None:
             _report(saved, self._metrics)
+        self._report_uploads()
         if saved is not None and saved.error and is_last:
             what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
             raise SaveError(
                 f"{what}. Fix: make room; the same command then continues from the checkpoint before."
             )
         return time.monotonic() - start
+
+    @heartbeat.during(heartbeat.PAUSED)
+    def finish_uploads(self) -> None:
+        """At the end of the run: waits for what is still being copied to REMOTE_DIR."""
+        if self._uploads is not None:
+            self._uploads.wait()
+            self._report_uploads()
+
+    def _report_uploads(self) -> None:
+        if self._uploads is not None and self._metrics is not None:
+            for kind, iteration, facts in self._uploads.events():
+                self._metrics.event(kind, iteration, **facts)
 
     def stopped_code(self, progress: Progress) -> int:
         """Exit code of a stopped run: to be continued if this start saved a checkpoint, else failed."""
@@ -101,23 +129,37 @@ def _report(saved: Saved, metrics: Metrics) -> None:
 
 
 def choose_source(config: Config, folder: RunFolder) -> Source | None:
-    """The run's newest complete checkpoint, else that of LOAD_DIR; None: training starts at iteration 0.
+    """The run's newest complete checkpoint, here or in REMOTE_DIR, else that of LOAD_DIR; None: training
+    starts at iteration 0.
 
     Raises:
         ConfigError: on every rank, if none of the checkpoints can be used, or LOAD_DIR has none.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
+        if source is None and config.remote_dir:  # only with torchrun alone: the launcher has fetched it
+            with heartbeat.paused():
+                from_first_rank(lambda: fetch_run(config))
+            source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
         if source is None and config.load_dir:
-            source = find_source(Path(config.load_dir).expanduser(), checksums=config.verify_checkpoint)
+            place = from_first_rank(lambda: _load_folder(config, folder))
+            source = find_source(place, checksums=config.verify_checkpoint)
             if source is None:
                 fix = "name a checkpoints folder, a run folder or the folder of one iteration"
                 raise ConfigError([problem("load_dir", config.load_dir, "has no checkpoint", fix)])
     except ConfigError:
         raise
-    except ValueError as error:
+    except (ValueError, ConnectionError) as error:
         raise ConfigError([str(error)]) from None
     return source
+
+
+def _load_folder(config: Config, folder: RunFolder) -> Path:
+    """That of LOAD_DIR; one at an object store is copied into the run folder."""
+    if not is_url(config.load_dir):
+        return Path(config.load_dir).expanduser()
+    with heartbeat.paused():
+        return fetch_checkpoint(config.load_dir, folder.path / "loaded")
 
 
 def resume(

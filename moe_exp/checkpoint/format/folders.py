@@ -17,6 +17,7 @@ A run that is killed leaves some of the last three behind; `recover` ends what i
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import file_hash, read_json, regular, sync_folder, write_atomically, write_json
+from moe_exp.host.files import file_hash, regular, sync_folder, write_atomically, write_json
 from moe_exp.runs.run_folder import LATEST
 
 MANIFEST = "manifest.json"
@@ -140,7 +141,18 @@ class Manifest:
         """
         path = folder / MANIFEST
         try:
-            content = read_json(path)
+            return cls.parse(regular(path).read_bytes(), str(folder))
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise _unreadable(path, error) from None
+
+    @classmethod
+    def parse(cls, text: bytes, folder: str) -> Manifest:
+        """The manifest of `folder`; raises as `read`."""
+        path = f"{folder}/{MANIFEST}"
+        try:
+            content = json.loads(text)
             if (version := content["format_version"]) > FORMAT_VERSION:
                 rule = f"has format version {version}, this moe_exp reads up to {FORMAT_VERSION}"
                 raise NewerFormatError(f"{path}: {rule}. Fix: update moe_exp.")
@@ -149,15 +161,17 @@ class Manifest:
                 for name, entry in content["files"].items()
             }
             return cls(int(content["iteration"]), files, dict(content["facts"]))
-        except FileNotFoundError:
-            return None
         except NewerFormatError:
             raise
         # as a flipped bit will have it
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, OSError) as error:
-            raise ValueError(
-                f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: use an older checkpoint."
-            ) from None
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise _unreadable(path, error) from None
+
+    @property
+    def valid_loss(self) -> float | None:
+        """Validation loss when it was saved, nats per token."""
+        loss = self.facts.get("valid_loss")
+        return float(loss) if isinstance(loss, int | float) else None
 
     def write(self, folder: Path) -> None:
         """Writes it into `folder`, atomically."""
@@ -168,6 +182,11 @@ class Manifest:
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(int(entry["bytes"]) for entry in self.files.values())
+
+
+def _unreadable(path: str | Path, error: Exception) -> ValueError:
+    reason = " ".join(str(error).split())
+    return ValueError(f"{path}: cannot be read ({reason}). Fix: use an older checkpoint.")
 
 
 def entry_of(path: Path) -> dict[str, Any]:
@@ -247,6 +266,6 @@ def valid_losses(checkpoints: Path) -> dict[int, float]:
     for iteration in iterations(checkpoints):
         with contextlib.suppress(ValueError):
             manifest = Manifest.read(iteration_folder(checkpoints, iteration))
-            if manifest is not None and isinstance(loss := manifest.facts.get("valid_loss"), int | float):
-                losses[iteration] = float(loss)
+            if manifest is not None and (loss := manifest.valid_loss) is not None:
+                losses[iteration] = loss
     return losses

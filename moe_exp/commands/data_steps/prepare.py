@@ -26,7 +26,11 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name a source, for `download` and `prepare`."""
     add = parser.add_argument
-    add("source", help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, or a file")
+    add(
+        "source",
+        help="a name of `moe-exp data list`, a dataset owner/name of the hub, a folder, a file, or a URL of"
+        " an object store (s3://, gs://, hf://)",
+    )
     add("--pattern", action="append", default=[], metavar="GLOB", help="which files instead; may be repeated")
     add("--text-field", metavar="NAME", help="field with the text (default: the source's, or text)")
     add("--revision", help="branch, tag or commit of the dataset (default: the source's, or main)")
@@ -65,7 +69,7 @@ def _download(arguments: argparse.Namespace) -> None:
     options = {name: getattr(arguments, name) for name in ("max_workers", "dry_run", "start_over")}
     rates = {"max_failures": arguments.retries, "bytes_per_second": arguments.bandwidth * 1e6}
     paths = download(source, folder, **options, **rates)
-    if source.repository is None:
+    if source.path is not None or source.is_embedded:
         why = f"{len(paths)} files are here" if paths else "it comes with Python"
         print(f"{source.name}: nothing to download, {why}.")
     elif not arguments.dry_run:

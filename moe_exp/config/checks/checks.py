@@ -19,8 +19,9 @@ from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
 from moe_exp.config.checks.training import check_optimizer, check_profiling, check_rampup
 from moe_exp.config.choices import EXPERT_BACKENDS, SCHEDULES
-from moe_exp.config.setting_types import names_text, shown
+from moe_exp.config.setting_types import blend_members, names_text, shown
 from moe_exp.config.settings import Config, problem
+from moe_exp.host.files import is_url
 
 # Of the tokenizer trained on the embedded corpus.
 EMBEDDED_VOCAB_SIZE = 2048
@@ -198,6 +199,11 @@ def _data(c: Config) -> Iterator[str]:
         rule += f" there is nothing to evaluate on every EVAL_INTERVAL={c.eval_interval}"
         fix = "correct TRAIN_DATA if it should name text, else set VALID_DATA, SPLIT=99,1 or EVAL_INTERVAL=0"
         yield problem("valid_data", "", rule, fix)
+    remote = [name for _, name in blend_members(f"{c.train_data} {c.valid_data}") if is_url(name)]
+    if remote and c.data_order == "megatron":
+        rule = "reads files of this machine only"
+        fix = f"fetch {remote[0]} with moe-exp data pull, or set DATA_ORDER=stream"
+        yield problem("data_order", c.data_order, rule, fix)
     yield from _split(c)
     if c.valid_data and not c.train_data:
         yield problem(

@@ -9,6 +9,7 @@ from moe_exp.config.data_stages import DataStage, microbatch_samples, stages_of
 from moe_exp.config.ramp import batch_size_at, ramp_steps
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.config.settings import Config, problem
+from moe_exp.host.files import is_url
 
 
 def check_packing(config: Config) -> Iterator[str]:
@@ -44,9 +45,13 @@ def _all_problems(config: Config) -> Iterator[str]:
     for number, (before, stage) in enumerate(pairwise(stages), 1):
         for line in _problems(config, before, stage, total):
             yield f"stage {number} {line}"
-        if bad := [path for _, path in blend_members(stage.train_data) if is_text(path)]:
+        members = [path for _, path in blend_members(stage.train_data)]
+        if bad := [path for path in members if is_text(path)]:
             fix = "tokenize it with moe-exp data tokenize"
             yield f"stage {number} has the text {bad[0]}, and a stage takes token files; {fix}"
+        if bad := [path for path in members if is_url(path)]:
+            fix = "fetch it with moe-exp data pull"
+            yield f"stage {number} has {bad[0]}, and a stage takes files on this machine; {fix}"
 
 
 def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -> Iterator[str]:

@@ -19,17 +19,18 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import xxhash
 
+from moe_exp.data.download.from_store import download_from_store
 from moe_exp.data.download.hub_errors import check_online, endpoint, explained, patiently
 from moe_exp.data.download.hub_progress import silent_bar, watch
+from moe_exp.data.download.names import check_inside, check_names, refused
 from moe_exp.data.download.sources import Source, chosen_files, local_files
 from moe_exp.data.kinds import RECORD_SUFFIXES
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
-from moe_exp.host.exit_codes import printable
 from moe_exp.host.files import bytes_text, write_json
 from moe_exp.host.progress import print_summary, progress
 
@@ -39,8 +40,7 @@ _MANY_FILES = 500
 _CHUNK_BYTES = 2**22
 _LISTING, _CHECKED = ".listing.json", ".checked"
 # what the library and this keep beside the files of the hub
-_RESERVED = frozenset({"manifest.json", RUNNING, _LISTING, _CHECKED, ".cache", ".huggingface"})
-_CHOOSE = "leave it out by --pattern, or choose another dataset"
+RESERVED = frozenset({"manifest.json", RUNNING, _LISTING, _CHECKED, ".cache", ".huggingface"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 _Entry = dict[str, Any]  # of a file that was checked: name, bytes, mtime_ns, hash (XXH3-128), sha256
@@ -69,15 +69,10 @@ class Listing:
         Raises:
             ValueError: one has not.
         """
-        names = {file.name for file in self.files}
+        check_names([file.name for file in self.files], endpoint(), RESERVED)
         for file in self.files:
-            _check_inside(file.name)
-            if (first := file.name.partition("/")[0]) in _RESERVED:
-                raise _refused(file.name, f"{first} is what the download itself keeps there", _CHOOSE)
-            if above := names & {str(folder) for folder in PurePosixPath(file.name).parents}:
-                raise _refused(file.name, f"{min(above)} is a file as well", _CHOOSE)
             if not isinstance(file.bytes, int) or file.bytes < 0:
-                raise _refused(file.name, f"{file.bytes} is no number of bytes")
+                raise refused(file.name, f"{file.bytes} is no number of bytes", endpoint())
 
     @property
     def num_bytes(self) -> int:
@@ -98,7 +93,8 @@ def download(
     max_failures: int = 6,
     bytes_per_second: float = 50e6,
 ) -> list[Path]:
-    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path.
+    """The data files of a source on this machine, sorted: fetched into `folder`, or those of its path. For
+    those of an object store see `download_from_store`.
 
     A call that was stopped continues with the files that are not complete, at the same commit. One that is
     finished makes no request. The token is huggingface_hub's (HF_TOKEN, or `hf auth login`), the server
@@ -121,9 +117,11 @@ def download(
     """
     if source.path is not None:
         return local_files(source)
+    folder = Path(folder)
+    if source.url:
+        return download_from_store(source, folder, dry_run=dry_run, start_over=start_over)
     if source.repository is None:
         return []
-    folder = Path(folder)
     settings: dict[str, Any] = {"repository": source.repository, "revision": source.revision}
     settings |= {"patterns": list(source.patterns)}
     if dry_run:
@@ -211,32 +209,12 @@ def _list_files(source: Source, max_failures: int) -> Listing:
         found = api.list_repo_tree(repository, recursive=True, revision=commit, repo_type="dataset")
         files = {file.path: file for file in found if isinstance(file, RepoFile)}
         for name in files:  # also of those that are not wanted: the library walks through all of them
-            _check_inside(name)
+            check_inside(name, endpoint())
         names = chosen_files(list(files), source.patterns, f"{repository} at {source.revision}")
         return Listing(commit or "", tuple(_hub_file(files[name]) for name in names))
 
     with explained(source.repository or "", source.revision):
         return patiently(list_once, max_failures)
-
-
-def _check_inside(name: str) -> None:
-    """Whether a name that the hub lists stays inside of the folder that it is put into, and can be printed.
-
-    Raises:
-        ValueError: it does not.
-    """
-    if printable(name) != name or "\n" in name or "\t" in name:
-        raise _refused(name, "it has control characters")
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        raise _refused(name, "it leads out of the folder of the download")
-    if any(len(part.encode()) > 255 for part in name.split("/")) or len(name.encode()) > 2000:
-        raise _refused(name, "it is longer than a file name may be, 255 bytes")
-
-
-def _refused(name: str, rule: str, fix: str = "choose another dataset") -> ValueError:
-    shown = ascii(name)[1:-1]
-    shown = shown if len(shown) <= 200 else f"{shown[:200]}..."
-    return ValueError(f"{shown}: {endpoint()} lists a file of this name, and {rule}. Fix: {fix}.")
 
 
 def _hub_file(file: Any) -> HubFile:

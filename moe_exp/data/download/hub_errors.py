@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import email.utils
-import logging
 import os
-import random
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-logger = logging.getLogger(__name__)
+from moe_exp.host import retries
+from moe_exp.host.retries import first_line
 
 T = TypeVar("T")
 
 _UNREACHABLE_FAILURES = 2
-_LONGEST_WAIT_SECONDS = 60.0
 _LONGEST_RETRY_AFTER_SECONDS = 900.0
 # The library's HTTP package differs from version to version, and so do the types of its errors.
 _HTTP_PACKAGES = frozenset({"httpx", "httpx2", "httpcore", "requests", "urllib3"})
@@ -41,24 +39,14 @@ def check_online(why: str) -> None:
 
 def patiently(action: Callable[[], T], max_failures: int, num_left: Callable[[], int] = lambda: 0) -> T:
     """Runs it until it succeeds, or has failed `max_failures` times since `num_left()` went down."""
-    failures, best = 0, num_left()
-    while True:
-        try:
-            return action()
-        except Exception as error:
-            if not passes(error):
-                raise
-            left = num_left()
-            failures = 1 if left < best else failures + 1
-            best = min(best, left)
-            if failures >= (_UNREACHABLE_FAILURES if _is_unreachable(error) else max_failures):
-                raise
-            # Jitter: workers of one cluster that were refused together do not come back together.
-            seconds = max(min(_LONGEST_WAIT_SECONDS, 2.0 ** (failures - 1)), retry_after(error))
-            seconds *= random.uniform(1.0, 1.5)
-            what = "%s. Failure %d of %d, trying again in %.0f s"
-            logger.warning(what, _first_line(error), failures, max_failures, seconds)
-            time.sleep(seconds)
+    return retries.patiently(
+        action,
+        max_failures,
+        passes=passes,
+        num_left=num_left,
+        limit_of=lambda error: _UNREACHABLE_FAILURES if _is_unreachable(error) else None,
+        wait_of=retry_after,
+    )
 
 
 def passes(error: BaseException) -> bool:
@@ -134,10 +122,10 @@ def _explanation(error: Exception, repository: str, revision: str) -> Exception 
         return ValueError(f"source={repository}: {rule}. Fix: {fix}.")
     if passes(error):
         fix = "check the network and HF_ENDPOINT, and call it again: complete files are kept"
-        rule = f"keeps failing ({_first_line(error)})"
+        rule = f"keeps failing ({first_line(error)})"
         return ConnectionError(f"{repository}: {endpoint()} {rule}. Fix: {fix}.")
     if status is not None:
-        rule = f"answers {status} ({_first_line(error)})"
+        rule = f"answers {status} ({first_line(error)})"
         return ValueError(f"source={repository}: {endpoint()} {rule}. Fix: check HF_ENDPOINT.")
     return None
 
@@ -156,8 +144,3 @@ def _status(error: BaseException) -> int | None:
         if status is not None:
             return int(status)
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")

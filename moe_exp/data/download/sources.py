@@ -24,7 +24,7 @@ from rich.table import Table
 
 from moe_exp.data.documents import files_below
 from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIXES, check_regular
-from moe_exp.host.files import bytes_text, expanded
+from moe_exp.host.files import bytes_text, expanded, is_url
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset on the hub (`repository`), files on this machine (`path`), or the standard library (neither).
+    """A dataset on the hub (`repository`), files on this machine (`path`) or at an object store (`url`), or
+    the standard library (none of them).
 
     Args:
         name: what its folders and files are called.
@@ -49,6 +50,7 @@ class Source:
         revision: branch, tag or commit. What is downloaded is the commit it stands for at that time.
         patterns: which files; `*` matches slashes too. None at all: every file of a format in DATA_SUFFIXES.
         path: file or folder.
+        url: file or folder at an object store.
         text_field: column or key with the text.
         id_field: the one with the document's id, or None if there is none at the top level.
         licence: SPDX name or a few words.
@@ -64,6 +66,7 @@ class Source:
     revision: str = "main"
     patterns: tuple[str, ...] = ()
     path: Path | None = None
+    url: str = ""
     text_field: str = "text"
     id_field: str | None = "id"
     licence: str = "unknown"
@@ -71,6 +74,11 @@ class Source:
     num_tokens: int | None = None
     is_exact: bool = False
     note: str = ""
+
+    @property
+    def is_embedded(self) -> bool:
+        """Whether it is the standard library."""
+        return self.repository is None and self.path is None and not self.url
 
 
 _FINEWEB_EDU = Source(
@@ -140,7 +148,8 @@ def resolve_source(
     text_field: str | None = None,
     revision: str | None = None,
 ) -> Source:
-    """The source of a registered name, a file or folder, or a dataset `owner/name` of the hub; in this order.
+    """The source of a registered name, a URL, a file or folder, or a dataset `owner/name` of the hub; in this
+    order.
 
     Args:
         name_or_path: what the user gave. A folder that is called like a registered name is `./name`.
@@ -154,7 +163,8 @@ def resolve_source(
     if not name_or_path.strip():
         fix = "give a name of `moe-exp data list`, a dataset owner/name, a folder or a file"
         raise ValueError(f"source=: is empty. Fix: {fix}.")
-    source = SOURCES.get(name_or_path) or _local_source(name_or_path) or _hub_source(name_or_path)
+    source = SOURCES.get(name_or_path) or _stored_source(name_or_path)
+    source = source or _local_source(name_or_path) or _hub_source(name_or_path)
     if source is None:
         is_path = name_or_path != os.path.basename(name_or_path)  # noqa: PTH119
         if is_path or name_or_path.endswith(DATA_SUFFIXES):
@@ -166,7 +176,7 @@ def resolve_source(
         raise ValueError(f"source={name_or_path}: {rule}. Fix: {fix}.")
     if source.repository is None and revision is not None:
         raise ValueError(f"revision={revision}: {source.name} is not on the hub. Fix: leave it out.")
-    if patterns and source.repository is None and source.path is None:
+    if patterns and source.is_embedded:
         raise ValueError(f"pattern={patterns[0]}: {source.name} is no set of files. Fix: leave it out.")
     changes: dict[str, object] = {"patterns": tuple(patterns)} if patterns else {}
     changes |= {"text_field": text_field} if text_field else {}
@@ -181,10 +191,23 @@ def _local_source(name: str) -> Source | None:
     if not path.exists():
         return None
     path = Path(os.path.abspath(path))  # noqa: PTH100  # resolve() would name it after a link's target
-    stem = path.name
+    return Source(_stem(path.name), f"{path}", path=path, licence="yours to know")
+
+
+def _stem(name: str) -> str:
     for suffix in DATA_SUFFIXES:
-        stem = stem.removesuffix(suffix)
-    return Source(stem, f"{path}", path=path, licence="yours to know")
+        name = name.removesuffix(suffix)
+    return name
+
+
+def _stored_source(name: str) -> Source | None:
+    if not is_url(name):
+        return None
+    url = name.rstrip("/")
+    if "*" in url:
+        fix = f"give the folder, and --pattern '{url.rpartition('/')[2]}'"
+        raise ValueError(f"source={name}: has a pattern in the URL. Fix: {fix}.")
+    return Source(_stem(url.rpartition("/")[2]), url, url=url, licence="yours to know")
 
 
 def _hub_source(name: str) -> Source | None:
@@ -247,7 +270,7 @@ def _data_among(names: Sequence[str]) -> list[str]:
 def print_sources() -> None:
     """A table of the registered sources, on standard output."""
     console = table_console()
-    also = "Also: a dataset owner/name of the hub, a folder, a file."
+    also = "Also: a dataset owner/name of the hub, a folder, a file, a URL of an object store."
     table = Table(title="Sources", title_justify="left", caption=also, caption_justify="left")
     for heading in ("name", "dataset", "files", "download", "tokens", "licence", "what it is"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("name", "download", "tokens"))

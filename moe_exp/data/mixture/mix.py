@@ -88,7 +88,7 @@ class Mixing:
         files: dict[str, set[Any]] = {}
         for wanted in found.values():
             source = wanted.source()
-            key = source.repository, source.revision, source.patterns, source.path
+            key = source.repository, source.revision, source.patterns, source.path, source.url
             files.setdefault(source.name, set()).add(key)
         return {
             name: replace(wanted, raw_name=f"{self.name}_{name}")

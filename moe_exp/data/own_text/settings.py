@@ -1,4 +1,6 @@
-"""Settings that name text, and the same with token files and a tokenizer in its place."""
+"""Settings that name text, or token files at an object store, and the same with token files here and a
+tokenizer in their place.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.setting_types import blend_members, is_text, names_text
+from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes
 from moe_exp.data.own_text.preparation import (
     Prepared,
@@ -29,8 +31,9 @@ from moe_exp.data.own_text.sources import (
     place_of,
     text_sources,
 )
+from moe_exp.data.tokens.ranged import ensure_index, find_tokens
 from moe_exp.host.exit_codes import PREPARED_TEXT
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, is_url
 
 _SMALLEST_VOCAB, _LARGEST_VOCAB, _BYTES_PER_TOKEN_TYPE = 512, 32768, 1000
 
@@ -51,14 +54,15 @@ def fitting_vocab_size(config: Config) -> int | None:
 
 
 def with_prepared_text(config: Config) -> Config:
-    """`config` with token files and tokenizer in place of the text that it names; prepares what is missing.
+    """`config` with token files and tokenizer in place of the text, and of the URLs, that it names; prepares
+    what is missing.
 
     A tokenizer that is trained has VOCAB_SIZE tokens, or fewer if the text gives no more.
 
     Raises:
         ConfigError: text or DATA_DIR cannot be used; a package is missing.
     """
-    if not (names_text(config.train_data) or names_text(config.valid_data)):
+    if not (is_prepared_first(config.train_data) or is_prepared_first(config.valid_data)):
         return config
     with _as_config_error():
         ensure = partial(ensure_prepared, data_dir=Path(config.data_dir))
@@ -67,7 +71,7 @@ def with_prepared_text(config: Config) -> Config:
 
 def prepared_by_launcher(config: Config) -> Config:
     """`with_prepared_text` in a rank: the launcher has prepared it, except with torchrun alone."""
-    if not (names_text(config.train_data) or names_text(config.valid_data)):
+    if not (is_prepared_first(config.train_data) or is_prepared_first(config.valid_data)):
         return config
     if made := os.environ.get(PREPARED_TEXT):
         return config.model_copy(update=json.loads(made))
@@ -92,9 +96,8 @@ def find_prepared_text(config: Config) -> Config:
     def is_known(name: str) -> bool:
         return is_text(name) or place_of(name) in known
 
-    if not any(
-        is_known(name) for _, name in blend_members(config.train_data) + blend_members(config.valid_data)
-    ):
+    members = blend_members(config.train_data) + blend_members(config.valid_data)
+    if not any(is_known(name) or is_url(name) for _, name in members):
         return config
     find = partial(find_prepared, data_dir=Path(config.data_dir))
     return _resolved(config, find, is_known)
@@ -106,6 +109,8 @@ def text_problems(config: Config) -> list[str]:
         for source in text_sources(config):
             with named_errors(source):
                 check_first_documents(source)
+        for url in _remote_tokens(config):
+            find_tokens(url)
     except ConfigError as error:
         return error.problems
     except (ValueError, OSError) as error:
@@ -115,7 +120,8 @@ def text_problems(config: Config) -> list[str]:
 
 def plan_text(config: Config) -> list[str]:
     """Lines about what a start of these settings would prepare, for a dry run. Writes nothing."""
-    lines = []
+    how = "its index is copied, tokens are read when they are needed"
+    lines = [f"{url}: {how}" for url in _remote_tokens(config)]
     for source in text_sources(config):
         size = bytes_text(sum(path.stat().st_size for path in source.files))
         what = f"{source.setting.upper()}: {len(source.files)} files, {size}"
@@ -128,6 +134,11 @@ def plan_text(config: Config) -> list[str]:
         folder = Path(config.data_dir) / folder_name(source)
         lines.append(f"{what}, would be tokenized with {made}{held_out}, into {folder}")
     return lines
+
+
+def _remote_tokens(config: Config) -> list[str]:
+    members = blend_members(config.train_data) + blend_members(config.valid_data)
+    return [name for _, name in members if is_url(name) and not is_text(name)]
 
 
 def _resolved(
@@ -143,7 +154,9 @@ def _resolved(
             source = sources.get((setting, name))
             words = [weight] if weight else []
             if source is None:
-                blends[setting] += [*words, name]
+                is_remote = is_url(name) and not is_text(name)
+                here = ensure_index(name, Path(config.data_dir)) if is_remote else name
+                blends[setting] += [*words, here]
                 continue
             if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
                 source = replace(source, tokenizer=loaded(tokenizer), vocab_size=0)
@@ -169,7 +182,7 @@ def _as_config_error() -> Iterator[None]:
 
 def _line(error: Exception) -> str:
     """The error in a line: value, rule, fix."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and not isinstance(error, ConnectionError):
         fix = "make it readable, or set DATA_DIR to a folder that you can write to"
         return f"{error.filename or 'DATA_DIR'}: {error.strerror or error}. Fix: {fix}."
     return str(error).replace("--text-field", "TEXT_FIELD the name of the column with the text")

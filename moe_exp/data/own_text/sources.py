@@ -18,6 +18,7 @@ from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.data.documents import find_inputs, read_lines
 from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
+from moe_exp.host.files import is_url
 
 _FORMAT = 1
 _FEWEST_DOCUMENTS, _PIECES, _SHORTEST_PIECE = 20, 100, 2**11
@@ -99,6 +100,10 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     if texts and others and holds_out and config.eval_interval:
         rule = f"holds out documents of text only, and {others[0]} is token files"
         problems.append(problem("train_data", config.train_data, rule, "set VALID_DATA or SPLIT=99,1"))
+    for name in filter(is_url, texts + valid):
+        setting = "train_data" if name in texts else "valid_data"
+        fix = f"fetch it with moe-exp data download {name}, and name the folder"
+        problems.append(problem(setting, name, "is text at an object store, where token files can be", fix))
     if problems:
         raise ConfigError(problems)
     sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from moe_exp.data.tokens.files import Int64Array, Share, TokenFiles, share_range
+from moe_exp.data.tokens.ranged import bin_bytes, open_tokens, read_ranges
 
 _Word = TypeVar("_Word", int, npt.NDArray[Any])
 
@@ -76,7 +76,7 @@ class Corpus:
             rule = f"has {num_tokens} tokens{part}, one sample needs SEQ_LEN + 1 = {seq_len + 1}"
             raise ValueError(f"{prefix}: {rule}. Fix: use more data or a smaller SEQ_LEN.")
         self.num_windows = windows
-        self._tokens = np.memmap(f"{prefix}.bin", self.dtype, mode="r")
+        self._tokens = open_tokens(prefix, self.dtype)
         self._epochs: dict[int, Epoch] = {}
 
     def window(self, index: int) -> Int64Array:
@@ -144,11 +144,9 @@ def add_files(digest: hashlib.blake2b, prefix: str, dtype: np.dtype[Any], bounds
     """Adds to `digest` what identifies token files: sizes, lengths of documents, first and last bytes."""
     digest.update(f"{dtype.name} {len(bounds)} {bounds[-1]}".encode())
     digest.update(np.ascontiguousarray(bounds, dtype="<i8").data)
-    path = Path(f"{prefix}.bin")
-    with path.open("rb") as file:
-        digest.update(file.read(4096))
-        file.seek(max(0, path.stat().st_size - 4096))
-        digest.update(file.read(4096))
+    size = bin_bytes(prefix) or 0
+    for block in read_ranges(prefix, [(0, min(size, 4096)), (max(0, size - 4096), size)]):
+        digest.update(block)
 
 
 # Keyed shuffles. Not numpy's Generator, whose streams may change between numpy versions: a resumed run would

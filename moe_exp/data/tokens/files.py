@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_exp.data.tokens.ranged import RangedTokens, open_tokens, remote_manifest
 from moe_exp.data.tokens.tokens import bin_idx_problem, read_index
-from moe_exp.host.files import read_json
+from moe_exp.host.files import is_url, read_json
 
 Int64Array = npt.NDArray[np.int64]
 Share = tuple[float, float]
@@ -55,9 +56,16 @@ class TokenFiles:
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
         """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory."""
+        tokens = self._tokens
+        if isinstance(tokens, RangedTokens):
+            return tokens[begin:end]
         return np.fromfile(
             f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
         )
+
+    @cached_property
+    def _tokens(self) -> npt.NDArray[np.integer] | RangedTokens:
+        return open_tokens(self.prefix, self.dtype)
 
     @cached_property
     def end_of_document(self) -> tuple[int | None, str]:
@@ -109,6 +117,8 @@ def manifest_of(prefix: str) -> dict[str, Any]:
     Raises:
         ValueError: the file is damaged.
     """
+    if is_url(prefix):
+        return remote_manifest(prefix)
     for path in (Path(f"{prefix}.manifest.json"), Path(prefix).parent / "manifest.json"):
         if path.is_file():
             content = read_json(path, fix="restore it, or remove it")

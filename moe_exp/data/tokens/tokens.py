@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from moe_exp.data.tokens.ranged import bin_bytes
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 
 __all__ = [
@@ -164,9 +165,10 @@ def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32]
 
 def bin_idx_problem(prefix: str | Path) -> str | None:
     """Problem with `prefix`.bin and `prefix`.idx in one line, or None. Reads no tokens."""
-    for suffix in (".bin", ".idx"):
-        if not Path(f"{prefix}{suffix}").is_file():
-            return f"{prefix}{suffix} is missing"
+    if bin_bytes(prefix) is None:
+        return f"{prefix}.bin is missing"
+    if not Path(f"{prefix}.idx").is_file():
+        return f"{prefix}.idx is missing"
     return _header_problem(Path(f"{prefix}.idx")) or _size_problem(str(prefix))
 
 
@@ -198,7 +200,7 @@ def _size_problem(prefix: str) -> str | None:
         covered = f"sequences {indices[0]} to {indices[-1]} of {num_sequences}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
     expected_bytes = bin_idx_tokens(prefix) * np.dtype(_DTYPES[code]).itemsize
-    actual_bytes = Path(f"{prefix}.bin").stat().st_size
+    actual_bytes = bin_bytes(prefix) or 0
     if actual_bytes == expected_bytes:
         return None
     state = "truncated" if actual_bytes < expected_bytes else "of another index"
@@ -233,7 +235,7 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
         ValueError: the text has none of these forms, or files to be weighted by size cannot be read.
     """
     words = text.split()
-    if len(words) > 1 and Path(f"{_strip_suffix(text.strip())}.bin").is_file():
+    if len(words) > 1 and bin_bytes(_strip_suffix(text.strip())) is not None:
         return [(1.0, _strip_suffix(text.strip()))]
     if words and all(_number(word) is None for word in words):
         return _by_size([_strip_suffix(word) for word in words])

@@ -1,0 +1,133 @@
+"""Finished outputs of stages at an object store: `moe-exp data push` and `pull`.
+
+Every file is there under its name in the manifest, and the manifest comes last: without it the others are not
+complete. Hashes are compared after a pull.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moe_exp.data.download.names import check_names
+from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs
+from moe_exp.host.files import file_hash, read_json, write_atomically
+from moe_exp.host.object_store import Store, StoredFile, fetch, send
+from moe_exp.host.progress import progress
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+def push(path: Path, url: str) -> str:
+    """Copies what a step has made to a store; a call that was stopped is continued.
+
+    Args:
+        path: folder with manifest.json, or prefix of token files.
+        url: folder at the store.
+
+    Returns:
+        The name that other commands take there: the URL of the folder, or of the prefix.
+
+    Raises:
+        ValueError: `path` is no finished output; no access.
+        ConnectionError: the store keeps failing.
+    """
+    prefix = Path(str(path).removesuffix(".bin").removesuffix(".idx"))
+    is_folder = (path / MANIFEST).is_file()
+    manifest_path = path / MANIFEST if is_folder else prefix.with_name(f"{prefix.name}.{MANIFEST}")
+    if not manifest_path.is_file():
+        rule = f"has no {MANIFEST}, so that it is no finished output of `moe-exp data`"
+        raise ValueError(f"path={path}: {rule}. Fix: give the folder, or the prefix of .bin and .idx.")
+    folder = manifest_path.parent
+    manifest = read_json(manifest_path, fix="make it again")
+    check_outputs(folder, manifest)
+    files = {one["name"]: folder / one["name"] for one in manifest["outputs"]}
+    store, name = Store(url), manifest_path.name
+    total = sum(one["bytes"] for one in manifest["outputs"])
+    with progress(f"push {path}", total) as advance:
+        if not send(store, files, name, manifest_path.read_bytes(), advance):
+            logger.info("%s: is there already, with the same manifest", store.url)
+    return store.url if is_folder else f"{store.url}/{prefix.name}"
+
+
+def pull(url: str, folder: Path) -> list[Path]:
+    """Copies back what `push` has made, and compares every hash; a call that was stopped is continued.
+
+    Args:
+        url: folder at the store, or a prefix of token files there.
+        folder: gets the files and their manifest.
+
+    Raises:
+        ValueError: nothing complete is there; no access; too little disk; `folder` holds something else.
+        ConnectionError: the store keeps failing, or what it gave is not what the manifest says.
+    """
+    store, names = _manifests(url)
+    paths: list[Path] = []
+    for name in names:
+        content = store.read(name)
+        manifest = _parsed(f"{store.url}/{name}", content)
+        target = folder / name
+        if target.is_file() and target.read_bytes() != content:
+            fix = "choose another folder, or remove it"
+            raise ValueError(f"{target}: is there, and is of something else. Fix: {fix}.")
+        paths += _pulled(store, manifest, folder)
+        write_atomically(target, content.decode())  # last: without it they are not complete
+    return paths
+
+
+def _manifests(url: str) -> tuple[Store, list[str]]:
+    url = url.rstrip("/").removesuffix(".bin").removesuffix(".idx")
+    parent, _, last = url.rpartition("/")
+    if not parent.endswith(":/") and Store(parent).find(f"{last}.{MANIFEST}"):
+        return Store(parent), [f"{last}.{MANIFEST}"]
+    store = Store(url)
+    there = [name for name in store.list() if "/" not in name]
+    names = [MANIFEST] if MANIFEST in there else [name for name in there if name.endswith(f".{MANIFEST}")]
+    if not names:
+        rule = "is not complete, it has no manifest.json" if there else "has no files"
+        raise ValueError(f"url={url}: {rule}. Fix: correct the URL, or push it first.")
+    return store, names
+
+
+def _parsed(where: str, content: bytes) -> Mapping[str, Any]:
+    try:
+        manifest = json.loads(content)
+        names = [str(one["name"]) for one in manifest["outputs"]]
+        sizes = [int(one["bytes"]) for one in manifest["outputs"]]
+        hashes = [str(one["hash"]) for one in manifest["outputs"]]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{where}: is no manifest of this program. Fix: push the files again.") from None
+    check_names(names, where, {MANIFEST, RUNNING})
+    assert len(names) == len(sizes) == len(hashes)
+    return dict(manifest)
+
+
+def _pulled(store: Store, manifest: Mapping[str, Any], folder: Path) -> list[Path]:
+    listed = store.list()
+    outputs = {one["name"]: one for one in manifest["outputs"]}
+    for name, one in outputs.items():
+        if (size := listed[name].bytes if name in listed else None) != one["bytes"]:
+            rule = f"has {size} bytes, its manifest says {one['bytes']}" if name in listed else "is missing"
+            raise ConnectionError(f"{store.url}/{name}: {rule}. Fix: push it again.")
+    files = {
+        name: StoredFile(one["bytes"], f"{listed[name].version} {one['hash']}")
+        for name, one in outputs.items()
+    }
+    total = sum(file.bytes for file in files.values())
+    there = sum(path.stat().st_size for name in files if (path := folder / name).is_file())
+    check_free_disk(folder, total - there, f"the files of {store.url}")
+    with progress(f"pull {store.url}", total) as advance:
+        fetch(store, files, folder, advance)
+    with progress("check", total) as advance:
+        for name, one in outputs.items():
+            if file_hash(folder / name) != one["hash"]:
+                (folder / name).unlink()
+                rule = "what came has another hash than its manifest says"
+                raise ConnectionError(f"{store.url}/{name}: {rule}. Fix: call it again; else push it again.")
+            advance(one["bytes"])
+    return [folder / name for name in outputs]

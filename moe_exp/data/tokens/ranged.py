@@ -1,0 +1,244 @@
+"""Token files at an object store: the index is copied, tokens are read in blocks when they are needed.
+
+    DATA_DIR/remote/NAME_1a2b3c4d/
+        NAME.idx NAME.manifest.json    copies
+        NAME.remote.json               URL, size and version of NAME.bin; written last
+        NAME.blocks                    blocks of NAME.bin that were read, each at its place
+        NAME.hashes                    XXH3-64 of each of them; 0: not read yet
+
+All ranks and workers of a host share the folder without a lock: two that read the same block write the same
+bytes. A block is used if it has its hash, so one that a crash or a full disk has cut off is read again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from filelock import FileLock
+
+from moe_exp.host.files import read_json, write_json
+from moe_exp.host.object_store import Store, StoredFile, fetch
+from moe_exp.host.progress import progress
+
+logger = logging.getLogger(__name__)
+
+_BLOCK_BYTES = 2**20
+_HASH_BYTES = 8
+_FOLDER = "remote"
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """Of NAME.remote.json."""
+
+    url: str
+    bytes: int
+    version: str
+
+
+# Finding
+
+
+def split_url(url: str) -> tuple[Store, str]:
+    """Folder and name of a prefix at a store, with or without .bin or .idx."""
+    parent, _, name = url.rstrip("/").removesuffix(".bin").removesuffix(".idx").rpartition("/")
+    if not name or not parent.partition("://")[2]:
+        raise ValueError(f"{url}: names no files. Fix: give a prefix such as s3://bucket/corpus/train.")
+    return Store(parent), name
+
+
+def remote_manifest(url: str) -> dict[str, Any]:
+    """The manifest beside the token files at a store; empty if there is none."""
+    store, name = split_url(url)
+    for manifest in (f"{name}.manifest.json", "manifest.json"):
+        try:
+            content = json.loads(store.read(manifest))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise ValueError(f"{store.url}/{manifest}: is damaged ({error}). Fix: push it again.") from None
+        return content if isinstance(content, dict) else {}
+    return {}
+
+
+def find_tokens(url: str) -> dict[str, StoredFile]:
+    """The token files of a prefix at a store, by suffix.
+
+    Raises:
+        ValueError: one is missing; no access.
+        ConnectionError: the store keeps failing.
+    """
+    store, name = split_url(url)
+    found = {}
+    for suffix in (".bin", ".idx"):
+        file = store.find(name + suffix)
+        if file is None:
+            raise ValueError(f"{url}: there is no {store.url}/{name}{suffix}. Fix: correct the URL.")
+        found[suffix] = file
+    return found
+
+
+def ensure_index(url: str, data_dir: Path) -> str:
+    """Copies what there is beside the tokens, once for each version of the files at the store.
+
+    Returns:
+        The prefix here, for `TokenFiles` and `open_tokens`.
+
+    Raises:
+        ValueError, ConnectionError: as `find_tokens`.
+        OSError: `data_dir` cannot be written.
+    """
+    store, name = split_url(url)
+    found = find_tokens(url)
+    remote = _Remote(f"{store.url}/{name}.bin", found[".bin"].bytes, found[".bin"].version)
+    key = xxhash.xxh3_64_hexdigest(json.dumps([asdict(remote), asdict(found[".idx"])]).encode())[:8]
+    folder = data_dir / _FOLDER / f"{name}_{key}"
+    folder.mkdir(parents=True, exist_ok=True)
+    facts = _path(folder / name, "remote.json")
+    with FileLock(folder / ".lock"):
+        if not facts.exists():
+            logger.info("%s: copying its index to %s", url, folder)
+            files = {f"{name}.idx": found[".idx"]}
+            if manifest := store.find(f"{name}.manifest.json"):
+                files[f"{name}.manifest.json"] = manifest
+            with progress(f"index of {name}", sum(file.bytes for file in files.values())) as advance:
+                fetch(store, files, folder, advance)
+            num_blocks = -(-remote.bytes // _BLOCK_BYTES)
+            for suffix, size in (("blocks", remote.bytes), ("hashes", num_blocks * _HASH_BYTES)):
+                with _path(folder / name, suffix).open("wb") as file:
+                    file.truncate(size)  # no disk until something is written
+            write_json(facts, asdict(remote))
+    return str(folder / name)
+
+
+def _path(prefix: str | Path, suffix: str) -> Path:
+    return Path(f"{prefix}.{suffix}")
+
+
+def _remote_of(prefix: str | Path) -> _Remote | None:
+    path = _path(prefix, "remote.json")
+    return _Remote(**read_json(path, fix="remove its folder")) if path.is_file() else None
+
+
+def bin_bytes(prefix: str | Path) -> int | None:
+    """Size of a prefix's tokens, here or at a store; None if there are none."""
+    path = Path(f"{prefix}.bin")
+    if path.is_file():
+        return path.stat().st_size
+    remote = _remote_of(prefix)
+    return remote.bytes if remote else None
+
+
+# Reading
+
+
+class RangedFile:
+    """Bytes of a .bin at a store, kept here once they are read. Cheap to make: it opens two files."""
+
+    def __init__(self, prefix: str | Path, remote: _Remote):
+        self.num_bytes = remote.bytes
+        parent, _, self._name = remote.url.rpartition("/")
+        self._store = Store(parent)
+        self._files = [os.open(_path(prefix, suffix), os.O_RDWR) for suffix in ("blocks", "hashes")]
+        self._sound: set[int] = set()  # blocks whose hash this process has compared
+        self._keeps = True
+
+    def __del__(self) -> None:
+        for descriptor in getattr(self, "_files", ()):
+            os.close(descriptor)
+
+    def read(self, begin: int, end: int) -> bytes:
+        """Bytes `begin` to `end - 1`.
+
+        Raises:
+            ValueError, ConnectionError: as of `Store`.
+        """
+        if end <= begin:
+            return b""
+        first, last = begin // _BLOCK_BYTES, (end - 1) // _BLOCK_BYTES
+        blocks = [self._kept(block) for block in range(first, last + 1)]
+        for place, block in enumerate(blocks):
+            if block is None:
+                blocks[place] = self._fetched(first + place)
+        data = b"".join(block for block in blocks if block is not None)
+        return data[begin - first * _BLOCK_BYTES : end - first * _BLOCK_BYTES]
+
+    def read_directly(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """Bytes of some ranges, several at a time, and without keeping them."""
+        return self._store.read_ranges(self._name, ranges)
+
+    def _size(self, block: int) -> int:
+        return min(_BLOCK_BYTES, self.num_bytes - block * _BLOCK_BYTES)
+
+    def _kept(self, block: int) -> bytes | None:
+        blocks, hashes = self._files
+        known = os.pread(hashes, _HASH_BYTES, block * _HASH_BYTES)
+        if not any(known):
+            return None
+        data = os.pread(blocks, self._size(block), block * _BLOCK_BYTES)
+        if block not in self._sound:
+            if _hash(data) != known:
+                return None
+            self._sound.add(block)
+        return data
+
+    def _fetched(self, block: int) -> bytes:
+        start = block * _BLOCK_BYTES
+        data = self._store.read(self._name, start, start + self._size(block))
+        if self._keeps:
+            try:
+                os.pwrite(self._files[0], data, start)
+                os.pwrite(self._files[1], _hash(data), block * _HASH_BYTES)
+            except OSError as error:
+                self._keeps = False
+                what = "%s: blocks are not kept from here on, so that they are read again: %s"
+                logger.warning(what, self._name, error.strerror)
+        return data
+
+
+def _hash(data: bytes) -> bytes:
+    return max(1, xxhash.xxh3_64_intdigest(data)).to_bytes(_HASH_BYTES, "little")
+
+
+class RangedTokens:
+    """Tokens at a store, sliced like an array."""
+
+    def __init__(self, file: RangedFile, dtype: np.dtype[Any]):
+        self._file, self._dtype = file, dtype
+
+    def __getitem__(self, place: slice) -> npt.NDArray[Any]:
+        size = self._dtype.itemsize
+        return np.frombuffer(self._file.read(place.start * size, place.stop * size), self._dtype)
+
+
+def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RangedTokens:
+    """The tokens of a prefix, mapped, or at a store."""
+    if (file := open_bin(prefix)) is None:
+        return np.memmap(f"{prefix}.bin", dtype, mode="r")
+    return RangedTokens(file, dtype)
+
+
+def open_bin(prefix: str) -> RangedFile | None:
+    """The .bin of a prefix if it is at a store."""
+    remote = None if Path(f"{prefix}.bin").is_file() else _remote_of(prefix)
+    return RangedFile(prefix, remote) if remote else None
+
+
+def read_ranges(prefix: str, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """Bytes of a prefix's .bin, range after range."""
+    if (remote := open_bin(prefix)) is not None:
+        yield from remote.read_directly(ranges)
+        return
+    with Path(f"{prefix}.bin").open("rb") as file:
+        for begin, end in ranges:
+            file.seek(begin)
+            yield file.read(end - begin)

@@ -1,0 +1,292 @@
+"""Files at an object store through fsspec: s3:// by s3fs, gs:// by gcsfs, hf:// by huggingface_hub.
+
+Credentials and the server's address are those of the packages: AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL,
+GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, and what fsspec's own configuration says. Requests that fail are
+repeated, a file is fetched in parts. Such a store has no rename: a set of files is complete when the one that
+lists the others is there, so that one is written last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import xxhash
+
+from moe_exp.host.files import sync_folder
+from moe_exp.host.progress import Advance
+from moe_exp.host.retries import first_line, patiently
+
+T = TypeVar("T")
+
+_MAX_FAILURES = 8  # in a row: about three minutes
+_UNREACHABLE_FAILURES = 2  # of a server that this process has never reached: its address is wrong
+_PART_BYTES = 2**26
+_WORKERS = 8  # files at a time
+# as the packages call what identifies a file's content
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "mtime", "created")
+_FINAL = (
+    FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError,
+    NotImplementedError, ImportError, TypeError, ValueError,
+)  # fmt: skip
+# of botocore, which is not imported here: no credentials, or settings that cannot be
+_FINAL_NAMES = {
+    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "InvalidRegionError",
+    "ParamValidationError",
+}  # fmt: skip
+_UNREACHABLE_NAMES = {"EndpointConnectionError", "ClientConnectorError", "ConnectError", "gaierror"}
+_EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "data"}
+
+_reached: set[str] = set()  # protocols
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file at a store.
+
+    Args:
+        bytes: its size.
+        version: changes with its content: an ETag, or what the store has for it.
+    """
+
+    bytes: int
+    version: str
+
+
+class Store:
+    """The files below a URL. May be used by several threads, and after a fork.
+
+    All methods raise a ValueError if the store gives no access or the URL cannot be used, and a
+    ConnectionError if it keeps failing; both are one line with a fix.
+    """
+
+    def __init__(self, url: str):
+        self.url = url.rstrip("/")
+        self.protocol = url.partition("://")[0]
+
+    def _place(self, name: str) -> tuple[Any, str]:
+        try:
+            from fsspec.core import url_to_fs
+
+            # fsspec keeps one per process
+            fs, root = url_to_fs(self.url, use_listings_cache=False)
+        except (ImportError, ValueError) as error:
+            extra = _EXTRAS.get(self.protocol, "")
+            fix = f'pip install "moe-exp[{extra}]"' if extra else "give an s3://, gs:// or hf:// URL"
+            raise ValueError(f"{self.url}: {first_line(error)}. Fix: {fix}.") from None
+        return fs, f"{root}/{name}" if name else root
+
+    def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
+        fs, place = self._place(name)
+        try:
+            found = patiently(
+                lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=self._limit_of
+            )
+        except FileNotFoundError:
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", self._named(name)) from None
+        except Exception as error:
+            raise self._explained(name, error) from error
+        _reached.add(self.protocol)
+        return found
+
+    def _named(self, name: str) -> str:
+        return f"{self.url}/{name}" if name else self.url
+
+    def _limit_of(self, error: Exception) -> int | None:
+        is_unreachable = bool(_names_of(error) & _UNREACHABLE_NAMES)
+        return _UNREACHABLE_FAILURES if is_unreachable and self.protocol not in _reached else None
+
+    def _explained(self, name: str, error: Exception) -> Exception:
+        if isinstance(error, PermissionError) or _names_of(error) & _FINAL_NAMES:
+            fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+            return ValueError(f"{self._named(name)}: no access ({first_line(error)}). Fix: {fix}.")
+        if not _may_pass(error):
+            return error
+        fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
+        return ConnectionError(f"{self._named(name)}: keeps failing ({first_line(error)}). Fix: {fix}.")
+
+    def list(self) -> dict[str, StoredFile]:
+        """All files, by their names below the URL; empty if there is none."""
+
+        def listed(fs: Any, root: str) -> dict[str, StoredFile]:
+            found = fs.find(root, detail=True)
+            names = {path: path[len(root) :].lstrip("/") for path in found if path.startswith(f"{root}/")}
+            return {name: _stored(found[path]) for path, name in sorted(names.items())}
+
+        try:
+            return self._asked("", listed)
+        except FileNotFoundError:
+            return {}
+
+    def find(self, name: str) -> StoredFile | None:
+        """Facts of a file; None if there is none."""
+        try:
+            info = self._asked(name, lambda fs, place: fs.info(place))
+        except FileNotFoundError:
+            return None
+        return _stored(info) if info["type"] == "file" else None
+
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes of a file, from `start` to before `end`; FileNotFoundError if there is none."""
+
+        def read(fs: Any, place: str) -> bytes:
+            data = bytes(fs.cat_file(place, start=start, end=end) if end is not None else fs.cat_file(place))
+            if end is not None and len(data) != end - start:
+                raise OSError(f"{place}: {len(data)} bytes came instead of {end - start}")
+            return data
+
+        return self._asked(name, read)
+
+    def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+        """What `read` gives for each (start, end), several at a time."""
+        with ThreadPoolExecutor(2 * _WORKERS) as pool:
+            yield from pool.map(lambda one: self.read(name, *one), ranges)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Makes a file of bytes, or replaces it."""
+        self._written(name, lambda fs, place: fs.pipe_file(place, data))
+
+    def _written(self, name: str, action: Callable[[Any, str], None]) -> None:
+        try:
+            self._asked(name, action)
+        except FileNotFoundError:
+            raise ValueError(
+                f"{self.url}: there is no such bucket. Fix: create it, or correct the URL."
+            ) from None
+
+    def remove(self, name: str) -> None:
+        """Removes a file; there need be none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._asked(name, lambda fs, place: fs.rm_file(place))
+
+    def upload(self, path: Path, name: str) -> None:
+        """Copies a file there.
+
+        Raises:
+            FileNotFoundError: there is no file `path`.
+            ConnectionError: what came there has another size.
+        """
+        num_bytes = path.stat().st_size
+        self._written(name, lambda fs, place: fs.put_file(str(path), place))
+        found = self.find(name)
+        if found is None or found.bytes != num_bytes:
+            rule = f"has {found.bytes if found else 0} bytes, {path} has {num_bytes}"
+            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: call it again.")
+
+    def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
+        """Copies a file here, in parts; continues what a stopped call has left beside `path`."""
+        version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
+        partial = path.with_name(f".{path.name}.{version[:8]}.part")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("ab") as file:
+            start = file.tell()
+            advance(start)
+            while start < known.bytes:
+                data = self.read(name, start, min(start + _PART_BYTES, known.bytes))
+                file.write(data)
+                advance(len(data))
+                start += len(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+        sync_folder(path.parent)
+
+
+def _stored(info: Mapping[str, Any]) -> StoredFile:
+    version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+    return StoredFile(int(info["size"]), version)
+
+
+def _may_pass(error: Exception) -> bool:
+    """Whether trying again may help."""
+    if isinstance(error, _FINAL) or _names_of(error) & _FINAL_NAMES:
+        return False
+    return getattr(error, "errno", None) not in (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
+
+
+def _names_of(error: BaseException | None) -> set[str]:
+    """Types of an error and of what it was raised from."""
+    names = set[str]()
+    while error is not None:
+        names |= {kind.__name__ for kind in type(error).__mro__}
+        error = error.__cause__
+    return names
+
+
+# Sets of files
+
+
+def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
+    """Copies files to a store and publishes them: `manifest`, with `content`, comes last.
+
+    A call that was stopped continues with the files that are not there. What another manifest there lists is
+    replaced; it goes first, so that nobody takes a mixture of both for complete.
+
+    Args:
+        store: where to.
+        files: name there to path here.
+        manifest: name of the file that makes them complete.
+        content: of that file; other files have another one.
+        advance: called with the bytes of every file.
+
+    Returns:
+        Whether there was anything to do.
+    """
+    begun, there = f"{manifest}.partial", store.list()
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    same = {name for name, size in sizes.items() if name in there and there[name].bytes == size}
+    is_published = manifest in there and store.read(manifest) == content
+    if is_published and same == set(files):
+        return False
+    if manifest in there:
+        store.remove(manifest)
+    if not is_published and not (begun in there and store.read(begun) == content):
+        store.write(begun, content)
+        same = set()
+
+    def copy(name: str) -> int:
+        if name not in same:
+            store.upload(files[name], name)
+        return sizes[name]
+
+    _each(copy, sizes, advance)
+    store.write(manifest, content)
+    store.remove(begun)
+    return True
+
+
+def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: Advance) -> None:
+    """Copies files of a store into a folder; those that are there with their size stay."""
+    lock = threading.Lock()
+
+    def count(num_bytes: int, now: str = "", /) -> None:
+        with lock:
+            advance(num_bytes)
+
+    def copy(name: str) -> int:
+        path, known = folder / name, files[name]
+        if path.is_file() and path.stat().st_size == known.bytes:
+            return known.bytes
+        store.download(name, path, known, count)
+        return 0
+
+    _each(copy, {name: known.bytes for name, known in files.items()}, count)
+
+
+def _each(copy: Callable[[str], int], sizes: Mapping[str, int], advance: Advance) -> None:
+    """Copies files, several at a time, the largest first; ends at the first error."""
+    with ThreadPoolExecutor(_WORKERS) as pool:
+        copies = [pool.submit(copy, name) for name in sorted(sizes, key=lambda name: (-sizes[name], name))]
+        try:
+            for one in copies:
+                advance(one.result())
+        finally:
+            for one in copies:
+                one.cancel()

@@ -1,0 +1,393 @@
+"""Corpora, tokens and checkpoints at an object store: moto's S3 server, whose requests fail now and then."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+pytest.importorskip("datatrove")
+
+from helpers.s3_server import BUCKET, s3_server
+from helpers.whole_runs import TINY
+from moe_exp.cli import main
+from moe_exp.config import load_config
+from moe_exp.config.checks.checks import check_config
+from moe_exp.data.copies import pull, push
+from moe_exp.data.samples.dataset import SampleStream
+from moe_exp.data.tokens import ranged
+from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
+from moe_exp.host import object_store
+from moe_exp.host.object_store import Store, StoredFile, fetch, send
+from moe_exp.launch.machine_checks import check_files
+
+ROOT_URL = f"s3://{BUCKET}"
+
+
+@pytest.fixture(scope="module")
+def _server():
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(_server, monkeypatch):
+    for name, value in _server.environment.items():
+        monkeypatch.setenv(name, value)
+    _server.fail(0)
+    yield _server
+    _server.fail(0)
+
+
+@pytest.fixture
+def url(server, tmp_path):
+    """A folder at the store that no other test has."""
+    return f"{ROOT_URL}/{tmp_path.name}"
+
+
+def silent(*_):
+    pass
+
+
+# Files
+
+
+def test_files_there(url):
+    store = Store(url)
+    assert store.list() == {} and store.find("a") is None
+    store.write("a", b"abcdef")
+    store.write("b/c", b"")
+    assert {name: file.bytes for name, file in store.list().items()} == {"a": 6, "b/c": 0}
+    assert store.read("a") == b"abcdef" and store.read("a", 2, 4) == b"cd"
+    before = store.find("a").version
+    store.write("a", b"ABCDEF")
+    assert store.find("a").version != before
+    store.remove("a")
+    store.remove("a")
+    assert list(store.list()) == ["b/c"]
+    with pytest.raises(FileNotFoundError):
+        store.read("a")
+    # a name that begins like the folder's is none of its files
+    Store(f"{url}2").write("x", b"1")
+    assert list(store.list()) == ["b/c"]
+
+
+def test_a_third_of_the_requests_fail_and_all_bytes_arrive(server, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(object_store, "_PART_BYTES", 100_000)
+    data = {f"d/{n}": np.random.default_rng(n).bytes(150_000 * n) for n in range(4)}
+    (tmp_path / "d").mkdir()
+    for name, content in data.items():
+        (tmp_path / name).write_bytes(content)
+    files = {name: tmp_path / name for name in data}
+    server.fail(1 / 3)
+    assert send(Store(url), files, "manifest.json", b"{}", silent)
+    listed = Store(url).list()
+    assert set(listed) == {*data, "manifest.json"}
+    fetch(Store(url), {name: listed[name] for name in data}, tmp_path / "back", silent)
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in data} == data
+    counts = server.counts()
+    assert counts["failed"] > 5 and counts["failed"] < counts["requests"]
+
+
+def test_a_download_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(object_store, "_PART_BYTES", 1000)
+    store, content = Store(url), np.random.default_rng(0).bytes(5500)
+    store.write("a", content)
+    asked, read = [], Store.read
+
+    def read_and_stop(self, name, start=0, end=None):
+        asked.append(start)
+        if start == 3000 and asked.count(3000) == 1:
+            raise KeyboardInterrupt
+        return read(self, name, start, end)
+
+    monkeypatch.setattr(Store, "read", read_and_stop)
+    with pytest.raises(KeyboardInterrupt):
+        store.download("a", tmp_path / "a", store.find("a"), silent)
+    assert not (tmp_path / "a").exists()
+    store.download("a", tmp_path / "a", store.find("a"), silent)
+    assert asked == [0, 1000, 2000, 3000, 3000, 4000, 5000]
+    assert (tmp_path / "a").read_bytes() == content
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+    # of another version nothing is used
+    (tmp_path / "a").unlink()
+    asked.clear()
+    monkeypatch.setattr(Store, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        store.download("a", tmp_path / "a", StoredFile(5500, "other"), silent)
+
+
+def test_what_a_stopped_copy_has_sent_is_not_complete_and_not_sent_again(url, tmp_path, monkeypatch):
+    for name in "abc":
+        (tmp_path / name).write_text(name)
+    files, store, sent, upload = {name: tmp_path / name for name in "abc"}, Store(url), [], Store.upload
+
+    def upload_or_stop(self, path, name):
+        if name == "c":
+            raise KeyboardInterrupt
+        sent.append(name)
+        upload(self, path, name)
+
+    monkeypatch.setattr(object_store, "_WORKERS", 1)
+    monkeypatch.setattr(Store, "upload", upload_or_stop)
+    with pytest.raises(KeyboardInterrupt):
+        send(store, files, "manifest.json", b"1", silent)
+    assert "manifest.json" not in store.list() and sent == ["a", "b"]
+    monkeypatch.setattr(
+        Store, "upload", lambda self, path, name: (sent.append(name), upload(self, path, name))
+    )
+    assert send(store, files, "manifest.json", b"1", silent)
+    assert sent == ["a", "b", "c"] and set(store.list()) == {"a", "b", "c", "manifest.json"}
+    assert not send(store, files, "manifest.json", b"1", silent)
+    # files of the same sizes and another content have another manifest: all are sent
+    (tmp_path / "a").write_text("A")
+    assert send(store, files, "manifest.json", b"2", silent)
+    assert sent[3:] == ["a", "b", "c"] and store.read("a") == b"A" and store.read("manifest.json") == b"2"
+    # a file that has gone from there
+    store.remove("b")
+    assert send(store, files, "manifest.json", b"2", silent) and sent[6:] == ["b"]
+
+
+@pytest.mark.parametrize(
+    ("place", "variables", "line"),
+    [
+        ("abc://b/x", {}, "Protocol not known: abc. Fix: give an s3://, gs:// or hf:// URL."),
+        (f"{ROOT_URL}x/y", {}, "there is no such bucket. Fix: create it, or correct the URL."),
+        (
+            f"{ROOT_URL}/x",
+            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
+            "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again.",
+        ),
+    ],
+)
+def test_errors_are_one_line_with_a_fix(server, place, variables, line, monkeypatch):
+    import s3fs
+
+    monkeypatch.setattr("time.sleep", silent)
+    monkeypatch.setattr(object_store, "_reached", set())
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    with pytest.raises((ValueError, ConnectionError)) as caught:
+        Store(place).write("a", b"1")
+    s3fs.S3FileSystem.clear_instance_cache()
+    assert str(caught.value).endswith(line) and "\n" not in str(caught.value)
+
+
+# Corpora
+
+
+def write_jsonl(path, first, count):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (
+        {"text": f"document {n} " + "word " * (n % 50), "id": str(n)} for n in range(first, first + count)
+    )
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def command(*words):
+    assert main(["data", *map(str, words)]) == 0
+
+
+def test_the_chain_from_a_store_gives_the_bytes_of_the_local_one(server, url, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for number in range(3):
+        write_jsonl(tmp_path / f"raw/part/{number}.jsonl", 100 * number, 100)
+        Store(f"{url}/raw").upload(tmp_path / f"raw/part/{number}.jsonl", f"part/{number}.jsonl")
+    command("prepare", "raw", "--data-dir", "here", "--tasks", 2, "--nchunks", 2, "--workers", 1)
+    server.fail(0.05)
+    prepare = ["prepare", f"{url}/raw", "--data-dir", "there", "--tasks", 2, "--nchunks", 2, "--workers", 1]
+    command(*prepare)
+    names = ["raw.chunk.00.jsonl", "raw.chunk.01.jsonl", "raw.val.jsonl"]
+    for name in names:
+        assert (tmp_path / "there/raw_shuffled" / name).read_bytes() == (
+            tmp_path / "here/raw_shuffled" / name
+        ).read_bytes()
+    # done: no request
+    server.fail(0)
+    command(*prepare)
+    assert server.counts()["requests"] == 0
+
+    server.fail(0.05)
+    command("push", "there/raw_shuffled", f"{url}/shards")
+    command("pull", f"{url}/shards", "back/raw_shuffled")
+    for path in (tmp_path / "there/raw_shuffled").iterdir():
+        assert (tmp_path / "back/raw_shuffled" / path.name).read_bytes() == path.read_bytes()
+    assert "complete" in capsys.readouterr().out
+
+
+def test_token_files_there_and_back(url, tmp_path):
+    prefix = write_manifested_tokens(tmp_path / "train")
+    assert push(prefix, f"{url}/tokens") == f"{url}/tokens/train"
+    for place, folder in (
+        (f"{url}/tokens", "a"),
+        (f"{url}/tokens/train", "b"),
+        (f"{url}/tokens/train.idx", "c"),
+    ):
+        assert len(pull(place, tmp_path / folder)) == 2
+        for suffix in (".bin", ".idx", ".manifest.json"):
+            assert (tmp_path / folder / f"train{suffix}").read_bytes() == prefix.with_name(
+                f"train{suffix}"
+            ).read_bytes()
+    # other bytes of the same length
+    Store(f"{url}/tokens").write("train.bin", bytes(prefix.with_name("train.bin").stat().st_size))
+    with pytest.raises(ConnectionError, match="another hash than its manifest says"):
+        pull(f"{url}/tokens", tmp_path / "d")
+    assert not (tmp_path / "d/train.manifest.json").exists() and not (tmp_path / "d/train.bin").exists()
+    Store(f"{url}/tokens").remove("train.manifest.json")
+    with pytest.raises(ValueError, match="is not complete"):
+        pull(f"{url}/tokens", tmp_path / "e")
+    with pytest.raises(ValueError, match="is no finished output"):
+        push(tmp_path, url)
+
+
+def write_manifested_tokens(prefix, num_documents=300, seed=1):
+    """Token files as `moe-exp data tokenize` leaves them: with a manifest."""
+    from moe_exp.host.files import file_hash
+
+    prefix.parent.mkdir(parents=True, exist_ok=True)
+    choice = np.random.default_rng(seed)
+    with BinIdxWriter(prefix, vocab_size=500) as writer:
+        for length in choice.integers(1, 400, num_documents):
+            writer.add_document(choice.integers(1, 500, length))
+    paths = [prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")]
+    outputs = [{"name": path.name, "bytes": path.stat().st_size, "hash": file_hash(path)} for path in paths]
+    manifest = {"stage": "tokenize", "settings": {"tokenizer": {"vocab_size": 500, "eod_id": 0}}}
+    prefix.with_name(f"{prefix.name}.manifest.json").write_text(json.dumps(manifest | {"outputs": outputs}))
+    return prefix
+
+
+# Training
+
+
+def pushed(url, tmp_path, **options):
+    prefix = write_manifested_tokens(tmp_path / "local/train", **options)
+    return prefix, push(prefix, f"{url}/tokens")
+
+
+def test_tokens_at_a_store_are_the_samples_of_the_local_files(server, url, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranged, "_BLOCK_BYTES", 4096)
+    prefix, there = pushed(url, tmp_path)
+    server.fail(0.05)
+    here = ranged.ensure_index(there, tmp_path / "data")
+    assert bin_idx_problem(here) is None and not (tmp_path / f"{here}.bin").exists()
+    local, remote = (SampleStream([(1.0, str(one))], seq_len=64, seed=3) for one in (prefix, here))
+    assert local.fingerprint() == remote.fingerprint() and local.content() == remote.content()
+    for index in range(0, 2000, 7):  # more than an epoch
+        assert (local.sample(index) == remote.sample(index)).all()
+    a, b = TokenFiles(prefix), TokenFiles(here)
+    assert a.end_of_document == b.end_of_document and (a.read(5, 5000) == b.read(5, 5000)).all()
+    # what was read comes from here, in this process and in the next
+    server.fail(0)
+    again = SampleStream([(1.0, here)], seq_len=64, seed=3)
+    server.fail(0)
+    assert (again.batch(0, 200) == local.batch(0, 200)).all()
+    assert server.counts()["requests"] == 0
+
+
+def test_blocks_that_a_crash_has_spoilt_are_read_again(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranged, "_BLOCK_BYTES", 4096)
+    prefix, there = pushed(url, tmp_path)
+    here = ranged.ensure_index(there, tmp_path / "data")
+    whole = prefix.with_name("train.bin").read_bytes()
+    assert ranged.open_bin(here).read(0, len(whole)) == whole
+    with (tmp_path / f"{here}.blocks").open("r+b") as file:
+        file.seek(5000)
+        file.write(bytes(3000))
+    assert ranged.open_bin(here).read(0, len(whole)) == whole
+    # other tokens at the store, as many: another copy
+    write_manifested_tokens(tmp_path / "local/train", seed=2)
+    assert len(whole) != prefix.with_name("train.bin").stat().st_size
+    push(prefix, f"{url}/tokens")
+    assert ranged.ensure_index(there, tmp_path / "data") != here
+
+
+def test_a_full_disk_costs_requests_and_no_tokens(server, url, tmp_path, monkeypatch, caplog):
+    prefix, there = pushed(url, tmp_path)
+    here = ranged.ensure_index(there, tmp_path / "data")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(ranged.os, "pwrite", full)
+    file, whole = ranged.open_bin(here), prefix.with_name("train.bin").read_bytes()
+    assert file.read(10, 90) == file.read(10, 90) == whole[10:90]
+    assert caplog.text.count("No space left on device") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            {"TRAIN_DATA": "{url}/tokens/other"},
+            "there is no s3://bucket/{name}/tokens/other.bin. Fix: correct the URL.",
+        ),
+        (
+            {"TRAIN_DATA": "{url}/x.jsonl"},
+            "is text at an object store, where token files can be. Fix: fetch it",
+        ),
+        ({"DATA_ORDER": "megatron"}, "reads files of this machine only. Fix: fetch {url}/tokens/train with"),
+        ({"REMOTE_DIR": "/tmp/x"}, "REMOTE_DIR=/tmp/x: is no URL. Fix: give one such as s3://bucket/runs."),
+        (
+            {"LOAD_DIR": "{url}/none"},
+            "LOAD_DIR={url}/none: has no complete checkpoint. Fix: name a checkpoints folder",
+        ),
+    ],
+)
+def test_settings_that_cannot_run_are_one_line(settings, line, url, tmp_path):
+    _, there = pushed(url, tmp_path)
+    given = {"TRAIN_DATA": there, "EVAL_INTERVAL": 0, "RUN_DIR": tmp_path, "DATA_DIR": tmp_path, **settings}
+    config = load_config({}, {**TINY, **{name: str(value).format(url=url) for name, value in given.items()}})
+    (problem,) = [*check_config(config), *check_files(config)]
+    assert line.format(url=url, name=tmp_path.name) in problem and "\n" not in problem
+    assert [path.name for path in tmp_path.iterdir()] == ["local"]
+
+
+def test_a_run_from_a_store_with_its_checkpoints_there(server, url, tmp_path, runs):
+    """Losses and checkpoints of a run on local files, to the bit; stopped, and resumed by another machine."""
+    prefix, there = pushed(url, tmp_path)
+    settings = {"TRAIN_ITERS": 8, "SAVE_INTERVAL": 2, "EVAL_INTERVAL": 4, "EVAL_ITERS": 1}
+    local = runs.succeed("local", TRAIN_DATA=prefix, VALID_DATA=prefix, **settings)
+    server.fail(0.05)
+    data = {"TRAIN_DATA": there, "VALID_DATA": there, "REMOTE_DIR": f"{url}/runs", "KEEP_LAST": 2}
+    first = runs.stopped("there", EXIT_INTERVAL=4, DATA_DIR=tmp_path / "one", **data, **settings)
+    assert [event["iteration"] for event in first.records("event") if event["event"] == "upload"][-1] == 4
+    folder = f"{url}/runs/there"
+    assert {path.name for path in first.folder.checkpoints.iterdir()} >= {"iter_0000004"}
+    # another machine: no run folder, no blocks
+    shutil.rmtree(first.folder.path)
+    second = runs.succeed("there", DATA_DIR=tmp_path / "two", **data, **settings)
+    assert "resumed from iteration 4" in second.text
+    assert server.counts()["failed"] > 0
+    assert second.curve("lm_loss") == local.curve("lm_loss") and second.curve("grad_norm") == local.curve(
+        "grad_norm"
+    )
+    names = Store(f"{folder}/checkpoints").list()
+    kept = {name.partition("/")[0] for name in names if "/" in name}
+    assert len(kept) == 2 and "iter_0000008" in kept  # a save beside a slow copy is left out
+    for path in (second.folder.checkpoints / "iter_0000008").iterdir():
+        assert Store(f"{folder}/checkpoints/iter_0000008").read(path.name) == path.read_bytes()
+    assert Store(folder).read("config.yaml") == second.folder.config.read_bytes()
+    # LOAD_DIR there: another run starts from it
+    third = runs.succeed(
+        "loaded", TRAIN_DATA=prefix, LOAD_DIR=folder, **settings | {"TRAIN_ITERS": 9, "EVAL_INTERVAL": 0}
+    )
+    assert [record["iteration"] for record in third.records()] == [9]
+
+
+def test_a_store_that_fails_costs_the_copy_and_not_the_run(server, url, tmp_path, runs):
+    prefix = write_manifested_tokens(tmp_path / "train")
+    data = {"TRAIN_DATA": prefix, "TRAIN_ITERS": 4, "SAVE_INTERVAL": 2}
+    ended = runs.succeed("a", REMOTE_DIR=f"{ROOT_URL}-is-missing/runs", **data)
+    failed = [event for event in ended.records("event") if event["event"] == "upload_failed"]
+    assert failed and "there is no such bucket" in failed[-1]["reason"]
+    # the next start, though it has nothing to train, copies what is not there
+    assert Store(f"{url}/runs").list() == {}
+    again = runs.succeed("a", REMOTE_DIR=f"{url}/runs", **data)
+    assert again.code == 0 and "iter_0000004/manifest.json" in Store(f"{url}/runs/a/checkpoints").list()
