@@ -54,6 +54,8 @@ EXTRAS = {
         "pyahocorasick>=2",
         "fasteners>=0.19",
     ],
+    "s3": ["s3fs>=2024.6"],  # and gs: for s3:// and gs:// in TRAIN_DATA, REMOTE_DIR and `moe-exp data`
+    "gs": ["gcsfs>=2024.6"],
     "analysis": ["pandas>=2.0", "matplotlib>=3.8"],
     "dev": [  # with those of `train`
         "torch>=2.6",
@@ -90,6 +92,10 @@ EXTRAS = {
         "tldextract>=5",
         "pyahocorasick>=2",
         "fasteners>=0.19",
+        "s3fs>=2024.6",
+        "moto[s3]>=5.1",  # the S3 server of the tests, with flask
+        "flask>=3",
+        "flask-cors>=5",
     ],
 }
 

@@ -30,6 +30,7 @@ from moe_exp.checkpoint.format.folders import recover
 from moe_exp.checkpoint.integrity import Source
 from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
+from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import microbatch_samples, stages_of
@@ -75,7 +76,6 @@ from moe_exp.training.samples import (
     read_ahead,
 )
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
-from moe_exp.training.uploads import Uploads
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 

@@ -34,7 +34,7 @@ ALLOWED: dict[str, set[str]] = {
     "watch": FILES,
     "report": FILES,
     "training": {*LOW, "runs", "layers", "data", "engine", "checkpoint", "watch"},
-    "launch": {*FILES, "data", "watch"},
+    "launch": {*FILES, "checkpoint", "data", "watch"},
     "inference": {*LOW, "layers", "data", "engine", "checkpoint"},
     "studies": {*FILES, "data", "report", "launch"},
     "commands": {

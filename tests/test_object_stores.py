@@ -12,7 +12,7 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 pytest.importorskip("datatrove")
 
-from helpers.s3_server import BUCKET, s3_server
+from helpers.servers.s3 import BUCKET, s3_server
 from helpers.whole_runs import TINY
 from moe_exp.cli import main
 from moe_exp.config import load_config

@@ -12,6 +12,7 @@ from moe_exp.checkpoint.restored import RestoreError
 from moe_exp.checkpoint.save import CheckpointWriter, Saved, SaveError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.checkpoint.upcycle import upcycle
+from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
@@ -19,7 +20,6 @@ from moe_exp.host.files import is_url
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.metrics import Metrics
-from moe_exp.training.uploads import Uploads
 from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)

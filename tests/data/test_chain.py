@@ -19,7 +19,7 @@ from helpers import ROOT
 pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 
-from helpers.hub_server import Fault, HubServer, write_fineweb_parquet
+from helpers.servers.hub import Fault, HubServer, write_fineweb_parquet
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 
 SCRIPTS = ROOT / "moe_exp/scripts"

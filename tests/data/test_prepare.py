@@ -24,7 +24,7 @@ pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 pytest.importorskip("huggingface_hub")
 
-from helpers.hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
+from helpers.servers.hub import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from helpers.slurm.cluster import Cluster
 from moe_exp import cli
 from moe_exp.commands.data import main

@@ -9,7 +9,7 @@ Starting things:
     net_hosts.py          hosts in network namespaces of this machine; needs root and iproute2
     slurm/stand_in.py     a SLURM for chains of jobs: sbatch, squeue, srun, scancel and scontrol as programs
     slurm/cluster.py      a SLURM whose queue a test controls
-    hub_server.py         a Hugging Face hub on 127.0.0.1 that fails as it is told to
+    servers/              a Hugging Face hub and an S3 store on 127.0.0.1 that fail as they are told to
     watch/smtp_sink.py    a mail server that keeps what it is sent
     chromium.py           a headless browser
 

@@ -20,7 +20,7 @@ import pytest
 pytest.importorskip("huggingface_hub")
 pytest.importorskip("pyarrow")
 
-from helpers.hub_server import Fault, HubServer, leave_host_settings, write_fineweb_parquet
+from helpers.servers.hub import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from moe_exp.commands.data import main
 from moe_exp.data.download import hub, hub_errors, hub_progress
 from moe_exp.data.download.hub import download

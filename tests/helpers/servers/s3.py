@@ -1,6 +1,6 @@
 """moto's S3 server in a process of its own, some of whose requests fail.
 
-`with s3_server() as server:` sets nothing; `server.environment` is what a client needs.
+`server.environment` is what a client needs.
 """
 
 import contextlib
