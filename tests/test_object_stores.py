@@ -14,6 +14,7 @@ pytest.importorskip("datatrove")
 
 from helpers.servers.s3 import BUCKET, s3_server
 from helpers.whole_runs import TINY
+from moe_exp.checkpoint.remote import fetch_checkpoint
 from moe_exp.cli import main
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
@@ -25,6 +26,7 @@ from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
 from moe_exp.host import object_store
 from moe_exp.host.object_store import Store, StoredFile, fetch, send
 from moe_exp.launch.machine_checks import check_files
+from moe_exp.runs.run_folder import LATEST
 
 ROOT_URL = f"s3://{BUCKET}"
 
@@ -374,11 +376,11 @@ def test_a_run_from_a_store_with_its_checkpoints_there(server, url, tmp_path, ru
     for path in (second.folder.checkpoints / "iter_0000008").iterdir():
         assert Store(f"{folder}/checkpoints/iter_0000008").read(path.name) == path.read_bytes()
     assert Store(folder).read("config.yaml") == second.folder.config.read_bytes()
-    # LOAD_DIR there: another run starts from it
-    third = runs.succeed(
-        "loaded", TRAIN_DATA=prefix, LOAD_DIR=folder, **settings | {"TRAIN_ITERS": 9, "EVAL_INTERVAL": 0}
-    )
-    assert [record["iteration"] for record in third.records()] == [9]
+    # LOAD_DIR there
+    newest = fetch_checkpoint(folder, tmp_path / "loaded")
+    assert newest.name == "iter_0000008" and (tmp_path / "loaded" / LATEST).read_text() == "8"
+    for path in (second.folder.checkpoints / newest.name).iterdir():
+        assert (newest / path.name).read_bytes() == path.read_bytes()
 
 
 def test_a_store_that_fails_costs_the_copy_and_not_the_run(server, url, tmp_path, runs):

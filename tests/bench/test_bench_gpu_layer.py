@@ -246,6 +246,7 @@ def test_a_provider_that_takes_too_long():
             torch.ones(1)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     command = [
         sys.executable,
