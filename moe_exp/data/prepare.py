@@ -151,7 +151,7 @@ def _check(source: Source, wanted: Preparation) -> None:
         name=_made(source, wanted)[0].name,
         **{name: value for name, value in wanted.shuffle.items() if name != "seed"},
     )
-    given = [path for path in (source.path, wanted.settings.decontaminate) if path is not None]
+    given = [*([source.path] if source.path else []), *wanted.settings.benchmark_files()]
     made = _made(source, wanted) if source.path else (*_made(source, wanted), raw_folder(source, wanted))
     for folder in made:
         check_apart(given, folder)

@@ -120,8 +120,8 @@ def _add_selection(group: Any) -> None:
     add(group, "--near-dedup", nargs="?", const="{}", metavar="OPTIONS", help=about)
     about = "a filter by name, or 'NAME: {option: value}'; may be repeated (docs/corpus.md lists them)"
     add(group, "--filter", action="append", default=[], metavar="FILTER", help=about)
-    about = "JSONL of benchmark texts; drops what shares 12 words in a row with one"
-    add(group, "--decontaminate", type=Path, metavar="FILE", help=about)
+    about = "JSONL of benchmark texts, or lm-eval:TASK; drops what shares 12 words in a row; may be repeated"
+    add(group, "--decontaminate", action="append", default=[], metavar="FILE", help=about)
     add_text_documents(group)
     about = "skip and count what is no document instead of stopping"
     add(group, "--skip-bad", action="store_true", help=about)
@@ -145,6 +145,7 @@ class _List(argparse.Action):
 
 
 def _prepare(arguments: argparse.Namespace) -> int:
+    from moe_exp.data.convert.benchmarks import benchmarks_of
     from moe_exp.data.convert.convert import ConvertSettings
     from moe_exp.data.convert.named_filters import NamedFilter
     from moe_exp.data.convert.near_duplicates import near_duplicates
@@ -157,7 +158,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
         return {name: getattr(arguments, name) for name in names}
 
     languages = tuple(arguments.language.split(",")) if arguments.language else ()
-    filters = given("min_language_score", "min_score", "min_chars", "max_chars", "limit", "decontaminate")
+    filters = given("min_language_score", "min_score", "min_chars", "max_chars", "limit")
     wanted = Preparation(
         arguments.source,
         patterns=tuple(arguments.pattern),
@@ -166,6 +167,7 @@ def _prepare(arguments: argparse.Namespace) -> int:
             rule=TextRule(arguments.text_documents),
             filters=tuple(map(NamedFilter.parse, arguments.filter)),
             near_dedup=near_duplicates(arguments.near_dedup),
+            decontaminate=benchmarks_of(arguments.decontaminate),
             **filters,
             **given("tasks", "skip_bad", "dedup"),
         ),

@@ -16,13 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.dedup import (
-    ContaminationFilter,
-    DuplicateFilter,
-    FindDuplicates,
-    SignDocuments,
-    write_contamination_index,
-)
+from moe_exp.data.convert.benchmarks import Benchmark, ContaminationFilter, write_contamination_index
+from moe_exp.data.convert.dedup import DuplicateFilter, FindDuplicates, SignDocuments
 from moe_exp.data.convert.filters import Counts, FieldFilter, Filter, LengthFilter
 from moe_exp.data.convert.named_filters import BlockFilter, NamedFilter
 from moe_exp.data.convert.near_duplicates import (
@@ -35,7 +30,7 @@ from moe_exp.data.convert.near_duplicates import (
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
 from moe_exp.data.kinds import DATA_SUFFIXES, FILES, KINDS, TextRule
-from moe_exp.data.stage import MAKE_AGAIN, Stage, fingerprint, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
 from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
 from moe_exp.data.tasks.jobs import merge_stats, run_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
@@ -64,8 +59,7 @@ class ConvertSettings:
         filters: filters by name, in this order, after those above.
         dedup: keep one of each text; the metadata field `duplicate_count` says how many others there were.
         near_dedup: keep one of texts that are alike; None for all.
-        decontaminate: JSONL file of benchmark texts: documents that share 12 words in a row with one are
-            dropped.
+        decontaminate: benchmarks: documents that share 12 words in a row with a text of one are dropped.
         rule: what a document of a text file is.
     """
 
@@ -81,7 +75,7 @@ class ConvertSettings:
     filters: tuple[NamedFilter, ...] = ()
     dedup: bool = False
     near_dedup: NearDuplicates | None = None
-    decontaminate: Path | None = None
+    decontaminate: tuple[Benchmark, ...] = ()
     rule: TextRule = FILES
 
     def __post_init__(self) -> None:
@@ -100,9 +94,10 @@ class ConvertSettings:
         names = [one.name for one in self.filters]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"filter={twice[0]}: is given twice. Fix: give it once.")
-        if self.decontaminate is not None and not self.decontaminate.is_file():
-            fix = "give a JSONL file of benchmark texts"
-            raise ValueError(f"decontaminate={self.decontaminate}: there is no such file. Fix: {fix}.")
+
+    def benchmark_files(self) -> list[Path]:
+        """Files of the benchmarks."""
+        return [path for one in self.decontaminate for path in one.files]
 
 
 def convert(
@@ -134,12 +129,14 @@ def convert(
     """
     execution = execution or Execution()
     inputs = sort_inputs(inputs)
-    check_apart([*inputs, *filter(None, [settings.decontaminate])], output)
+    check_apart([*inputs, *settings.benchmark_files()], output)
     num_tasks = _num_tasks(settings, inputs)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
-    benchmarks = fingerprint(settings.decontaminate) if settings.decontaminate else None
-    key = {**asdict(settings), "tasks": num_tasks, "decontaminate": benchmarks, **settings.rule.facts()}
+    benchmarks = [one.facts() for one in settings.decontaminate]
+    key = {**asdict(settings), "tasks": num_tasks, **settings.rule.facts()}
+    # as before there could be several
+    key["decontaminate"] = benchmarks if len(benchmarks) > 1 else next(iter(benchmarks), None)
     key["filters"] = [one.facts() for one in settings.filters] or None
     del key["rule"]
     with run_stage("convert", output, settings=key, inputs=inputs, start_over=start_over) as stage:
@@ -252,12 +249,13 @@ def _filters(settings: ConvertSettings) -> list[Filter]:
 
 
 def _index_benchmarks(stage: Stage, settings: ConvertSettings) -> dict[str, Any]:
-    if settings.decontaminate is None:
+    if not settings.decontaminate:
         return {}
     found = write_contamination_index(settings.decontaminate, _temporary(stage) / "benchmarks")
-    if found["num_short"]:
-        what = "%s: %d of %d texts are too short to be found"
-        logger.warning(what, settings.decontaminate, found["num_short"], found["num_texts"])
+    for task, counts in found["tasks"].items():
+        if counts["num_short"]:
+            what = "%s: %d of %d texts are too short to be found"
+            logger.warning(what, task, counts["num_short"], counts["num_texts"])
     return {"benchmarks": found}
 
 

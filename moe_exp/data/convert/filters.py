@@ -70,7 +70,12 @@ class Filter(ABC):
         self.reasons[self._reason] += 1
         if self.reasons[self._reason] <= _SAMPLES:
             sample = {"filter": self.name, "reason": self._reason, "id": document.id}
+            sample |= self.sample_facts(document)
             self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
+
+    def sample_facts(self, document: Any) -> dict[str, Any]:
+        """What else a sample of a dropped document shows."""
+        return {}
 
     def _with_reasons(self, block: Any) -> Any:
         """The block, which leaves here why it drops a document."""

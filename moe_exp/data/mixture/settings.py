@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from moe_exp.data.convert.benchmarks import benchmarks_of
 from moe_exp.data.convert.convert import ConvertSettings
 from moe_exp.data.convert.named_filters import NamedFilter
 from moe_exp.data.convert.near_duplicates import near_duplicates
@@ -43,7 +44,7 @@ class MixedSource(BaseModel):
         filters: filters by name.
         dedup: keep one of each text.
         near_dedup: options of near-duplicate removal; {} for the defaults.
-        decontaminate: JSONL file of benchmark texts.
+        decontaminate: JSONL file of benchmark texts or lm-eval:TASK, or several.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,7 +67,7 @@ class MixedSource(BaseModel):
     filters: list[str | dict[str, Any]] = []
     dedup: bool = False
     near_dedup: dict[str, int] | None = None
-    decontaminate: Path | None = None
+    decontaminate: str | list[str] = []
 
     @field_validator("name")
     @classmethod
@@ -86,7 +87,7 @@ class MixedSource(BaseModel):
             languages=tuple(self.languages),
             filters=tuple(map(NamedFilter.parse, self.filters)),
             near_dedup=near_duplicates(self.near_dedup),
-            decontaminate=self.decontaminate,
+            decontaminate=benchmarks_of(self.decontaminate),
             rule=TextRule(self.text_documents),
             **{name: getattr(self, name) for name in same},
         )

@@ -26,8 +26,8 @@ import pytest
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
+from moe_exp.data.convert.benchmarks import benchmarks_of, write_contamination_index
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
-from moe_exp.data.convert.dedup import write_contamination_index
 from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
@@ -392,7 +392,7 @@ def test_decontamination(tmp_path):
         tmp_path / "in/a.jsonl",
         [line(text) for pair in zip(clean, [*contaminated, "end"], strict=True) for text in pair],
     )
-    manifest = convert([path], tmp_path / "x", ConvertSettings(decontaminate=benchmarks), ONE)
+    manifest = convert([path], tmp_path / "x", ConvertSettings(decontaminate=benchmarks_of(benchmarks)), ONE)
     assert sorted(texts(tmp_path / "x")) == sorted([*clean, "end"])
     assert manifest["filtered"]["contaminated"]["num_documents"] == 2
     assert manifest["benchmarks"]["num_texts"] == 2
@@ -402,7 +402,7 @@ def test_decontamination(tmp_path):
 def test_other_benchmarks_under_the_same_path_are_noticed(tmp_path):
     benchmarks = write_lines(tmp_path / "bench.jsonl", [line(QUESTION)])
     path = write_lines(tmp_path / "in/a.jsonl", [line("nothing")])
-    settings = ConvertSettings(decontaminate=benchmarks)
+    settings = ConvertSettings(decontaminate=benchmarks_of(benchmarks))
     convert([path], tmp_path / "x", settings, ONE)
     write_lines(benchmarks, [line(" ".join(reversed(QUESTION.split())))])
     with pytest.raises(ValueError, match=r"Fix: .*start"):
@@ -414,7 +414,65 @@ def test_benchmarks_that_are_all_too_short(tmp_path):
     with pytest.raises(
         ValueError, match=r"^decontaminate=.*: of its 1 texts none has 12 words or more\. Fix: "
     ):
-        write_contamination_index(benchmarks, tmp_path / "index")
+        write_contamination_index(benchmarks_of(benchmarks), tmp_path / "index")
+
+
+def test_several_benchmarks_are_counted_each_by_itself(tmp_path):
+    other = " ".join(f"another{letter}" for letter in "abcdefghijklmn")
+    paths = [
+        write_lines(tmp_path / "first.v1.jsonl", [line(QUESTION), line("too short")]),
+        write_lines(tmp_path / "second.jsonl", [line(other)]),
+    ]
+    inputs = [QUESTION, f"{QUESTION} again", other, "clean"]
+    path = write_lines(tmp_path / "in/a.jsonl", [line(text) for text in inputs])
+    manifest = convert([path], tmp_path / "x", ConvertSettings(decontaminate=benchmarks_of(paths)), ONE)
+    assert manifest["reasons"]["contaminated"] == {"first": 2, "second": 1}
+    tasks = manifest["benchmarks"]["tasks"]
+    assert (tasks["first"]["num_texts"], tasks["first"]["num_short"]) == (2, 1)
+    assert tasks["second"] == {"num_texts": 1, "num_short": 0, "num_ngrams": 3}
+    samples = json.loads((tmp_path / "x/datatrove/samples.json").read_text())
+    words = next(one["words"] for one in samples if one["reason"] == "second")
+    assert words == " ".join(other.split()[:12])
+    with pytest.raises(ValueError, match=r"^decontaminate=/nowhere: there is no such file\. Fix: "):
+        benchmarks_of(["/nowhere"])
+    with pytest.raises(ValueError, match="is given twice"):
+        benchmarks_of([paths[0], paths[0]])
+
+
+LM_EVAL = """
+task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {data}}}}}
+output_type: {kind}
+test_split: test
+doc_to_text: "Question: {{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+doc_to_choice: "{{{{choices}}}}"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["multiple_choice", "generate_until"])
+def test_a_task_of_lm_eval(tmp_path, kind, monkeypatch):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    answer = "the one that nobody has ever seen before"
+    rows = [{"question": "what is it of all", "choices": ["nothing at all", answer], "answer": 1}]
+    if kind == "generate_until":
+        rows[0]["answer"] = answer
+    data = write_lines(tmp_path / "quiz.jsonl", [json.dumps(row).encode() + b"\n" for row in rows])
+    task = tmp_path / "quiz.yaml"
+    task.write_text(LM_EVAL.format(name="quiz", data=data, kind=kind))
+    # 13 words: the last of the question, and the right answer
+    found, clean = f"So: What is it of all? {answer.title()}!", f"it of all {answer}"
+    path = write_lines(tmp_path / "in/a.jsonl", [line(found), line(clean), line("nothing at all")])
+    settings = ConvertSettings(decontaminate=benchmarks_of(f"lm-eval:{task}"))
+    manifest = convert([path], tmp_path / "x", settings, ONE)
+    assert manifest["reasons"]["contaminated"] == {"quiz": 1} and clean in texts(tmp_path / "x")
+    with pytest.raises(
+        ValueError, match=r"^decontaminate=lm-eval:no_such_task: cannot be read .* Fix: check"
+    ):
+        write_contamination_index(benchmarks_of("lm-eval:no_such_task"), tmp_path / "index")
 
 
 # What cannot be.
@@ -427,7 +485,6 @@ def test_benchmarks_that_are_all_too_short(tmp_path):
         ({"limit": 0}, r"^limit=0: must be at least 1\. Fix: "),
         ({"min_chars": 9, "max_chars": 8}, r"^max_chars=8: no text has at least min_chars=9 .* Fix: "),
         ({"min_language_score": 65}, r"^min_language_score=65: must be from 0 to 1\. Fix: "),
-        ({"decontaminate": Path("/nowhere")}, r"^decontaminate=/nowhere: there is no such file\. Fix: "),
     ],
 )
 def test_settings_that_cannot_be(settings, message):

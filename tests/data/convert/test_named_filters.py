@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from moe_exp.data.convert.benchmarks import benchmarks_of
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.filters import NOTHING_LEFT, Counts
 from moe_exp.data.convert.named_filters import NamedFilter
@@ -279,7 +280,7 @@ def whole_chain(folder, inputs, num_tasks):
         filters=tuple(map(NamedFilter.parse, filters)),
         dedup=True,
         near_dedup=NearDuplicates(num_buckets=20, hashes_per_bucket=3),
-        decontaminate=folder / "benchmark.jsonl",
+        decontaminate=benchmarks_of(folder / "benchmark.jsonl"),
     )
     manifest = convert(inputs, folder / f"by_{num_tasks}", settings, HERE)
     outputs = [folder / f"by_{num_tasks}" / one["name"] for one in manifest["outputs"]]

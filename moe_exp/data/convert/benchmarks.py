@@ -1,0 +1,205 @@
+"""Documents that share words with a benchmark: n-grams of its texts, found by datatrove's own block."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_exp.data.convert.filters import Filter
+from moe_exp.data.convert.words import word_tokenizer
+from moe_exp.data.documents import Tally, read_documents
+from moe_exp.data.stage import fingerprint
+from moe_exp.host.files import expanded
+
+logger = logging.getLogger(__name__)
+
+NGRAM_WORDS = 12  # datatrove's default, after GPT-3's 13 (Brown et al., 2020, appendix C)
+_LM_EVAL = "lm-eval:"
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A JSONL file of benchmark texts; or `lm-eval:TASK`, a task, group or YAML file of
+    lm-evaluation-harness.
+
+    Args:
+        given: as the user wrote it.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+
+    given: str
+
+    def __post_init__(self) -> None:
+        if self.task:
+            is_missing = self.task.endswith((".yaml", ".yml")) and not expanded(self.task).is_file()
+        else:
+            is_missing = not self.path.is_file()
+        if is_missing:
+            fix = "give a JSONL file of benchmark texts, or lm-eval:TASK"
+            raise ValueError(f"decontaminate={self.given}: there is no such file. Fix: {fix}.")
+
+    @property
+    def task(self) -> str:
+        """Task of lm-evaluation-harness; empty for a file."""
+        return self.given.removeprefix(_LM_EVAL) if self.given.startswith(_LM_EVAL) else ""
+
+    @property
+    def path(self) -> Path:
+        """The JSONL file."""
+        return expanded(self.given)
+
+    @property
+    def files(self) -> list[Path]:
+        """Files that it is read from, as far as they are known."""
+        if not self.task:
+            return [self.path]
+        return [expanded(self.task)] if self.task.endswith((".yaml", ".yml")) else []
+
+    def facts(self) -> dict[str, Any]:
+        """What identifies it."""
+        found = [fingerprint(path) for path in self.files]
+        if not self.task:
+            return found[0]
+        return {"lm_eval": self.task} | ({"yaml": found[0]} if found else {})
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Name of the task and a text, for every text.
+
+        Raises:
+            BadDocument: a line of the file is no document.
+            ValueError: lm-evaluation-harness has no such task, or not its data.
+        """
+        if self.task:
+            yield from _lm_eval_texts(self)
+        else:
+            for _, text in read_documents(self.path, Tally()):
+                yield self.path.name.partition(".")[0], text
+
+
+def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
+    try:
+        from lm_eval.tasks import TaskManager
+    except ModuleNotFoundError as error:
+        rule, fix = f"needs the package {error.name}", "pip install lm-eval"
+        raise ValueError(f"decontaminate={benchmark.given}: {rule}. Fix: {fix}.") from None
+    name = str(expanded(benchmark.task)) if benchmark.files else benchmark.task
+    try:
+        tasks = TaskManager().load([name])["tasks"]
+        for task_name, task in tasks.items():
+            for document in task.eval_docs:
+                for answer in _answers(task, document):
+                    yield task_name, f"{task.doc_to_text(document)} {answer}"
+    # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        fix = "check the name (lm-eval ls tasks), and load its data once where there is a network"
+        raise ValueError(
+            f"decontaminate={benchmark.given}: cannot be read ({reason}). Fix: {fix}."
+        ) from error
+
+
+def _answers(task: Any, document: Any) -> list[str]:
+    """The right answers of a task's document as text."""
+    target = task.doc_to_target(document)
+    targets = target if isinstance(target, list) else [target]
+    choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else []
+    return [str(choices[one]) if isinstance(one, int) and choices else str(one) for one in targets]
+
+
+@dataclass
+class ContaminationFilter(Filter):
+    """Drops documents that share an n-gram of words with a benchmark, by NGramsDecontFilter. The reason is
+    the name of the benchmark, samples show the words.
+    """
+
+    name: str
+    index_folder: str
+
+    def block(self) -> Any:
+        """NGramsDecontFilter."""
+        from datatrove.pipeline.decont import NGramsDecontFilter
+
+        block = NGramsDecontFilter(self.index_folder, _ngrams_config(), language=word_tokenizer())
+        decide = block.filter
+
+        def decided(document: Any) -> Any:
+            keeps = decide(document)
+            return keeps if keeps is True else (False, document.metadata["contaminated_task"])
+
+        block.filter = decided
+        return block
+
+    def sample_facts(self, document: Any) -> dict[str, Any]:
+        """The words that it shares."""
+        return {"words": document.metadata["contaminated_ngram"]}
+
+
+def _ngrams_config() -> Any:
+    from datatrove.pipeline.decont.n_grams import NGramsDecontConfig
+    from datatrove.utils.hashing import HashConfig
+
+    # datatrove gives its n-grams to the hash as str, which newer xxhash does not take.
+    return NGramsDecontConfig(n_grams=NGRAM_WORDS, hash_config=HashConfig(hash_fc="sha1"))
+
+
+def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
+    """Writes the n-grams of benchmarks as NGramsDecontIndexer does, which needs lighteval: a file per task.
+
+    Returns:
+        `num_texts`, `num_ngrams`, and `num_short`: texts of fewer than NGRAM_WORDS words, which cannot be
+            found; and `tasks`, the same for each.
+
+    Raises:
+        ValueError: no text of a benchmark is long enough; see `Benchmark.texts`.
+        BadDocument: a line is no document.
+    """
+    import numpy as np
+    from datatrove.utils.text import ngrams, simplify_text
+
+    block = ContaminationFilter("contaminated", str(folder)).block()
+    hashes, tasks = dict[str, set[int]](), dict[str, dict[str, int]]()
+    for benchmark in benchmarks:
+        read = dict[str, dict[str, int]]()
+        for task, text in benchmark.texts():
+            words = block.tokenizer.word_tokenize(simplify_text(text, block.config.norm_config))
+            counts = read.setdefault(task, tasks.setdefault(task, {"num_texts": 0, "num_short": 0}))
+            counts["num_texts"] += 1
+            counts["num_short"] += len(words) < NGRAM_WORDS
+            found = hashes.setdefault(task, set())
+            found.update(block.hash_func(" ".join(ngram)) for ngram in ngrams(words, NGRAM_WORDS))
+        if not any(hashes[task] for task in read):
+            num_texts = sum(counts["num_texts"] for counts in read.values())
+            rule = f"of its {num_texts} texts none has {NGRAM_WORDS} words or more"
+            fix = "write question and answer into one text"
+            raise ValueError(f"decontaminate={benchmark.given}: {rule}. Fix: {fix}.")
+    folder.mkdir(parents=True, exist_ok=True)
+    for task, found in hashes.items():
+        tasks[task]["num_ngrams"] = len(found)
+        path = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', task)}.index.hashes"
+        np.array(sorted(found), dtype=block.config.hash_config.np_descr).tofile(path)
+    totals = {name: sum(counts[name] for counts in tasks.values()) for name in ("num_texts", "num_short")}
+    return totals | {"num_ngrams": len(set().union(*hashes.values())), "tasks": tasks}
+
+
+def benchmarks_of(
+    given: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
+) -> tuple[Benchmark, ...]:
+    """The benchmarks that a setting names.
+
+    Raises:
+        ValueError: there is no such file, or one is given twice.
+    """
+    if given is None:
+        return ()
+    several = [given] if isinstance(given, str | os.PathLike) else list(given)
+    names = [str(one) for one in several]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"decontaminate={twice[0]}: is given twice. Fix: give it once.")
+    return tuple(map(Benchmark, names))
