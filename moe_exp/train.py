@@ -334,7 +334,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         if is_last:
             rules.acknowledge(end.stop)
         if end.stop and iteration < config.train_iters:
-            saves.finish_uploads()
+            saves.finish_uploads(end.stop)
             return "stopped", saves.stopped_code(progress)
     saves.finish_uploads()
     return "finished", FINISHED

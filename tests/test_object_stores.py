@@ -61,22 +61,22 @@ def silent(*_):
 
 def test_files_there(url):
     store = Store(url)
-    assert store.list() == {} and store.find("a") is None
+    assert store.files() == {} and store.find("a") is None
     store.write("a", b"abcdef")
     store.write("b/c", b"")
-    assert {name: file.bytes for name, file in store.list().items()} == {"a": 6, "b/c": 0}
+    assert {name: file.bytes for name, file in store.files().items()} == {"a": 6, "b/c": 0}
     assert store.read("a") == b"abcdef" and store.read("a", 2, 4) == b"cd"
     before = store.find("a").version
     store.write("a", b"ABCDEF")
     assert store.find("a").version != before
     store.remove("a")
     store.remove("a")
-    assert list(store.list()) == ["b/c"]
+    assert list(store.files()) == ["b/c"]
     with pytest.raises(FileNotFoundError):
         store.read("a")
     # a name that begins like the folder's is none of its files
     Store(f"{url}2").write("x", b"1")
-    assert list(store.list()) == ["b/c"]
+    assert list(store.files()) == ["b/c"]
 
 
 def test_a_third_of_the_requests_fail_and_all_bytes_arrive(server, url, tmp_path, monkeypatch):
@@ -88,7 +88,7 @@ def test_a_third_of_the_requests_fail_and_all_bytes_arrive(server, url, tmp_path
     files = {name: tmp_path / name for name in data}
     server.fail(1 / 3)
     assert send(Store(url), files, "manifest.json", b"{}", silent)
-    listed = Store(url).list()
+    listed = Store(url).files()
     assert set(listed) == {*data, "manifest.json"}
     fetch(Store(url), {name: listed[name] for name in data}, tmp_path / "back", silent)
     assert {name: (tmp_path / "back" / name).read_bytes() for name in data} == data
@@ -139,12 +139,12 @@ def test_what_a_stopped_copy_has_sent_is_not_complete_and_not_sent_again(url, tm
     monkeypatch.setattr(Store, "upload", upload_or_stop)
     with pytest.raises(KeyboardInterrupt):
         send(store, files, "manifest.json", b"1", silent)
-    assert "manifest.json" not in store.list() and sent == ["a", "b"]
+    assert "manifest.json" not in store.files() and sent == ["a", "b"]
     monkeypatch.setattr(
         Store, "upload", lambda self, path, name: (sent.append(name), upload(self, path, name))
     )
     assert send(store, files, "manifest.json", b"1", silent)
-    assert sent == ["a", "b", "c"] and set(store.list()) == {"a", "b", "c", "manifest.json"}
+    assert sent == ["a", "b", "c"] and set(store.files()) == {"a", "b", "c", "manifest.json"}
     assert not send(store, files, "manifest.json", b"1", silent)
     # files of the same sizes and another content have another manifest: all are sent
     (tmp_path / "a").write_text("A")
@@ -370,7 +370,7 @@ def test_a_run_from_a_store_with_its_checkpoints_there(server, url, tmp_path, ru
     assert second.curve("lm_loss") == local.curve("lm_loss") and second.curve("grad_norm") == local.curve(
         "grad_norm"
     )
-    names = Store(f"{folder}/checkpoints").list()
+    names = Store(f"{folder}/checkpoints").files()
     kept = {name.partition("/")[0] for name in names if "/" in name}
     assert len(kept) == 2 and "iter_0000008" in kept  # a save beside a slow copy is left out
     for path in (second.folder.checkpoints / "iter_0000008").iterdir():
@@ -390,6 +390,6 @@ def test_a_store_that_fails_costs_the_copy_and_not_the_run(server, url, tmp_path
     failed = [event for event in ended.records("event") if event["event"] == "upload_failed"]
     assert failed and "there is no such bucket" in failed[-1]["reason"]
     # the next start, though it has nothing to train, copies what is not there
-    assert Store(f"{url}/runs").list() == {}
+    assert Store(f"{url}/runs").files() == {}
     again = runs.succeed("a", REMOTE_DIR=f"{url}/runs", **data)
-    assert again.code == 0 and "iter_0000004/manifest.json" in Store(f"{url}/runs/a/checkpoints").list()
+    assert again.code == 0 and "iter_0000004/manifest.json" in Store(f"{url}/runs/a/checkpoints").files()

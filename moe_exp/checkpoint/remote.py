@@ -9,30 +9,54 @@ REMOTE_DIR/RUN_NAME/
 from __future__ import annotations
 
 import logging
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import xxhash
 from filelock import FileLock
 
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import MANIFEST, Manifest
 from moe_exp.checkpoint.retention import which_to_remove
-from moe_exp.config import Config
-from moe_exp.host.files import bytes_text
+from moe_exp.config import Config, problem
+from moe_exp.host.files import bytes_text, is_url
 from moe_exp.host.object_store import Store, StoredFile, fetch, send
 from moe_exp.host.progress import progress
+from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import LATEST, RunFolder
 
 logger = logging.getLogger(__name__)
 
 _CHECKPOINTS = "checkpoints"
+_WHOLE = re.compile(rf"iter_(\d{{7,}})/{re.escape(MANIFEST)}")
 _FETCHED = ".fetched"  # suffix of a folder that is being copied from the store
 
 
 def remote_run(config: Config) -> str:
     """URL of the run's copy; empty: it has none."""
     return f"{config.remote_dir.rstrip('/')}/{config.name}" if config.remote_dir else ""
+
+
+def ahead_problem(config: Config) -> str:
+    """Empty, or why the copy is not this run's: it has gone on elsewhere since the newest checkpoint here.
+
+    Raises:
+        ValueError, ConnectionError: as of `Store`.
+    """
+    run, url = RunFolder.of(config), f"{remote_run(config)}/{_CHECKPOINTS}"
+    there, here = newest_there(url), folders.latest_iteration(run.checkpoints)
+    if there is None or here is None or there <= here:
+        return ""
+    # one that this folder has had: a rollback went back past it
+    if any(
+        one.get("event") == "checkpoint" and one["iteration"] == there for one in read_metrics(run.metrics)
+    ):
+        return ""
+    fix = f"remove {run.checkpoints} to continue from {there}, or give another RUN_NAME"
+    rule = f"has the checkpoint at iteration {there}, and {run.path} has only {here}"
+    return problem("remote_dir", config.remote_dir, rule, fix)
 
 
 def newest_there(url: str) -> int | None:
@@ -87,17 +111,20 @@ def _small_files(run: RunFolder) -> Iterator[Path]:
 
 
 def _prune(config: Config, store: Store, newest: int) -> None:
-    names = store.list()
-    there = [one for one in _complete(list(names)) if one <= newest]
+    names = list(store.files())
+    there = [one for one in _complete(names) if one <= newest]
     losses: dict[int, float] = {}
     if config.keep_best:
         for one in there:
             content = store.read(f"{_folder_name(one)}/{MANIFEST}")
             if (loss := Manifest.parse(content, store.url).valid_loss) is not None:
                 losses[one] = loss
-    kept = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
-    for one in which_to_remove(there, losses, **kept):
-        inside = [name for name in names if name.startswith(f"{_folder_name(one)}/")]
+    rules = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
+    kept = {_folder_name(one) for one in set(there) - set(which_to_remove(there, losses, **rules))}
+    # What is newer is of an attempt that was given up; what is not complete, of a copy that was.
+    gone = {name.partition("/")[0] for name in names if re.match(r"iter_\d{7,}/", name)} - kept
+    for folder in sorted(gone):
+        inside = [name for name in names if name.startswith(f"{folder}/")]
         for name in sorted(
             inside, key=lambda name: not name.endswith(f"/{MANIFEST}")
         ):  # first, what completes it
@@ -110,8 +137,7 @@ def _folder_name(iteration: int) -> str:
 
 def _complete(names: list[str]) -> list[int]:
     """Iterations of the complete checkpoints among the names of files of a checkpoints folder, in order."""
-    found = [Path(name) for name in names if name.endswith(f"/{MANIFEST}")]
-    return sorted(folders.iteration_of(path.parent) for path in found if path.parent.name.startswith("iter_"))
+    return sorted(int(match[1]) for name in names if (match := _WHOLE.fullmatch(name)))
 
 
 # Fetching
@@ -131,11 +157,22 @@ def fetch_run(config: Config) -> None:
     with FileLock(run.path / ".remote.lock"):
         if folders.usable(run.checkpoints) or newest_there(f"{url}/{_CHECKPOINTS}") is None:
             return
+        # first: with a checkpoint here nothing more is fetched
+        for name, known in Store(url).some([path.name for path in _small_files(run)]).items():
+            if not (run.path / name).exists():
+                Store(url).download(name, run.path / name, known, lambda *_: None)
         fetch_checkpoint(f"{url}/{_CHECKPOINTS}", run.checkpoints)
-        there = Store(url).list()
-        for path in _small_files(run):
-            if path.name in there and not path.exists():
-                Store(url).download(path.name, path, there[path.name], lambda *_: None)
+
+
+def fetch_load_dir(config: Config) -> Path:
+    """The folder of LOAD_DIR; a checkpoint at a store is copied into the run folder by `fetch_checkpoint`."""
+    if not is_url(config.load_dir):
+        return Path(config.load_dir).expanduser()
+    place = xxhash.xxh3_64_hexdigest(config.load_dir.encode())[:8]  # another URL, another checkpoint
+    folder = RunFolder.of(config).path / "loaded" / place
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        return fetch_checkpoint(config.load_dir, folder)
 
 
 def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
@@ -151,16 +188,14 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     """
     store, iteration = find_there(url.rstrip("/"))
     final = folders.iteration_folder(checkpoints, iteration)
-    if final.is_dir():
-        return final
     manifest = Manifest.parse(content := store.read(MANIFEST), store.url)
-    listed = store.list()
-    files = {
-        name: StoredFile(
-            entry["bytes"], f"{listed[name].version if name in listed else ''} {entry['xxh3_128']}"
-        )
-        for name, entry in manifest.files.items()
-    }
+    if final.is_dir() and (final / MANIFEST).read_bytes() == content:
+        return final
+    listed = store.files()
+    if missing := [name for name, entry in manifest.files.items() if _size(listed, name) != entry["bytes"]]:
+        rule = "is missing, or has another size than its manifest says"
+        raise ValueError(f"{store.url}/{missing[0]}: {rule}. Fix: name another checkpoint.")
+    files = {name: listed[name] for name in manifest.files}
     partial = final.with_name(final.name + _FETCHED)
     partial.mkdir(parents=True, exist_ok=True)
     there = sum(path.stat().st_size for path in partial.iterdir())
@@ -180,17 +215,21 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     return final
 
 
+def _size(listed: Mapping[str, StoredFile], name: str) -> int | None:
+    return listed[name].bytes if name in listed else None
+
+
 def find_there(url: str) -> tuple[Store, int]:
     """The folder of a checkpoint that a URL means, and its iteration; raises as `fetch_checkpoint`."""
     name = url.rpartition("/")[2]
-    if name.startswith("iter_") and name.removeprefix("iter_").isdecimal():
+    if _WHOLE.fullmatch(f"{name}/{MANIFEST}") and Store(url).find(MANIFEST):
         return Store(url), folders.iteration_of(Path(name))
     for checkpoints in (url, f"{url}/{_CHECKPOINTS}"):
         newest = newest_there(checkpoints)
         if newest is None:
             continue
         # one that is not complete was being replaced when its run was killed
-        whole = [one for one in _complete(list(Store(checkpoints).list())) if one <= newest]
+        whole = [one for one in _complete(list(Store(checkpoints).files())) if one <= newest]
         if whole:
             return Store(f"{checkpoints}/{_folder_name(whole[-1])}"), whole[-1]
     fix = "name a checkpoints folder, a run folder or the folder of one iteration"

@@ -46,11 +46,13 @@ class Uploads:
         with self._lock:
             return {one for one in (self._under_way, self._next) if one is not None}
 
-    def wait(self) -> None:
-        """Until all are copied, or have failed."""
+    def wait(self, seconds: float | None = None) -> None:
+        """Until all are copied, or have failed, or `seconds` have passed."""
         if (thread := self._thread) is not None:
             logger.info("waiting for the copy of the last checkpoint at %s", remote_run(self._config))
-            thread.join()
+            thread.join(seconds)
+            if thread.is_alive():
+                logger.warning("the copy is not complete: the next start continues it")
 
     def events(self) -> list[tuple[str, int, dict[str, Any]]]:
         """Kind, iteration and facts of what happened since the last call, for metrics.jsonl."""
@@ -70,7 +72,7 @@ class Uploads:
         start, url = time.monotonic(), remote_run(self._config)
         try:
             num_bytes = send_checkpoint(self._config, iteration)
-        except (OSError, ValueError) as error:
+        except Exception as error:  # whatever it is: the run goes on
             logger.warning("the checkpoint at iteration %d was not copied to %s: %s", iteration, url, error)
             self._events.append(("upload_failed", iteration, {"reason": str(error)}))
             return

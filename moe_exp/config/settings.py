@@ -231,7 +231,7 @@ class Config(ModelSettings):
     )
     remote_dir: str = output(
         "",
-        "folder at an object store (s3://, gs://, hf://) that gets a copy of the run: each checkpoint, and"
+        "folder at an object store (s3://, gs://) that gets a copy of the run: each checkpoint, and"
         " config.yaml and metrics.jsonl with it; a run folder without checkpoints continues from it",
         measured="",
         compared=False,

@@ -15,7 +15,7 @@ from typing import Any
 from moe_exp.data.download.names import check_names
 from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs
 from moe_exp.host.files import file_hash, read_json, write_atomically
-from moe_exp.host.object_store import Store, StoredFile, fetch, send
+from moe_exp.host.object_store import Store, fetch, send
 from moe_exp.host.progress import progress
 
 logger = logging.getLogger(__name__)
@@ -75,8 +75,17 @@ def pull(url: str, folder: Path) -> list[Path]:
         if target.is_file() and target.read_bytes() != content:
             fix = "choose another folder, or remove it"
             raise ValueError(f"{target}: is there, and is of something else. Fix: {fix}.")
+        begun = folder / f".{name}.pulled"
+        if not target.is_file() and not (begun.is_file() and begun.read_bytes() == content):
+            foreign = [folder / one["name"] for one in manifest["outputs"] if (folder / one["name"]).exists()]
+            if foreign:
+                fix = "choose another folder, or remove it"
+                raise ValueError(f"{foreign[0]}: is there, and was not pulled. Fix: {fix}.")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(begun, content.decode())
         paths += _pulled(store, manifest, folder)
         write_atomically(target, content.decode())  # last: without it they are not complete
+        begun.unlink(missing_ok=True)
     return paths
 
 
@@ -86,7 +95,7 @@ def _manifests(url: str) -> tuple[Store, list[str]]:
     if not parent.endswith(":/") and Store(parent).find(f"{last}.{MANIFEST}"):
         return Store(parent), [f"{last}.{MANIFEST}"]
     store = Store(url)
-    there = [name for name in store.list() if "/" not in name]
+    there = store.names()
     names = [MANIFEST] if MANIFEST in there else [name for name in there if name.endswith(f".{MANIFEST}")]
     if not names:
         rule = "is not complete, it has no manifest.json" if there else "has no files"
@@ -108,18 +117,16 @@ def _parsed(where: str, content: bytes) -> Mapping[str, Any]:
 
 
 def _pulled(store: Store, manifest: Mapping[str, Any], folder: Path) -> list[Path]:
-    listed = store.list()
     outputs = {one["name"]: one for one in manifest["outputs"]}
+    listed = store.some(list(outputs))
     for name, one in outputs.items():
         if (size := listed[name].bytes if name in listed else None) != one["bytes"]:
             rule = f"has {size} bytes, its manifest says {one['bytes']}" if name in listed else "is missing"
             raise ConnectionError(f"{store.url}/{name}: {rule}. Fix: push it again.")
-    files = {
-        name: StoredFile(one["bytes"], f"{listed[name].version} {one['hash']}")
-        for name, one in outputs.items()
-    }
+    files = {name: listed[name] for name in outputs}
     total = sum(file.bytes for file in files.values())
-    there = sum(path.stat().st_size for name in files if (path := folder / name).is_file())
+    kept = [*(folder / name for name in files), *folder.rglob(".*.part")]
+    there = sum(path.stat().st_size for path in kept if path.is_file())
     check_free_disk(folder, total - there, f"the files of {store.url}")
     with progress(f"pull {store.url}", total) as advance:
         fetch(store, files, folder, advance)

@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,8 +27,10 @@ from moe_exp.host.retries import first_line, patiently
 T = TypeVar("T")
 
 _MAX_FAILURES = 8  # in a row: about three minutes
-_UNREACHABLE_FAILURES = 2  # of a server that this process has never reached: its address is wrong
-_PART_BYTES = 2**26
+_UNREACHABLE_FAILURES = 4  # of a server that this process has never reached: its address may be wrong
+_PART_BYTES = 2**25
+_PARTS = 4  # of a file at a time
+_FEW = 64  # files that are asked for one by one rather than listed
 _WORKERS = 8  # files at a time
 # as the packages call what identifies a file's content
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "md5Hash", "LastModified", "mtime", "created")
@@ -36,11 +38,9 @@ _FINAL = (
     FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError,
     NotImplementedError, ImportError, TypeError, ValueError,
 )  # fmt: skip
-# of botocore, which is not imported here: no credentials, or settings that cannot be
-_FINAL_NAMES = {
-    "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "InvalidRegionError",
-    "ParamValidationError",
-}  # fmt: skip
+# of botocore, which is not imported here
+_NO_ACCESS = {"PermissionError", "NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"}
+_FINAL_NAMES = _NO_ACCESS | {"InvalidRegionError", "ParamValidationError"}
 _UNREACHABLE_NAMES = {"EndpointConnectionError", "ClientConnectorError", "ConnectError", "gaierror"}
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "data"}
 
@@ -90,6 +90,7 @@ class Store:
                 lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=self._limit_of
             )
         except FileNotFoundError:
+            _reached.add(self.protocol)
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._named(name)) from None
         except Exception as error:
             raise self._explained(name, error) from error
@@ -104,15 +105,16 @@ class Store:
         return _UNREACHABLE_FAILURES if is_unreachable and self.protocol not in _reached else None
 
     def _explained(self, name: str, error: Exception) -> Exception:
-        if isinstance(error, PermissionError) or _names_of(error) & _FINAL_NAMES:
+        if _names_of(error) & _NO_ACCESS:
             fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
             return ValueError(f"{self._named(name)}: no access ({first_line(error)}). Fix: {fix}.")
         if not _may_pass(error):
-            return error
+            fix = "check the URL, the region and the package of the store"
+            return ValueError(f"{self._named(name)}: {first_line(error)}. Fix: {fix}.")
         fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
         return ConnectionError(f"{self._named(name)}: keeps failing ({first_line(error)}). Fix: {fix}.")
 
-    def list(self) -> dict[str, StoredFile]:
+    def files(self) -> dict[str, StoredFile]:
         """All files, by their names below the URL; empty if there is none."""
 
         def listed(fs: Any, root: str) -> dict[str, StoredFile]:
@@ -132,6 +134,27 @@ class Store:
         except FileNotFoundError:
             return None
         return _stored(info) if info["type"] == "file" else None
+
+    def names(self) -> list[str]:
+        """Names of the files in the folder itself, without those in folders of it."""
+
+        def listed(fs: Any, root: str) -> list[str]:
+            found = fs.ls(root, detail=True)
+            return sorted(one["name"].rpartition("/")[2] for one in found if one["type"] == "file")
+
+        try:
+            return self._asked("", listed)
+        except FileNotFoundError:
+            return []
+
+    def some(self, names: Collection[str]) -> dict[str, StoredFile]:
+        """Those of some files that are there."""
+        if len(names) > _FEW:
+            listed = self.files()
+            return {name: listed[name] for name in names if name in listed}
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            found = zip(names, pool.map(self.find, names), strict=True)
+            return {name: file for name, file in found if file is not None}
 
     def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
         """Bytes of a file, from `start` to before `end`; FileNotFoundError if there is none."""
@@ -174,14 +197,20 @@ class Store:
             ConnectionError: what came there has another size.
         """
         num_bytes = path.stat().st_size
-        self._written(name, lambda fs, place: fs.put_file(str(path), place))
+        # s3fs otherwise holds ten parts of each file in memory
+        options = {"max_concurrency": 2} if self.protocol == "s3" else {}
+        self._written(name, lambda fs, place: fs.put_file(str(path), place, **options))
         found = self.find(name)
         if found is None or found.bytes != num_bytes:
             rule = f"has {found.bytes if found else 0} bytes, {path} has {num_bytes}"
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: call it again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Copies a file here, in parts; continues what a stopped call has left beside `path`."""
+        """Copies a file here, in parts; continues what a stopped call has left beside `path`.
+
+        Raises:
+            FileNotFoundError, ValueError, ConnectionError: as above; or it is not `known` any more.
+        """
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,12 +218,18 @@ class Store:
             start = file.tell()
             advance(start)
             while start < known.bytes:
-                data = self.read(name, start, min(start + _PART_BYTES, known.bytes))
-                file.write(data)
-                advance(len(data))
-                start += len(data)
+                end = min(start + _PARTS * _PART_BYTES, known.bytes)
+                begins = range(start, end, _PART_BYTES)
+                for data in self.read_ranges(name, [(one, min(one + _PART_BYTES, end)) for one in begins]):
+                    file.write(data)
+                    advance(len(data))
+                start = end
             file.flush()
             os.fsync(file.fileno())
+        if self.find(name) != known:
+            partial.unlink()
+            rule = "is another file than when the copy began"
+            raise ConnectionError(f"{self._named(name)}: {rule}. Fix: leave it alone, and begin anew.")
         partial.replace(path)
         sync_folder(path.parent)
 
@@ -239,7 +274,8 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
     Returns:
         Whether there was anything to do.
     """
-    begun, there = f"{manifest}.partial", store.list()
+    begun = f"{manifest}.partial"
+    there = store.some([*files, manifest, begun])
     sizes = {name: path.stat().st_size for name, path in files.items()}
     same = {name for name, size in sizes.items() if name in there and there[name].bytes == size}
     is_published = manifest in there and store.read(manifest) == content

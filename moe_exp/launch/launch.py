@@ -33,7 +33,7 @@ from moe_exp.host.exit_codes import (
     RENDEZVOUS_KEY,
     complain,
 )
-from moe_exp.host.files import expanded
+from moe_exp.host.files import expanded, is_url
 from moe_exp.host.processes import own_command, signals_handled
 from moe_exp.launch.machine_checks import (
     check_environment,
@@ -165,8 +165,8 @@ def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE,
         except ValueError as error:
             raise ConfigError(str(error).splitlines()) from None
     prepared = _with_text(config)
-    if config.remote_dir and config.node_rank == 0 and module == TRAIN_MODULE:
-        _fetch_run(config)
+    if module == TRAIN_MODULE and (config.remote_dir or is_url(config.load_dir)):
+        _fetch_checkpoints(config)
     if config.preflight and module == TRAIN_MODULE:
         # imported here, as it uses functions of this module
         from moe_exp.launch.preflight.report import passes
@@ -220,12 +220,16 @@ def _with_text(config: Config) -> Config:
     return prepared
 
 
-def _fetch_run(config: Config) -> None:
-    """Continues from the copy in REMOTE_DIR if there is no checkpoint here: ranks would wait with a limit."""
-    from moe_exp.checkpoint.remote import fetch_run
+def _fetch_checkpoints(config: Config) -> None:
+    """Copies what REMOTE_DIR or LOAD_DIR have at a store; a rank would let the others wait, with a limit.
+    Nodes that share the run folder wait for the one that copies.
+    """
+    from moe_exp.checkpoint.remote import fetch_load_dir, fetch_run
 
     try:
         fetch_run(config)
+        if config.load_dir and not RunFolder.of(config).checkpoint_iterations():
+            fetch_load_dir(config)
     except (ValueError, OSError) as error:
         raise ConfigError([str(error)]) from None
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from moe_exp.checkpoint.remote import find_there, newest_there, remote_run
+from moe_exp.checkpoint.remote import ahead_problem, find_there
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.data_stages import stages_of
@@ -377,9 +377,13 @@ def _tokenizer(c: Config) -> Iterator[str]:
 def _remote_dir(c: Config) -> Iterator[str]:
     if c.remote_dir and not is_url(c.remote_dir):
         yield problem("remote_dir", c.remote_dir, "is no URL", "give one such as s3://bucket/runs")
+    elif c.remote_dir.startswith("hf://"):
+        rule = "the hub makes a commit of every file"
+        yield problem("remote_dir", c.remote_dir, rule, "give an s3:// or gs:// URL")
     elif c.remote_dir:
         try:
-            newest_there(f"{remote_run(c)}/checkpoints")
+            if line := ahead_problem(c):
+                yield line
         except (ValueError, ConnectionError) as error:
             yield f"REMOTE_DIR={error}"
 

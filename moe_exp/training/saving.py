@@ -2,12 +2,13 @@
 
 import logging
 import time
-from pathlib import Path
+from collections.abc import Callable
+from typing import TypeVar
 
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
-from moe_exp.checkpoint.remote import fetch_checkpoint, fetch_run
+from moe_exp.checkpoint.remote import fetch_load_dir, fetch_run
 from moe_exp.checkpoint.restored import RestoreError
 from moe_exp.checkpoint.save import CheckpointWriter, Saved, SaveError
 from moe_exp.checkpoint.state import Progress, Trained
@@ -16,13 +17,16 @@ from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
-from moe_exp.host.files import is_url
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.metrics import Metrics
 from moe_exp.watch.hangs import heartbeat
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_SIGNAL_SECONDS = 30.0  # that SLURM gives by default between SIGTERM and SIGKILL
 
 
 class CheckpointManager:
@@ -92,10 +96,12 @@ class CheckpointManager:
         return time.monotonic() - start
 
     @heartbeat.during(heartbeat.PAUSED)
-    def finish_uploads(self) -> None:
-        """At the end of the run: waits for what is still being copied to REMOTE_DIR."""
+    def finish_uploads(self, stop: str = "") -> None:
+        """At the end of the run: waits for what is still being copied to REMOTE_DIR. After a signal not long,
+        as whoever sent it may kill the run.
+        """
         if self._uploads is not None:
-            self._uploads.wait()
+            self._uploads.wait(_SIGNAL_SECONDS if stop.startswith("SIG") else None)
             self._report_uploads()
 
     def _report_uploads(self) -> None:
@@ -139,27 +145,28 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
         if source is None and config.remote_dir:  # only with torchrun alone: the launcher has fetched it
             with heartbeat.paused():
-                from_first_rank(lambda: fetch_run(config))
+                from_first_rank(lambda: _stored(lambda: fetch_run(config)))
             source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
         if source is None and config.load_dir:
-            place = from_first_rank(lambda: _load_folder(config, folder))
+            with heartbeat.paused():
+                place = from_first_rank(lambda: _stored(lambda: fetch_load_dir(config)))
             source = find_source(place, checksums=config.verify_checkpoint)
             if source is None:
                 fix = "name a checkpoints folder, a run folder or the folder of one iteration"
                 raise ConfigError([problem("load_dir", config.load_dir, "has no checkpoint", fix)])
     except ConfigError:
         raise
-    except (ValueError, ConnectionError) as error:
+    except ValueError as error:
         raise ConfigError([str(error)]) from None
     return source
 
 
-def _load_folder(config: Config, folder: RunFolder) -> Path:
-    """That of LOAD_DIR; one at an object store is copied into the run folder."""
-    if not is_url(config.load_dir):
-        return Path(config.load_dir).expanduser()
-    with heartbeat.paused():
-        return fetch_checkpoint(config.load_dir, folder.path / "loaded")
+def _stored(work: Callable[[], T]) -> T:
+    """Result of work with an object store, whose errors all ranks have to hear of (`from_first_rank`)."""
+    try:
+        return work()
+    except OSError as error:
+        raise ValueError(str(error)) from error
 
 
 def resume(

@@ -41,10 +41,9 @@ def download_from_store(
         ValueError: a pattern matches nothing; no access; too little disk; other settings than before.
         ConnectionError: the store keeps failing, or a file is another one by now.
     """
-    store, only = _place(source)
     if dry_run:
         known = None if start_over else read_json(folder / "manifest.json")
-        files = _of_manifest(known) if known else _list(source, store, only)
+        files = _of_manifest(known) if known else _list(source, *_place(source))
         size = bytes_text(sum(file.bytes for file in files.values()))
         where = f"are complete in {folder}" if known else f"would come to {folder}"
         print_summary(f"To download: {source.url}", {"files": len(files), "bytes": f"{size}, {where}"})
@@ -53,14 +52,15 @@ def download_from_store(
     with run_stage(
         "download", folder, settings=settings, inputs=(), start_over=start_over, mends_outputs=True
     ) as stage:
-        files = _known(stage) or _first_listing(stage, source, store, only)
+        files = _known(stage) or _first_listing(stage, source)
         total = sum(file.bytes for file in files.values())
         present = {name for name, file in files.items() if _has_size(stage.folder / name, file)}
         if stage.manifest is None or len(present) < len(files):
             left = sum(file.bytes for name, file in files.items() if name not in present)
+            left -= sum(path.stat().st_size for path in stage.folder.rglob(".*.part"))
             check_free_disk(stage.folder, left, f"the download of {source.url}")
             with progress(f"download {source.name}", total) as advance:
-                fetch(store, files, stage.folder, advance)
+                fetch(_place(source)[0], files, stage.folder, advance)
         if stage.manifest is None:
             versions = {name: file.version for name, file in files.items()}
             facts: dict[str, Any] = {"licence": source.licence, "num_bytes": total, "versions": versions}
@@ -71,8 +71,9 @@ def download_from_store(
 
 def _place(source: Source) -> tuple[Store, str]:
     """The store of a source, and the only file if its URL names one."""
-    if source.url.endswith(DATA_SUFFIXES):
-        parent, _, name = source.url.rpartition("/")
+    parent, _, name = source.url.rpartition("/")
+    # a folder may be called like a file, as Spark's are
+    if source.url.endswith(DATA_SUFFIXES) and Store(parent).find(name):
         return Store(parent), name
     return Store(source.url), ""
 
@@ -82,7 +83,7 @@ def _list(source: Source, store: Store, only: str) -> Listed:
         found = store.find(only)
         there = {only: found} if found else {}
     else:
-        there = store.list()
+        there = store.files()
     if not there:
         raise ValueError(f"source={source.url}: there is no such file or folder. Fix: correct the URL.")
     names = chosen_files(list(there), source.patterns, source.url)
@@ -90,10 +91,10 @@ def _list(source: Source, store: Store, only: str) -> Listed:
     return {name: there[name] for name in names}
 
 
-def _first_listing(stage: Stage, source: Source, store: Store, only: str) -> Listed:
+def _first_listing(stage: Stage, source: Source) -> Listed:
     """Kept, as what is there may be another listing when this is called again."""
     try:
-        files = _list(source, store, only)
+        files = _list(source, *_place(source))
     except Exception:
         (stage.folder / RUNNING).unlink()
         stage.folder.rmdir()  # which a call with other patterns would be refused

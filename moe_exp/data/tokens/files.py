@@ -90,6 +90,8 @@ class TokenFiles:
         bounds = self.document_bounds
         ends = bounds[1:][np.diff(bounds) > 0] - 1
         ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
+        if isinstance(tokens := self._tokens, RangedTokens):
+            return tokens.each(ends.tolist())
         return np.array([self.read(end, end + 1)[0] for end in ends.tolist()], dtype=self.dtype)
 
     @cached_property

@@ -12,6 +12,7 @@ bytes. A block is used if it has its hash, so one that a crash or a full disk ha
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -33,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 2**20
 _HASH_BYTES = 8
+_FREE_SHARE = 0.1  # of the disk, which is left to checkpoints
 _FOLDER = "remote"
 
 
@@ -145,7 +147,7 @@ class RangedFile:
     """Bytes of a .bin at a store, kept here once they are read. Cheap to make: it opens two files."""
 
     def __init__(self, prefix: str | Path, remote: _Remote):
-        self.num_bytes = remote.bytes
+        self.num_bytes, self._version = remote.bytes, remote.version
         parent, _, self._name = remote.url.rpartition("/")
         self._store = Store(parent)
         self._files = [os.open(_path(prefix, suffix), os.O_RDWR) for suffix in ("blocks", "hashes")]
@@ -162,15 +164,15 @@ class RangedFile:
         Raises:
             ValueError, ConnectionError: as of `Store`.
         """
-        if end <= begin:
-            return b""
         first, last = begin // _BLOCK_BYTES, (end - 1) // _BLOCK_BYTES
-        blocks = [self._kept(block) for block in range(first, last + 1)]
-        for place, block in enumerate(blocks):
-            if block is None:
-                blocks[place] = self._fetched(first + place)
-        data = b"".join(block for block in blocks if block is not None)
-        return data[begin - first * _BLOCK_BYTES : end - first * _BLOCK_BYTES]
+        parts = []
+        for block in range(first, last + 1) if end > begin else ():
+            start = block * _BLOCK_BYTES
+            low, high = max(begin - start, 0), min(end - start, _BLOCK_BYTES)
+            if (part := self._kept(block, low, high)) is None:
+                part = self._fetched(block)[low:high]
+            parts.append(part)
+        return b"".join(parts)
 
     def read_directly(self, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
         """Bytes of some ranges, several at a time, and without keeping them."""
@@ -179,30 +181,40 @@ class RangedFile:
     def _size(self, block: int) -> int:
         return min(_BLOCK_BYTES, self.num_bytes - block * _BLOCK_BYTES)
 
-    def _kept(self, block: int) -> bytes | None:
+    def _kept(self, block: int, low: int, high: int) -> bytes | None:
+        """Bytes of a block that was read before; None if it was not, or is not sound."""
         blocks, hashes = self._files
-        known = os.pread(hashes, _HASH_BYTES, block * _HASH_BYTES)
-        if not any(known):
-            return None
-        data = os.pread(blocks, self._size(block), block * _BLOCK_BYTES)
+        start = block * _BLOCK_BYTES
         if block not in self._sound:
-            if _hash(data) != known:
+            known = os.pread(hashes, _HASH_BYTES, block * _HASH_BYTES)
+            if not any(known) or _hash(os.pread(blocks, self._size(block), start)) != known:
                 return None
             self._sound.add(block)
-        return data
+        return os.pread(blocks, high - low, start + low)
 
     def _fetched(self, block: int) -> bytes:
         start = block * _BLOCK_BYTES
         data = self._store.read(self._name, start, start + self._size(block))
+        found = self._store.find(self._name)
+        if found is None or found.version != self._version:
+            rule = "is another file than when this process began to read it"
+            fix = "start again; the run continues if the tokens are the same"
+            raise ValueError(f"{self._store.url}/{self._name}: {rule}. Fix: {fix}.")
         if self._keeps:
-            try:
-                os.pwrite(self._files[0], data, start)
-                os.pwrite(self._files[1], _hash(data), block * _HASH_BYTES)
-            except OSError as error:
-                self._keeps = False
-                what = "%s: blocks are not kept from here on, so that they are read again: %s"
-                logger.warning(what, self._name, error.strerror)
+            self._keep(block, data)
         return data
+
+    def _keep(self, block: int, data: bytes) -> None:
+        disk = os.fstatvfs(self._files[0])
+        try:
+            if disk.f_bavail < _FREE_SHARE * disk.f_blocks:
+                raise OSError(errno.ENOSPC, f"less than {_FREE_SHARE:.0%} of the disk is free")
+            os.pwrite(self._files[0], data, block * _BLOCK_BYTES)
+            os.pwrite(self._files[1], _hash(data), block * _HASH_BYTES)
+        except OSError as error:
+            self._keeps = False
+            what = "%s: blocks are not kept from here on, so that they are read again: %s"
+            logger.warning(what, self._name, error.strerror)
 
 
 def _hash(data: bytes) -> bytes:
@@ -218,6 +230,12 @@ class RangedTokens:
     def __getitem__(self, place: slice) -> npt.NDArray[Any]:
         size = self._dtype.itemsize
         return np.frombuffer(self._file.read(place.start * size, place.stop * size), self._dtype)
+
+    def each(self, places: Sequence[int]) -> npt.NDArray[Any]:
+        """Single tokens, without the blocks that they are in."""
+        size = self._dtype.itemsize
+        found = self._file.read_directly([(place * size, (place + 1) * size) for place in places])
+        return np.frombuffer(b"".join(found), self._dtype)
 
 
 def open_tokens(prefix: str, dtype: np.dtype[Any]) -> npt.NDArray[Any] | RangedTokens:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Container
 from pathlib import Path
 
-from moe_exp.config import Config
+from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
-from moe_exp.config.setting_types import names_text
+from moe_exp.config.setting_types import blend_members, names_text
 from moe_exp.data.own_text.settings import fitting_vocab_size
 from moe_exp.data.tokens.files import manifest_of, tokenizer_fact
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
-from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.host.files import read_yaml
 
 
@@ -44,13 +43,16 @@ def _of_data(config: Config) -> tuple[int, str] | None:
         blends = [
             blend for blend in (config.train_data, config.valid_data) if blend and not names_text(blend)
         ]
-        prefixes = [prefix for blend in blends for _, prefix in parse_blend(blend)]
+        names = [name for blend in blends for _, name in blend_members(blend)]
+        prefixes = [name.removesuffix(".bin").removesuffix(".idx") for name in names]
         facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
         sizes = {place: size for place, size in facts.items() if size}
         if config.tokenizer:
             sizes[config.tokenizer] = tokenizer_vocab_size(config.tokenizer)
         elif len(sizes) < len(facts):
             return None
+    except ConnectionError as error:  # else it would be another model
+        raise ConfigError([str(error)]) from None
     except (OSError, ValueError):
         return None  # the checks of files name it
     if sizes and not config.train_data:

@@ -12,8 +12,7 @@ from pathlib import Path
 
 from moe_exp.config import Config, ConfigError, module_arguments, problem
 from moe_exp.config.presets import preset_values
-from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
-from moe_exp.data.tokens.tokens import parse_blend
+from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, blend_members, is_one_line
 from moe_exp.host.files import is_url
 from moe_exp.host.slurm_queue import job_environment
 from moe_exp.launch.slurm.settings import PASSED_ALWAYS, SlurmSettings
@@ -190,14 +189,8 @@ def own_folders(job: RunJob) -> list[str]:
 
 def _data_folders(config: Config) -> list[Path]:
     blends = (config.train_data, config.valid_data)
-    places = [Path(prefix).parent for blend in blends for prefix in _prefixes(blend)]
+    members = [name for blend in blends for _, name in blend_members(blend) if not is_url(name)]
+    places = [Path(name).parent for name in members]
     places += [Path(config.tokenizer).parent] if config.tokenizer else []
     given = (place for place in (config.load_dir, config.upcycle_from) if place and not is_url(place))
     return [*places, *map(Path, given)]
-
-
-def _prefixes(blend: str) -> list[str]:
-    try:
-        return [prefix for _, prefix in parse_blend(blend) if not is_url(prefix)] if blend else []
-    except ValueError:
-        return []  # reported by check_files

@@ -163,7 +163,8 @@ class Comparison:
     def _run(self, variant: Variant, number: int) -> Run:
         seed = variant.config.seed + number
         name = variant.name if number == 0 else f"{variant.name}_seed_{seed}"
-        placed = variant.having(run_dir=str(self.folder), run_name=name, seed=seed)
+        remote = variant.config.remote_dir and f"{variant.config.remote_dir}/{self.folder.name}"
+        placed = variant.having(run_dir=str(self.folder), run_name=name, seed=seed, remote_dir=remote)
         return Run(name, placed, RunFolder(self.folder / name), self.folder / "logs" / f"{name}.log")
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:

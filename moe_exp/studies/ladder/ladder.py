@@ -177,6 +177,7 @@ class Ladder:
         comparisons = []
         for number, rung in enumerate(rungs, start=1):
             place = {"run_dir": str(folder), "run_name": f"rung_{number}"}
+            place["remote_dir"] = base.remote_dir and f"{base.remote_dir}/{name}"
             own = _validating(load_config({**given, **rung}, {}))
             comparisons.append(Comparison.of(options, {**given, **rung, **own, **place}, {}))
         ladder = cls(definition, folder, tuple(comparisons), _baseline(definition, comparisons[0].variants))
