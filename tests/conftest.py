@@ -8,6 +8,7 @@ import json
 import os
 import signal
 from collections import Counter
+from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import hypothesis
 import pytest
 import torch
 
+from helpers.servers.s3 import BUCKET, S3Server, s3_server
 from helpers.whole_runs import Runs
 
 # Before anything imports Triton: its kernels run on CPU tensors then.
@@ -108,3 +110,26 @@ def runs(tmp_path: Path, session_runs: Runs) -> Runs:
 def script_runs(runs: Runs) -> Runs:
     """Runs of one test, for tests of the script, of torchrun's agent, or of what a run prints."""
     return dataclasses.replace(runs, by_script=True)
+
+
+@pytest.fixture(scope="session")
+def s3_process() -> Iterator[S3Server]:
+    """moto's S3 server, for all tests of this worker."""
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """The same, as the store of this process and those that it starts; no request fails."""
+    for name, value in s3_process.environment.items():
+        monkeypatch.setenv(name, value)
+    s3_process.fail(0)
+    yield s3_process
+    s3_process.fail(0)
+
+
+@pytest.fixture
+def url(server: S3Server, tmp_path: Path) -> str:
+    """A folder at the store that no other test has."""
+    return f"s3://{BUCKET}/{tmp_path.name}"

@@ -12,174 +12,30 @@ pytest.importorskip("s3fs")
 pytest.importorskip("moto")
 pytest.importorskip("datatrove")
 
-from helpers.servers.s3 import BUCKET, s3_server
 from helpers.whole_runs import TINY
-from moe_exp.checkpoint.remote import fetch_checkpoint
+from moe_exp.checkpoint.remote import (
+    fetch_checkpoint,
+)
 from moe_exp.cli import main
-from moe_exp.config import load_config
+from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.copies import pull, push
+from moe_exp.data.download.hub import download
+from moe_exp.data.download.sources import resolve_source
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.tokens import ranged
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem
-from moe_exp.host import object_store
-from moe_exp.host.object_store import Store, StoredFile, fetch, send
+from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.host.object_store import Store
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.runs.run_folder import LATEST
 
-ROOT_URL = f"s3://{BUCKET}"
-
-
-@pytest.fixture(scope="module")
-def _server():
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(_server, monkeypatch):
-    for name, value in _server.environment.items():
-        monkeypatch.setenv(name, value)
-    _server.fail(0)
-    yield _server
-    _server.fail(0)
-
-
-@pytest.fixture
-def url(server, tmp_path):
-    """A folder at the store that no other test has."""
-    return f"{ROOT_URL}/{tmp_path.name}"
+ROOT_URL = "s3://bucket"
 
 
 def silent(*_):
     pass
-
-
-# Files
-
-
-def test_files_there(url):
-    store = Store(url)
-    assert store.files() == {} and store.find("a") is None
-    store.write("a", b"abcdef")
-    store.write("b/c", b"")
-    assert {name: file.bytes for name, file in store.files().items()} == {"a": 6, "b/c": 0}
-    assert store.read("a") == b"abcdef" and store.read("a", 2, 4) == b"cd"
-    before = store.find("a").version
-    store.write("a", b"ABCDEF")
-    assert store.find("a").version != before
-    store.remove("a")
-    store.remove("a")
-    assert list(store.files()) == ["b/c"]
-    with pytest.raises(FileNotFoundError):
-        store.read("a")
-    # a name that begins like the folder's is none of its files
-    Store(f"{url}2").write("x", b"1")
-    assert list(store.files()) == ["b/c"]
-
-
-def test_a_third_of_the_requests_fail_and_all_bytes_arrive(server, url, tmp_path, monkeypatch):
-    monkeypatch.setattr(object_store, "_PART_BYTES", 100_000)
-    data = {f"d/{n}": np.random.default_rng(n).bytes(150_000 * n) for n in range(4)}
-    (tmp_path / "d").mkdir()
-    for name, content in data.items():
-        (tmp_path / name).write_bytes(content)
-    files = {name: tmp_path / name for name in data}
-    server.fail(1 / 3)
-    assert send(Store(url), files, "manifest.json", b"{}", silent)
-    listed = Store(url).files()
-    assert set(listed) == {*data, "manifest.json"}
-    fetch(Store(url), {name: listed[name] for name in data}, tmp_path / "back", silent)
-    assert {name: (tmp_path / "back" / name).read_bytes() for name in data} == data
-    counts = server.counts()
-    assert counts["failed"] > 5 and counts["failed"] < counts["requests"]
-
-
-def test_a_download_goes_on_where_it_stopped(url, tmp_path, monkeypatch):
-    monkeypatch.setattr(object_store, "_PART_BYTES", 1000)
-    store, content = Store(url), np.random.default_rng(0).bytes(5500)
-    store.write("a", content)
-    asked, read = [], Store.read
-
-    def read_and_stop(self, name, start=0, end=None):
-        asked.append(start)
-        if start == 3000 and asked.count(3000) == 1:
-            raise KeyboardInterrupt
-        return read(self, name, start, end)
-
-    monkeypatch.setattr(Store, "read", read_and_stop)
-    with pytest.raises(KeyboardInterrupt):
-        store.download("a", tmp_path / "a", store.find("a"), silent)
-    assert not (tmp_path / "a").exists()
-    store.download("a", tmp_path / "a", store.find("a"), silent)
-    assert asked == [0, 1000, 2000, 3000, 3000, 4000, 5000]
-    assert (tmp_path / "a").read_bytes() == content
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]
-    # of another version nothing is used
-    (tmp_path / "a").unlink()
-    asked.clear()
-    monkeypatch.setattr(Store, "read", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        store.download("a", tmp_path / "a", StoredFile(5500, "other"), silent)
-
-
-def test_what_a_stopped_copy_has_sent_is_not_complete_and_not_sent_again(url, tmp_path, monkeypatch):
-    for name in "abc":
-        (tmp_path / name).write_text(name)
-    files, store, sent, upload = {name: tmp_path / name for name in "abc"}, Store(url), [], Store.upload
-
-    def upload_or_stop(self, path, name):
-        if name == "c":
-            raise KeyboardInterrupt
-        sent.append(name)
-        upload(self, path, name)
-
-    monkeypatch.setattr(object_store, "_WORKERS", 1)
-    monkeypatch.setattr(Store, "upload", upload_or_stop)
-    with pytest.raises(KeyboardInterrupt):
-        send(store, files, "manifest.json", b"1", silent)
-    assert "manifest.json" not in store.files() and sent == ["a", "b"]
-    monkeypatch.setattr(
-        Store, "upload", lambda self, path, name: (sent.append(name), upload(self, path, name))
-    )
-    assert send(store, files, "manifest.json", b"1", silent)
-    assert sent == ["a", "b", "c"] and set(store.files()) == {"a", "b", "c", "manifest.json"}
-    assert not send(store, files, "manifest.json", b"1", silent)
-    # files of the same sizes and another content have another manifest: all are sent
-    (tmp_path / "a").write_text("A")
-    assert send(store, files, "manifest.json", b"2", silent)
-    assert sent[3:] == ["a", "b", "c"] and store.read("a") == b"A" and store.read("manifest.json") == b"2"
-    # a file that has gone from there
-    store.remove("b")
-    assert send(store, files, "manifest.json", b"2", silent) and sent[6:] == ["b"]
-
-
-@pytest.mark.parametrize(
-    ("place", "variables", "line"),
-    [
-        ("abc://b/x", {}, "Protocol not known: abc. Fix: give an s3://, gs:// or hf:// URL."),
-        (f"{ROOT_URL}x/y", {}, "there is no such bucket. Fix: create it, or correct the URL."),
-        (
-            f"{ROOT_URL}/x",
-            {"AWS_ENDPOINT_URL": "http://127.0.0.1:9"},
-            "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again.",
-        ),
-    ],
-)
-def test_errors_are_one_line_with_a_fix(server, place, variables, line, monkeypatch):
-    import s3fs
-
-    monkeypatch.setattr("time.sleep", silent)
-    monkeypatch.setattr(object_store, "_reached", set())
-    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    s3fs.S3FileSystem.clear_instance_cache()
-    with pytest.raises((ValueError, ConnectionError)) as caught:
-        Store(place).write("a", b"1")
-    s3fs.S3FileSystem.clear_instance_cache()
-    assert str(caught.value).endswith(line) and "\n" not in str(caught.value)
 
 
 # Corpora
@@ -249,6 +105,31 @@ def test_token_files_there_and_back(url, tmp_path):
         push(tmp_path, url)
 
 
+def test_what_a_pull_has_not_made_stays(url, tmp_path):
+    prefix = write_manifested_tokens(tmp_path / "train")
+    push(prefix, f"{url}/tokens")
+    mine = tmp_path / "mine/train.bin"
+    mine.parent.mkdir()
+    mine.write_bytes(bytes(prefix.with_name("train.bin").stat().st_size))
+    with pytest.raises(ValueError, match=r"is there, and was not pulled\. Fix: choose"):
+        pull(f"{url}/tokens", tmp_path / "mine")
+    assert not any(mine.read_bytes()) and [path.name for path in mine.parent.iterdir()] == ["train.bin"]
+
+
+def test_a_folder_that_is_called_like_a_file(url, tmp_path):
+    write_jsonl(tmp_path / "part.jsonl", 0, 3)
+    Store(url).upload(tmp_path / "part.jsonl", "data.jsonl/part-0.jsonl")
+    paths = download(resolve_source(f"{url}/data.jsonl"), tmp_path / "raw")
+    assert [path.read_bytes() for path in paths] == [(tmp_path / "part.jsonl").read_bytes()]
+    # a file that has gone since, and is another one there
+    paths[0].unlink()
+    write_jsonl(tmp_path / "other.jsonl", 5, 3)
+    Store(url).upload(tmp_path / "other.jsonl", "data.jsonl/part-0.jsonl")
+    with pytest.raises((ConnectionError, OSError)):
+        download(resolve_source(f"{url}/data.jsonl"), tmp_path / "raw")
+    assert not paths[0].exists()
+
+
 def write_manifested_tokens(prefix, num_documents=300, seed=1):
     """Token files as `moe-exp data tokenize` leaves them: with a manifest."""
     from moe_exp.host.files import file_hash
@@ -308,6 +189,38 @@ def test_blocks_that_a_crash_has_spoilt_are_read_again(url, tmp_path, monkeypatc
     assert len(whole) != prefix.with_name("train.bin").stat().st_size
     push(prefix, f"{url}/tokens")
     assert ranged.ensure_index(there, tmp_path / "data") != here
+
+
+def test_tokens_that_change_at_the_store_end_the_run(url, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranged, "_BLOCK_BYTES", 4096)
+    prefix, there = pushed(url, tmp_path)
+    file = ranged.open_bin(ranged.ensure_index(there, tmp_path / "data"))
+    first = file.read(0, 100)
+    Store(f"{url}/tokens").write("train.bin", bytes(prefix.with_name("train.bin").stat().st_size))
+    assert file.read(0, 100) == first  # kept
+    with pytest.raises(ValueError, match="is another file than when this process began to read it"):
+        file.read(8192, 8292)
+
+
+def test_ends_of_documents_are_found_without_their_blocks(server, url, tmp_path):
+    prefix, there = pushed(url, tmp_path, num_documents=50)
+    files = TokenFiles(ranged.ensure_index(there, tmp_path / "data"))
+    assert files.end_of_document == TokenFiles(prefix).end_of_document
+    assert files.share_ending_with(0) == 1.0
+    assert not any((tmp_path / f"{files.prefix}.hashes").read_bytes())
+
+
+def test_the_vocabulary_is_that_of_the_manifests_there(url, tmp_path, monkeypatch):
+    _, there = pushed(url, tmp_path)
+    data = load_config({}, {**TINY, "TRAIN_DATA": f"{there} {there}.bin"})
+    assert with_vocab_size(data, set(), None)[0].vocab_size == 500
+
+    def away(*_):
+        raise ConnectionError(f"{there}: keeps failing (away). Fix: check the network.")
+
+    monkeypatch.setattr(Store, "read", away)
+    with pytest.raises(ConfigError, match="keeps failing"):  # and not another model
+        with_vocab_size(data, set(), None)
 
 
 def test_a_full_disk_costs_requests_and_no_tokens(server, url, tmp_path, monkeypatch, caplog):

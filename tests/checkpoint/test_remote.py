@@ -1,0 +1,149 @@
+"""The copy of a run at an object store: what is sent, kept and fetched; moto's S3 server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+pytest.importorskip("s3fs")
+pytest.importorskip("moto")
+
+from helpers.whole_runs import TINY
+from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder, publish
+from moe_exp.checkpoint.remote import (
+    fetch_load_dir,
+    fetch_run,
+    newest_there,
+    remote_run,
+    send_checkpoint,
+)
+from moe_exp.checkpoint.uploads import Uploads
+from moe_exp.config import load_config
+from moe_exp.host.object_store import Store
+from moe_exp.launch.machine_checks import check_files
+from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.compare.comparison import Comparison, Options
+
+
+def run_with_checkpoints(url, tmp_path, name="run", **settings):
+    """Config and folder of a run that copies to a store, without training."""
+    given = {"RUN_DIR": tmp_path / "runs", "RUN_NAME": name, "REMOTE_DIR": f"{url}/runs", **settings}
+    config = load_config({}, {**TINY, **{key: str(value) for key, value in given.items()}})
+    return config, RunFolder.of(config)
+
+
+def save(run, iteration, text="x", valid_loss=None):
+    folder = iteration_folder(run.checkpoints, iteration)
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(parents=True)
+    (partial / "metadata.json").write_text(text)
+    Manifest(iteration, entries_of(partial), {"valid_loss": valid_loss}).write(partial)
+    publish(partial, iteration)
+    run.metrics.write_text(f"history up to {iteration}")
+
+
+def iterations_there(url):
+    names = Store(f"{url}/runs/run/checkpoints").files()
+    return sorted({name.partition("/")[0] for name in names if "/" in name})
+
+
+def test_retention_there(url, tmp_path):
+    config, run = run_with_checkpoints(url, tmp_path, KEEP_LAST=1, KEEP_BEST=1)
+    for iteration, loss in ((100, 1.0), (200, 0.5), (300, 2.0)):
+        save(run, iteration, valid_loss=loss)
+        send_checkpoint(config, iteration)
+    assert iterations_there(url) == ["iter_0000200", "iter_0000300"]
+    # one that was not copied to its end
+    Store(f"{url}/runs/run/checkpoints/iter_0000250").write("metadata.json", b"half")
+    # back to 100: what is newer there is of an attempt that was given up
+    shutil.rmtree(run.checkpoints)
+    save(run, 100, valid_loss=1.0)
+    send_checkpoint(config, 100)
+    assert iterations_there(url) == ["iter_0000100"]
+    assert newest_there(f"{url}/runs/run/checkpoints") == 100
+
+
+def test_a_fetch_that_is_killed_loses_no_history(url, tmp_path, monkeypatch):
+    config, run = run_with_checkpoints(url, tmp_path)
+    save(run, 100)
+    send_checkpoint(config, 100)
+    shutil.rmtree(run.path)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("moe_exp.checkpoint.remote.folders.publish", killed)
+        with pytest.raises(KeyboardInterrupt):
+            fetch_run(config)
+    fetch_run(config)
+    assert run.metrics.read_text() == "history up to 100"
+    assert (run.checkpoints / "iter_0000100/metadata.json").read_text() == "x"
+    # damaged there
+    shutil.rmtree(run.path)
+    Store(f"{url}/runs/run/checkpoints/iter_0000100").write("metadata.json", b"y")
+    with pytest.raises(ValueError, match="what came is damaged"):
+        fetch_run(config)
+    assert not list(run.checkpoints.glob("iter_*"))
+
+
+def test_a_run_that_has_gone_on_elsewhere_is_not_turned_back(url, tmp_path):
+    config, run = run_with_checkpoints(url, tmp_path)
+    save(run, 100)
+    other, there = run_with_checkpoints(url, tmp_path / "other")
+    save(there, 5000)
+    send_checkpoint(other, 5000)
+    (line,) = [line for line in check_files(config) if line.startswith("REMOTE_DIR")]
+    assert "has the checkpoint at iteration 5000, and" in line and "Fix: remove" in line
+    # one that this run itself has written, and went back from
+    run.metrics.write_text(json.dumps({"kind": "event", "event": "checkpoint", "iteration": 5000}) + "\n")
+    assert not [line for line in check_files(config) if line.startswith("REMOTE_DIR")]
+
+
+def test_load_dir_is_the_checkpoint_of_its_url(url, tmp_path):
+    for name in "xy":
+        config, run = run_with_checkpoints(url, tmp_path, name)
+        save(run, 7, text=name)
+        send_checkpoint(config, 7)
+    for name in "xyx":
+        config, _ = run_with_checkpoints(url, tmp_path, "z", LOAD_DIR=f"{url}/runs/{name}")
+        assert (fetch_load_dir(config) / "metadata.json").read_text() == name
+    # written anew since
+    config, run = run_with_checkpoints(url, tmp_path, "x")
+    save(run, 7, text="X")
+    send_checkpoint(config, 7)
+    config, _ = run_with_checkpoints(url, tmp_path, "z", LOAD_DIR=f"{url}/runs/x/checkpoints/iter_0000007")
+    assert (fetch_load_dir(config) / "metadata.json").read_text() == "X"
+
+
+def test_an_error_of_any_kind_does_not_end_the_uploads(url, tmp_path, monkeypatch):
+    config, _ = run_with_checkpoints(url, tmp_path)
+    uploads, sent = Uploads(config), []
+
+    def fail(_, iteration):
+        sent.append(iteration)
+        if iteration == 1:
+            raise RuntimeError("can't start new thread")
+        return 10
+
+    monkeypatch.setattr("moe_exp.checkpoint.uploads.send_checkpoint", fail)
+    for iteration in (1, 2):
+        uploads.add(iteration)
+        uploads.wait()
+    assert sent == [1, 2] and uploads.held() == set()
+    events = [(kind, iteration) for kind, iteration, _ in uploads.events()]
+    assert events == [("upload_failed", 1), ("upload", 2)]
+
+
+def test_children_of_studies_have_places_of_their_own(tmp_path):
+    flags = {"preset": "cpu", "run_dir": str(tmp_path), "remote_dir": "s3://bucket/runs"}
+    places = {
+        remote_run(run.config)
+        for name in ("one", "two")
+        for run in Comparison.of(Options(runs="dmoe,dense"), {**flags, "run_name": name}, {}).runs()
+    }
+    assert places == {
+        f"s3://bucket/runs/{name}/{kind}" for name in ("one", "two") for kind in ("dmoe", "dense")
+    }
