@@ -10,7 +10,7 @@ retention.py       which checkpoints of a run are kept
 integrity.py       which of them are whole, and which one training continues from
 load.py            loads under whatever layout
 restored.py        whether what was loaded is what was saved
-remote.py          the copy of a run at an object store; uploads.py makes it while training goes on
+remote.py          the copy of a run at an object store; uploads.py makes it during training
 upcycle.py         a dense run's weights as the start of an MoE run
 format/            the files themselves, on one process; no collectives
 tools/             `moe-exp ckpt`

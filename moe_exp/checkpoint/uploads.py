@@ -1,4 +1,4 @@
-"""Copies checkpoints to REMOTE_DIR while training goes on. Rank 0 alone has one."""
+"""Copies checkpoints to REMOTE_DIR during training. Rank 0 alone has one."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class Store:
             return []
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
-        """Those of some files that are there."""
+        """The files of some names that are there."""
         if len(names) > _FEW:
             listed = self.files()
             return {name: listed[name] for name in names if name in listed}
@@ -168,7 +168,7 @@ class Store:
         return self._asked(name, read)
 
     def read_ranges(self, name: str, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-        """What `read` gives for each (start, end), several at a time."""
+        """Results of `read` for each (start, end), several at a time."""
         with ThreadPoolExecutor(2 * _WORKERS) as pool:
             yield from pool.map(lambda one: self.read(name, *one), ranges)
 

@@ -63,7 +63,7 @@ class Benchmark:
         return [expanded(self.task)] if self.task.endswith((".yaml", ".yml")) else []
 
     def facts(self) -> dict[str, Any]:
-        """What identifies it."""
+        """Facts that identify it."""
         found = [fingerprint(path) for path in self.files]
         if not self.task:
             return found[0]

@@ -74,7 +74,7 @@ class Filter(ABC):
             self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
-        """What else a sample of a dropped document shows."""
+        """Further facts of a sample of a dropped document."""
         return {}
 
     def _with_reasons(self, block: Any) -> Any:
