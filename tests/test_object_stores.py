@@ -296,13 +296,16 @@ def test_a_run_from_a_store_with_its_checkpoints_there(server, url, tmp_path, ru
         assert (newest / path.name).read_bytes() == path.read_bytes()
 
 
-def test_a_store_that_fails_costs_the_copy_and_not_the_run(server, url, tmp_path, runs):
+def test_a_store_that_cannot_be_written_ends_the_start_and_later_ones_copy(
+    url, tmp_path, runs
+):
     prefix = write_manifested_tokens(tmp_path / "train")
     data = {"TRAIN_DATA": prefix, "TRAIN_ITERS": 4, "SAVE_INTERVAL": 2}
-    ended = runs.succeed("a", REMOTE_DIR=f"{ROOT_URL}-is-missing/runs", **data)
-    failed = [event for event in ended.records("event") if event["event"] == "upload_failed"]
-    assert failed and "there is no such bucket" in failed[-1]["reason"]
-    # the next start, though it has nothing to train, copies what is not there
-    assert Store(f"{url}/runs").files() == {}
+    ended = runs.run("a", REMOTE_DIR=f"{ROOT_URL}-is-missing/runs", **data)
+    assert ended.code == 2 and "there is no such bucket. Fix: create it, or correct the URL." in ended.text
+    assert not ended.folder.metrics.exists()
+    runs.succeed("a", **data)
+    # with nothing to train
     again = runs.succeed("a", REMOTE_DIR=f"{url}/runs", **data)
-    assert again.code == 0 and "iter_0000004/manifest.json" in Store(f"{url}/runs/a/checkpoints").files()
+    assert "iter_0000004/manifest.json" in Store(f"{url}/runs/a/checkpoints").files()
+    assert [event["iteration"] for event in again.records("event") if event["event"] == "upload"] == [4]

@@ -80,6 +80,17 @@ def newest_there(url: str) -> int | None:
 # Sending
 
 
+def check_writable(config: Config) -> None:
+    """Writes and removes a file in REMOTE_DIR, so that a start ends if that fails, and not the first save.
+
+    Raises:
+        ValueError, ConnectionError: as of `Store`.
+    """
+    store = Store(remote_run(config))
+    store.write(".writable", b"")
+    store.remove(".writable")
+
+
 def send_checkpoint(config: Config, iteration: int) -> int:
     """Copies a checkpoint of the run and the small files of its folder; removes those there that the rules of
     KEEP_LAST keep no longer. Continues what a call that was stopped has begun.

@@ -224,9 +224,11 @@ def _fetch_checkpoints(config: Config) -> None:
     """Copies what REMOTE_DIR or LOAD_DIR have at a store; a rank would let the others wait, with a limit.
     Nodes that share the run folder wait for the one that copies.
     """
-    from moe_exp.checkpoint.remote import fetch_load_dir, fetch_run
+    from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
 
     try:
+        if config.remote_dir and config.node_rank == 0:
+            check_writable(config)
         fetch_run(config)
         if config.load_dir and not RunFolder.of(config).checkpoint_iterations():
             fetch_load_dir(config)

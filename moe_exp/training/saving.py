@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+_UNHURRIED = ("", "EXIT", "EXIT_INTERVAL")  # reasons to stop, and the end of training
 _SIGNAL_SECONDS = 30.0  # that SLURM gives by default between SIGTERM and SIGKILL
 
 
@@ -97,11 +98,11 @@ class CheckpointManager:
 
     @heartbeat.during(heartbeat.PAUSED)
     def finish_uploads(self, stop: str = "") -> None:
-        """At the end of the run: waits for what is still being copied to REMOTE_DIR. After a signal not long,
-        as whoever sent it may kill the run.
+        """At the end of the run: waits for what is still being copied to REMOTE_DIR. Not long after a signal
+        or EXIT_DURATION: the job may be killed.
         """
         if self._uploads is not None:
-            self._uploads.wait(_SIGNAL_SECONDS if stop.startswith("SIG") else None)
+            self._uploads.wait(None if stop in _UNHURRIED else _SIGNAL_SECONDS)
             self._report_uploads()
 
     def _report_uploads(self) -> None:
