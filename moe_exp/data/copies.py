@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from moe_exp.data.download.names import check_names
 from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs
 from moe_exp.host.files import file_hash, read_json, write_atomically
@@ -68,24 +70,27 @@ def pull(url: str, folder: Path) -> list[Path]:
     """
     store, names = _manifests(url)
     paths: list[Path] = []
-    for name in names:
-        content = store.read(name)
-        manifest = _parsed(f"{store.url}/{name}", content)
-        target = folder / name
-        if target.is_file() and target.read_bytes() != content:
-            fix = "choose another folder, or remove it"
-            raise ValueError(f"{target}: is there, and is of something else. Fix: {fix}.")
-        begun = folder / f".{name}.pulled"
-        if not target.is_file() and not (begun.is_file() and begun.read_bytes() == content):
-            foreign = [folder / one["name"] for one in manifest["outputs"] if (folder / one["name"]).exists()]
-            if foreign:
+    folder = folder.absolute()
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder.with_name(f".{folder.name}.lock")):  # two would write the same parts
+        for name in names:
+            content = store.read(name)
+            manifest = _parsed(f"{store.url}/{name}", content)
+            target = folder / name
+            if target.is_file() and target.read_bytes() != content:
                 fix = "choose another folder, or remove it"
-                raise ValueError(f"{foreign[0]}: is there, and was not pulled. Fix: {fix}.")
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(begun, content.decode())
-        paths += _pulled(store, manifest, folder)
-        write_atomically(target, content.decode())  # last: without it they are not complete
-        begun.unlink(missing_ok=True)
+                raise ValueError(f"{target}: is there, and is of something else. Fix: {fix}.")
+            begun = folder / f".{name}.pulled"
+            if not target.is_file() and not (begun.is_file() and begun.read_bytes() == content):
+                outputs = [folder / one["name"] for one in manifest["outputs"]]
+                if foreign := [path for path in outputs if path.exists()]:
+                    fix = "choose another folder, or remove it"
+                    raise ValueError(f"{foreign[0]}: is there, and was not pulled. Fix: {fix}.")
+                folder.mkdir(exist_ok=True)
+                write_atomically(begun, content.decode())
+            paths += _pulled(store, manifest, folder)
+            write_atomically(target, content.decode())  # last: without it they are not complete
+            begun.unlink(missing_ok=True)
     return paths
 
 

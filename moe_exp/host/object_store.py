@@ -300,9 +300,11 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
 
 def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: Advance) -> None:
     """Copies files of a store into a folder; those that are there with their size stay."""
-    lock = threading.Lock()
+    lock, stopped = threading.Lock(), threading.Event()
 
     def count(num_bytes: int, now: str = "", /) -> None:
+        if stopped.is_set():
+            raise InterruptedError  # between two parts of a file, which may have many
         with lock:
             advance(num_bytes)
 
@@ -313,16 +315,25 @@ def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: 
         store.download(name, path, known, count)
         return 0
 
-    _each(copy, {name: known.bytes for name, known in files.items()}, count)
+    _each(copy, {name: known.bytes for name, known in files.items()}, count, stopped)
 
 
-def _each(copy: Callable[[str], int], sizes: Mapping[str, int], advance: Advance) -> None:
-    """Copies files, several at a time, the largest first; ends at the first error."""
+def _each(
+    copy: Callable[[str], int],
+    sizes: Mapping[str, int],
+    advance: Advance,
+    stopped: threading.Event | None = None,
+) -> None:
+    """Copies files, several at a time, the largest first; ends at the first error, and sets `stopped`."""
     with ThreadPoolExecutor(_WORKERS) as pool:
         copies = [pool.submit(copy, name) for name in sorted(sizes, key=lambda name: (-sizes[name], name))]
         try:
             for one in copies:
                 advance(one.result())
+        except BaseException:
+            if stopped is not None:
+                stopped.set()
+            raise
         finally:
             for one in copies:
                 one.cancel()
