@@ -21,7 +21,7 @@ from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import MANIFEST, Manifest
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.config import Config, problem
-from moe_exp.host.files import bytes_text, is_url
+from moe_exp.host.files import bytes_text
 from moe_exp.host.object_store import Store, StoredFile, fetch, send
 from moe_exp.host.progress import progress
 from moe_exp.runs.records import read_metrics
@@ -176,9 +176,7 @@ def fetch_run(config: Config) -> None:
 
 
 def fetch_load_dir(config: Config) -> Path:
-    """The folder of LOAD_DIR; a checkpoint at a store is copied into the run folder by `fetch_checkpoint`."""
-    if not is_url(config.load_dir):
-        return Path(config.load_dir).expanduser()
+    """The checkpoint of LOAD_DIR=URL, copied into the run folder by `fetch_checkpoint`."""
     place = xxhash.xxh3_64_hexdigest(config.load_dir.encode())[:8]  # another URL, another checkpoint
     folder = RunFolder.of(config).path / "loaded" / place
     folder.mkdir(parents=True, exist_ok=True)

@@ -34,6 +34,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "moe-exp data mix mixture.yaml --dry-run    # size, time and disk of each source",
         "moe-exp data mix mixture.yaml --workers 16",
     ),
+    "data push": (
+        "moe-exp data push data/mine_text_document s3://bucket/corpus    # token files",
+        "moe-exp data push data/mine_shuffled s3://bucket/mine_shuffled",
+    ),
+    "data pull": ("moe-exp data pull s3://bucket/corpus data/corpus",),
     "data merge": (
         "moe-exp data merge --input-dir mine_shuffled --valid-file-name mine.val --output-file-name mine",
     ),

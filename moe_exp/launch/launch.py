@@ -230,7 +230,7 @@ def _fetch_checkpoints(config: Config) -> None:
         if config.remote_dir and config.node_rank == 0:
             check_writable(config)
         fetch_run(config)
-        if config.load_dir and not RunFolder.of(config).checkpoint_iterations():
+        if is_url(config.load_dir) and not RunFolder.of(config).checkpoint_iterations():
             fetch_load_dir(config)
     except (ValueError, OSError) as error:
         raise ConfigError([str(error)]) from None

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from moe_exp.checkpoint import load as loading
@@ -17,6 +18,7 @@ from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
+from moe_exp.host.files import is_url
 from moe_exp.runs.records import append_event
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.metrics import Metrics
@@ -143,14 +145,15 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
         ConfigError: on every rank, if none of the checkpoints can be used, or LOAD_DIR has none.
     """
     try:
-        source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
-        if source is None and config.remote_dir:  # only with torchrun alone: the launcher has fetched it
+        if config.remote_dir:  # does nothing if the launcher has, as always but with torchrun alone
             with heartbeat.paused():
                 from_first_rank(lambda: _stored(lambda: fetch_run(config)))
-            source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
+        source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
         if source is None and config.load_dir:
-            with heartbeat.paused():
-                place = from_first_rank(lambda: _stored(lambda: fetch_load_dir(config)))
+            place = Path(config.load_dir).expanduser()
+            if is_url(config.load_dir):
+                with heartbeat.paused():
+                    place = from_first_rank(lambda: _stored(lambda: fetch_load_dir(config)))
             source = find_source(place, checksums=config.verify_checkpoint)
             if source is None:
                 fix = "name a checkpoints folder, a run folder or the folder of one iteration"
