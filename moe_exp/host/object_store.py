@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from moe_exp.host.files import sync_folder
+from moe_exp.host.files import is_url, sync_folder
 from moe_exp.host.progress import Advance
 from moe_exp.host.retries import first_line, patiently
 
@@ -68,6 +68,10 @@ class Store:
     """
 
     def __init__(self, url: str):
+        if not is_url(url):
+            raise ValueError(
+                f"{url}: is no URL of an object store. Fix: give one such as s3://bucket/folder."
+            )
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 

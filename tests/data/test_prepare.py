@@ -29,6 +29,7 @@ from helpers.slurm.cluster import Cluster
 from moe_exp import cli
 from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
+from moe_exp.data.convert.benchmarks import benchmarks_of
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.prepare import expected_bytes, write_stdlib
@@ -227,7 +228,9 @@ def test_convert_refuses_an_input_or_benchmarks_in_its_output(tmp_path):
     with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
         convert([made], tmp_path / "out", ConvertSettings(), start_over=True)
     with pytest.raises(ValueError, match=r"output=.*out: the input .*out/a.jsonl is in it"):
-        convert([other], tmp_path / "out", ConvertSettings(decontaminate=made), start_over=True)
+        convert(
+            [other], tmp_path / "out", ConvertSettings(decontaminate=benchmarks_of(made)), start_over=True
+        )
     assert made.is_file()
 
 
