@@ -296,6 +296,7 @@ def test_a_run_from_a_store_with_its_checkpoints_there(server, url, tmp_path, ru
         assert (newest / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_store_that_cannot_be_written_ends_the_start_and_later_ones_copy(url, tmp_path, runs):
     prefix = write_manifested_tokens(tmp_path / "train")
     data = {"TRAIN_DATA": prefix, "TRAIN_ITERS": 4, "SAVE_INTERVAL": 2}

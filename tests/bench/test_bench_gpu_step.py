@@ -25,6 +25,7 @@ with warnings.catch_warnings():
     from moe_exp.config import load_config
 
 
+@pytest.mark.slow
 def test_megatrons_own_parts_have_the_same_first_loss(tmp_path):
     command = [
         str(ROOT / "bench/gpu/bench_gpu_step.py"),

@@ -265,7 +265,7 @@ def check_random_lines(folder: Path, seed: int, count: int) -> None:
 
 
 def test_random_command_lines(tmp_path, corpus):
-    check_random_lines(tmp_path, 1, 120)
+    check_random_lines(tmp_path, 1, 70)
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.slow
 def test_training_has_the_same_bits_in_two_starts_and_those_without(tmp_path):
     models = {name: model | {"gbsz": 2} for name, model in MODELS.items()}
     plain = [model | {"save": str(tmp_path / name), "save_after": 1} for name, model in models.items()]
