@@ -50,7 +50,7 @@ def steps(layer: MoELayer, function) -> list[torch.Tensor]:
         pytest.param("loop", "dropless", marks=pytest.mark.slow),
         ("loop", "dropped"),
         pytest.param("torch", "dropless", marks=pytest.mark.slow),
-        pytest.param("torch", "padded", marks=pytest.mark.slow),
+        ("torch", "padded"),
         pytest.param("triton", "dropless", marks=pytest.mark.slow),
     ],
 )
