@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens.ranged import RangedTokens, open_tokens, remote_manifest
+from moe_exp.data.tokens.ranged import RangedTokens, open_bin, remote_manifest
 from moe_exp.data.tokens.tokens import bin_idx_problem, read_index
 from moe_exp.host.files import is_url, read_json
 
@@ -56,16 +56,17 @@ class TokenFiles:
 
     def read(self, begin: int, end: int) -> npt.NDArray[np.integer]:
         """Tokens `begin` to `end - 1`. Not mapped: what is read once would stay in memory."""
-        tokens = self._tokens
-        if isinstance(tokens, RangedTokens):
-            return tokens[begin:end]
+        if self._ranged is not None:
+            return self._ranged[begin:end]
         return np.fromfile(
             f"{self.prefix}.bin", dtype=self.dtype, count=end - begin, offset=begin * self.dtype.itemsize
         )
 
     @cached_property
-    def _tokens(self) -> npt.NDArray[np.integer] | RangedTokens:
-        return open_tokens(self.prefix, self.dtype)
+    def _ranged(self) -> RangedTokens | None:
+        """The tokens if they are at a store."""
+        file = open_bin(self.prefix)
+        return RangedTokens(file, self.dtype) if file else None
 
     @cached_property
     def end_of_document(self) -> tuple[int | None, str]:
@@ -90,8 +91,8 @@ class TokenFiles:
         bounds = self.document_bounds
         ends = bounds[1:][np.diff(bounds) > 0] - 1
         ends = ends[:: max(1, len(ends) // _ENDS_LOOKED_AT)]
-        if isinstance(tokens := self._tokens, RangedTokens):
-            return tokens.each(ends.tolist())
+        if self._ranged is not None:
+            return self._ranged.each(ends.tolist())
         return np.array([self.read(end, end + 1)[0] for end in ends.tolist()], dtype=self.dtype)
 
     @cached_property

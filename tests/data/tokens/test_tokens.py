@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_exp.data.tokens import tokens
+from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -199,3 +200,10 @@ def test_a_corpus_in_a_folder_with_spaces(tmp_path):
     assert (
         parse_blend(f"{folder}/train") == parse_blend(f" {folder}/train.bin ") == [(1.0, f"{folder}/train")]
     )
+
+
+def test_documents_without_a_single_token(tmp_path):
+    tokens.write_index(tmp_path / "a.idx", np.zeros(3, np.int32), np.dtype(np.uint16))
+    (tmp_path / "a.bin").touch()
+    files = TokenFiles(tmp_path / "a")
+    assert not len(files.read(0, 0)) and files.end_of_document == (None, "no document has tokens")
