@@ -21,7 +21,7 @@ from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.folders import MANIFEST, Manifest
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.config import Config, problem
-from moe_exp.host.files import bytes_text
+from moe_exp.data.stage import check_free_disk
 from moe_exp.host.object_store import Store, StoredFile, fetch, send
 from moe_exp.host.progress import progress
 from moe_exp.runs.records import read_metrics
@@ -40,7 +40,7 @@ def remote_run(config: Config) -> str:
 
 
 def ahead_problem(config: Config) -> str:
-    """Empty, or why the copy is not this run's: it has gone on elsewhere since the newest checkpoint here.
+    """Empty, or why the copy is not this run's: it has continued elsewhere since the newest checkpoint here.
 
     Raises:
         ValueError, ConnectionError: as of `Store`.
@@ -136,9 +136,8 @@ def _prune(config: Config, store: Store, newest: int) -> None:
     gone = {name.partition("/")[0] for name in names if re.match(r"iter_\d{7,}/", name)} - kept
     for folder in sorted(gone):
         inside = [name for name in names if name.startswith(f"{folder}/")]
-        for name in sorted(
-            inside, key=lambda name: not name.endswith(f"/{MANIFEST}")
-        ):  # first, what completes it
+        # first, what completes it
+        for name in sorted(inside, key=lambda name: not name.endswith(f"/{MANIFEST}")):
             store.remove(name)
 
 
@@ -208,9 +207,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     partial = final.with_name(final.name + _FETCHED)
     partial.mkdir(parents=True, exist_ok=True)
     there = sum(path.stat().st_size for path in partial.iterdir())
-    if (free := shutil.disk_usage(partial).free) < manifest.num_bytes - there:
-        rule = f"needs {bytes_text(manifest.num_bytes - there)}, {partial} has {bytes_text(free)} free"
-        raise ValueError(f"{store.url}: {rule}. Fix: free some space, or choose another RUN_DIR.")
+    check_free_disk(partial, manifest.num_bytes - there, f"the checkpoint {store.url}")
     with progress(f"fetch {store.url}", manifest.num_bytes) as advance:
         fetch(store, files, partial, advance)
     (partial / MANIFEST).write_bytes(content)

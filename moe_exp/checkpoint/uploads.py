@@ -72,7 +72,7 @@ class Uploads:
         start, url = time.monotonic(), remote_run(self._config)
         try:
             num_bytes = send_checkpoint(self._config, iteration)
-        except Exception as error:  # whatever it is: the run goes on
+        except Exception as error:  # whatever it is: the run continues
             logger.warning("the checkpoint at iteration %d was not copied to %s: %s", iteration, url, error)
             self._events.append(("upload_failed", iteration, {"reason": str(error)}))
             return

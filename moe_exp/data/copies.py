@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from moe_exp.data.download.names import check_names
 from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs
+from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.host.files import file_hash, read_json, write_atomically
 from moe_exp.host.object_store import Store, fetch, send
 from moe_exp.host.progress import progress
@@ -39,7 +40,7 @@ def push(path: Path, url: str) -> str:
         ValueError: `path` is no finished output; no access.
         ConnectionError: the store keeps failing.
     """
-    prefix = Path(str(path).removesuffix(".bin").removesuffix(".idx"))
+    prefix = Path(prefix_of(str(path)))
     is_folder = (path / MANIFEST).is_file()
     manifest_path = path / MANIFEST if is_folder else prefix.with_name(f"{prefix.name}.{MANIFEST}")
     if not manifest_path.is_file():
@@ -95,7 +96,7 @@ def pull(url: str, folder: Path) -> list[Path]:
 
 
 def _manifests(url: str) -> tuple[Store, list[str]]:
-    url = url.rstrip("/").removesuffix(".bin").removesuffix(".idx")
+    url = prefix_of(url.rstrip("/"))
     parent, _, last = url.rpartition("/")
     if not parent.endswith(":/") and Store(parent).find(f"{last}.{MANIFEST}"):
         return Store(parent), [f"{last}.{MANIFEST}"]
@@ -111,13 +112,10 @@ def _manifests(url: str) -> tuple[Store, list[str]]:
 def _parsed(where: str, content: bytes) -> Mapping[str, Any]:
     try:
         manifest = json.loads(content)
-        names = [str(one["name"]) for one in manifest["outputs"]]
-        sizes = [int(one["bytes"]) for one in manifest["outputs"]]
-        hashes = [str(one["hash"]) for one in manifest["outputs"]]
+        files = [(str(one["name"]), int(one["bytes"]), str(one["hash"])) for one in manifest["outputs"]]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError(f"{where}: is no manifest of this program. Fix: push the files again.") from None
-    check_names(names, where, {MANIFEST, RUNNING})
-    assert len(names) == len(sizes) == len(hashes)
+    check_names([name for name, _, _ in files], where, {MANIFEST, RUNNING})
     return dict(manifest)
 
 

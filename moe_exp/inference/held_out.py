@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from moe_exp.config import problem
 from moe_exp.data.tokens.files import Share, TokenFiles, share_range
+from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.text_bytes import TokenBytes
 
 Int64Array = npt.NDArray[np.int64]
@@ -37,7 +38,7 @@ class HeldOut:
     """
 
     def __init__(self, prefix: str, cut: Cut):
-        self.prefix = prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
+        self.prefix = prefix_of(prefix)
         self.files = TokenFiles(self.prefix)
         self.begins, self.ends = self._sequences(cut)
         if not len(self.begins):

@@ -50,9 +50,14 @@ class _Remote:
 # Finding
 
 
+def prefix_of(name: str) -> str:
+    """The prefix of token files, which may be given with .bin or .idx."""
+    return name[:-4] if name.endswith((".bin", ".idx")) else name
+
+
 def split_url(url: str) -> tuple[Store, str]:
     """Folder and name of a prefix at a store, with or without .bin or .idx."""
-    parent, _, name = url.rstrip("/").removesuffix(".bin").removesuffix(".idx").rpartition("/")
+    parent, _, name = prefix_of(url.rstrip("/")).rpartition("/")
     if not name or not parent.partition("://")[2]:
         raise ValueError(f"{url}: names no files. Fix: give a prefix such as s3://bucket/corpus/train.")
     return Store(parent), name

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from moe_exp.data.tokens.ranged import bin_bytes
+from moe_exp.data.tokens.ranged import bin_bytes, prefix_of
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 
 __all__ = [
@@ -235,10 +235,10 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
         ValueError: the text has none of these forms, or files to be weighted by size cannot be read.
     """
     words = text.split()
-    if len(words) > 1 and bin_bytes(_strip_suffix(text.strip())) is not None:
-        return [(1.0, _strip_suffix(text.strip()))]
+    if len(words) > 1 and bin_bytes(prefix_of(text.strip())) is not None:
+        return [(1.0, prefix_of(text.strip()))]
     if words and all(_number(word) is None for word in words):
-        return _by_size([_strip_suffix(word) for word in words])
+        return _by_size([prefix_of(word) for word in words])
     if not words or len(words) % 2:
         raise ValueError(f"'{text}': {_BLEND_RULE}. Fix: give every prefix a weight, or none.")
     pairs = zip(words[0::2], words[1::2], strict=True)
@@ -260,7 +260,7 @@ def _prefix(word: str, text: str) -> str:
     if _number(word) is not None:
         fix = "put a path after each weight"
         raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a prefix. Fix: {fix}.")
-    return _strip_suffix(word)
+    return prefix_of(word)
 
 
 def _number(word: str) -> float | None:
@@ -268,10 +268,6 @@ def _number(word: str) -> float | None:
         return float(word)
     except ValueError:
         return None
-
-
-def _strip_suffix(prefix: str) -> str:
-    return prefix[:-4] if prefix.endswith((".bin", ".idx")) else prefix
 
 
 def _by_size(prefixes: list[str]) -> list[tuple[float, str]]:

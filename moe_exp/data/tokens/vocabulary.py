@@ -10,6 +10,7 @@ from moe_exp.config.checks.checks import EMBEDDED_VOCAB_SIZE
 from moe_exp.config.setting_types import blend_members, names_text
 from moe_exp.data.own_text.settings import fitting_vocab_size
 from moe_exp.data.tokens.files import manifest_of, tokenizer_fact
+from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.host.files import read_yaml
 
@@ -43,8 +44,7 @@ def _of_data(config: Config) -> tuple[int, str] | None:
         blends = [
             blend for blend in (config.train_data, config.valid_data) if blend and not names_text(blend)
         ]
-        names = [name for blend in blends for _, name in blend_members(blend)]
-        prefixes = [name.removesuffix(".bin").removesuffix(".idx") for name in names]
+        prefixes = [prefix_of(name) for blend in blends for _, name in blend_members(blend)]
         facts = {prefix: tokenizer_fact(manifest_of(prefix), "vocab_size") for prefix in prefixes}
         sizes = {place: size for place, size in facts.items() if size}
         if config.tokenizer:
