@@ -19,8 +19,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from moe_exp.host.processes import QuickExit
+
 if __name__ == "__main__":
     gc.disable()  # the imports make no garbage, and looking for it takes half a second
+    ending = QuickExit()
 
 import torch
 from torch import Tensor
@@ -53,7 +56,7 @@ from moe_exp.engine.optimizer_setup import (
     build_scheduler,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
-from moe_exp.host.exit_codes import FAILED, FINISHED, report_exit_code
+from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
@@ -104,15 +107,15 @@ class Job:
     eod_id: int | None = None  # the token that ends a document, if DOCUMENT_MASK or EOD_MASK_LOSS needs it
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains with the settings of the environment and of `argv`."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains with the settings of the environment and of `argv`; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_exp.train", description=__doc__)
     add_arguments(parser)
     try:
         config = checked_config(vars(parser.parse_args(argv)))
     except ConfigError as error:
         print(*(f"moe-exp: {line}" for line in error.problems), sep="\n", file=sys.stderr)
-        sys.exit(2)
+        return BAD_INPUT
     with faults.stop_signal() as stop, faults.named_by_rank(stop):
         try:
             exit_code = run(config, stop)
@@ -122,8 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             faults.end_job(str(error).splitlines(), FAILED)
         except GuardEnd as end:
             faults.end_job(end.lines, end.code)
-    if exit_code:
-        sys.exit(exit_code)
+    return exit_code
 
 
 def checked_config(flags: Mapping[str, Any]) -> Config:
@@ -509,4 +511,4 @@ sys.modules[__name__].__class__ = _Callable
 
 if __name__ == "__main__":
     gc.enable()
-    main()
+    ending.code = main()

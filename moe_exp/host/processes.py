@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import random
@@ -11,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -53,6 +54,26 @@ def signals_handled(
     finally:
         for number, old in before.items():
             signal.signal(number, old)
+
+
+class QuickExit:
+    """Ends this process after its exit handlers, without freeing its objects one by one.
+
+    With torch and Megatron loaded that takes a second per rank. To be made before anything else registers
+    an exit handler: the first of them is the last to run. Nothing changes until `code` is set.
+    """
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        atexit.register(self._exit)
+
+    def _exit(self) -> None:
+        if self.code is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):  # a log on a full disk
+                stream.flush()
+        os._exit(self.code)
 
 
 # Loaded here, as only a plain call is safe between fork and exec.

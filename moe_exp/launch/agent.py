@@ -18,6 +18,7 @@ docs/architecture.md lists the private names of torchrun's agent that this file 
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from moe_exp.host.processes import QuickExit
+
+if __name__ == "__main__":
+    gc.disable()  # as in moe_exp.train
+    ending = QuickExit()
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -377,4 +384,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    gc.enable()
+    ending.code = main()

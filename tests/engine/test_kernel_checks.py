@@ -62,7 +62,8 @@ def trained(settings: dict[str, Any], port: int) -> None:
 
     pretend(0)
     os.environ["MASTER_PORT"] = str(port)
-    train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()])
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert train.main(flags) == 0
 
 
 @pytest.fixture

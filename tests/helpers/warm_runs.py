@@ -115,8 +115,7 @@ def _rank(environ: Mapping[str, str], arguments: list[str]) -> NoReturn:
         from moe_exp import train
 
         sys.argv = ["train", *arguments]
-        train.main(arguments)
-        code = 0
+        code = train.main(arguments)
     except SystemExit as end:
         code = end.code or 0
     except BaseException:

@@ -49,7 +49,7 @@ def saved_ids(path: Path, *, dtype=np.int64) -> Path:
 
 def train_on_rank(runs: list[list[str]]) -> None:
     for arguments in runs:
-        train.main(arguments)
+        assert train.main(arguments) == 0
 
 
 def cross_entropy(logits: np.ndarray, samples: torch.Tensor) -> float:

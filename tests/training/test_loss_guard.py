@@ -64,7 +64,8 @@ def run_without(settings: dict[str, Any], first: int, end: int, port: int) -> No
     moved = lambda index: index if index < first else index + end - first  # noqa: E731
     SampleStream.sample = lambda self, index: sample(self, moved(index))  # type: ignore[method-assign]
     os.environ["MASTER_PORT"] = str(port)
-    train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()])
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert train.main(flags) == 0
 
 
 @pytest.mark.slow
@@ -166,7 +167,8 @@ def run_without_two(settings: dict[str, Any], port: int) -> None:
     sample = SampleStream.sample
     SampleStream.sample = lambda self, index: sample(self, left[index])  # type: ignore[method-assign]
     os.environ["MASTER_PORT"] = str(port)
-    train.main([f"--{name.replace('_', '-')}={value}" for name, value in settings.items()])
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    assert train.main(flags) == 0
 
 
 @pytest.mark.slow

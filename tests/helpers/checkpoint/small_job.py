@@ -81,9 +81,8 @@ def _run_rank(variables: dict[str, str], flags: list[str], printed: Path, file_l
     sys.argv = ["train", *flags]
     if file_limit:
         with no_file_over(file_limit):
-            train.main(flags)
-    else:
-        train.main(flags)
+            sys.exit(train.main(flags))
+    sys.exit(train.main(flags))
 
 
 def end_run(processes: list[Any], printed: Path, *, timeout: float = 120.0) -> list[int]:
