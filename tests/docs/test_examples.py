@@ -47,6 +47,7 @@ def run_cells(folder: Path, settings: dict[str, object]) -> int:
     return program("cells.py")
 
 
+@pytest.mark.slow
 def test_the_notebook_runs(tmp_path, session_runs):
     """Its cells in order, without Jupyter, on a rank, which trains without a launcher."""
     (tmp_path / "cells.py").write_text("\n".join("".join(cell["source"]) for cell in CELLS))

@@ -48,7 +48,7 @@ def steps(layer: MoELayer, function) -> list[torch.Tensor]:
     ("backend", "mode"),
     [
         pytest.param("loop", "dropless", marks=pytest.mark.slow),
-        ("loop", "dropped"),
+        pytest.param("loop", "dropped", marks=pytest.mark.slow),
         pytest.param("torch", "dropless", marks=pytest.mark.slow),
         ("torch", "padded"),
         pytest.param("triton", "dropless", marks=pytest.mark.slow),
