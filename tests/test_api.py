@@ -202,7 +202,10 @@ def train_twice(settings):
     return torch.distributed.get_world_size()
 
 
-@pytest.mark.parametrize("is_in_group", [True, False], ids=["process group", "torchrun"])
+@pytest.mark.parametrize(
+    "is_in_group",
+    [pytest.param(True, id="process group", marks=pytest.mark.slow), pytest.param(False, id="torchrun")],
+)
 def test_ranks_of_another_program_train_themselves(is_in_group, tmp_path):
     write_tokens(tmp_path)
     settings = small_settings(tmp_path, "here", ep=2, vocab_size=300)

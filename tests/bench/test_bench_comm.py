@@ -106,6 +106,7 @@ def test_other_hosts_need_no_folder_for_the_results(monkeypatch):
     assert bench_comm.parse_arguments().json == Path("/nonexistent/x.json")
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     command = [
         str(ROOT / "bench/gpu/bench_comm.py"),

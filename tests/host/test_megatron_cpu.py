@@ -165,10 +165,12 @@ def test_importing_the_package_alone_imports_neither_torch_nor_megatron():
     ("before", "loader"),
     [
         ("", "_Loader" if megatron_cpu.INSTALLED else "SourceFileLoader"),
-        (
+        pytest.param(
             "import torch; torch.cuda.is_available = lambda: True",
             "SourceFileLoader",
-        ),  # as where there is CUDA
+            id="with CUDA",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_spec_is_there_without_any_earlier_import(before, loader):
