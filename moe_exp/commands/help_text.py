@@ -45,6 +45,8 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "data tokenize": (
         "moe-exp data tokenize --input mine.jsonl --output-prefix mine --tokenizer-model tok --append-eod",
         "moe-exp data tokenize --input mine_shuffled --output-prefix mine --tokenizer-model tok --dry-run",
+        "moe-exp data tokenize --input big_shuffled --output-prefix big --tokenizer-model tok --append-eod"
+        " --tasks 512 --executor slurm --partition cpu",
     ),
     "data train-tokenizer": (
         "moe-exp data train-tokenizer data/mine.jsonl --out data/tok --vocab-size 8192",

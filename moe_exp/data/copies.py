@@ -17,7 +17,7 @@ from filelock import FileLock
 from moe_exp.data.download.names import check_names
 from moe_exp.data.stage import RUNNING, check_free_disk, check_outputs
 from moe_exp.data.tokens.ranged import prefix_of
-from moe_exp.host.files import file_hash, read_json, write_atomically
+from moe_exp.host.files import has_hash, read_json, write_atomically
 from moe_exp.host.object_store import Store, fetch, send
 from moe_exp.host.progress import progress
 
@@ -135,7 +135,7 @@ def _pulled(store: Store, manifest: Mapping[str, Any], folder: Path) -> list[Pat
         fetch(store, files, folder, advance)
     with progress("check", total) as advance:
         for name, one in outputs.items():
-            if file_hash(folder / name) != one["hash"]:
+            if not has_hash(folder / name, one["hash"]):
                 (folder / name).unlink()
                 rule = "what came has another hash than its manifest says"
                 raise ConnectionError(f"{store.url}/{name}: {rule}. Fix: call it again; else push it again.")

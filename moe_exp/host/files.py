@@ -8,7 +8,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -190,10 +191,50 @@ class HashedFile:
                 self._file.close()
 
 
-def file_hash(path: Path) -> str:
-    """XXH3-128 of a file, 32 hex digits."""
-    digest, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK_BYTES))
+def file_hash(path: Path, block_bytes: int = sys.maxsize) -> str:
+    """XXH3-128 of a file, 32 hex digits; for one of several blocks as `BlockHash.of_all`."""
+    digest, buffer = BlockHash(block_bytes), memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(buffer):  # one buffer: allocation would take longer than the hash
             digest.update(buffer[:num_bytes])
-    return digest.hexdigest()
+    return BlockHash.of_all(digest.digests(), block_bytes)
+
+
+def has_hash(path: Path, expected: str) -> bool:
+    """Whether a file has this hash, whole or of blocks."""
+    block_bytes, _, _ = expected.rpartition("-")
+    return file_hash(path, int(block_bytes or sys.maxsize)) == expected
+
+
+class BlockHash:
+    """XXH3-128 of each block of a file, so that several tasks can make the hash of one file.
+
+    Args:
+        block_bytes: size of a block; the last may be smaller.
+    """
+
+    def __init__(self, block_bytes: int):
+        self.block_bytes, self.num_bytes = block_bytes, 0
+        self._digests, self._block = list[bytes](), xxhash.xxh3_128()
+
+    def update(self, content: memoryview) -> None:
+        """Adds what follows."""
+        while len(content):
+            some = content[: self.block_bytes - self.num_bytes % self.block_bytes]
+            self._block.update(some)
+            self.num_bytes, content = self.num_bytes + len(some), content[len(some) :]
+            if self.num_bytes % self.block_bytes == 0:
+                self._digests.append(self._block.digest())
+                self._block.reset()
+
+    def digests(self) -> list[bytes]:
+        """Of all blocks so far."""
+        return [*self._digests, *([self._block.digest()] if self.num_bytes % self.block_bytes else [])]
+
+    @staticmethod
+    def of_all(digests: Iterable[bytes], block_bytes: int) -> str:
+        """Hash of a file by those of its blocks: the only one's, or `BYTES-` and the hash of all."""
+        several = list(digests)
+        if len(several) <= 1:
+            return (several[0] if several else xxhash.xxh3_128_digest(b"")).hex()
+        return f"{block_bytes}-{xxhash.xxh3_128_hexdigest(b''.join(several))}"

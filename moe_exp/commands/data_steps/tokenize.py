@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 from pathlib import Path
-from typing import Any
 
+from moe_exp.commands.data_steps.execution import add_execution, execution_of
 from moe_exp.commands.data_steps.shuffle import add_text_documents
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.kinds import KINDS, TextRule
-from moe_exp.data.tokens.by_datatrove import EXECUTORS, tokenize_by_datatrove
+from moe_exp.data.tasks.execution import num_workers
+from moe_exp.data.tokens.by_tasks import tokenize_documents
 from moe_exp.data.tokens.encoders import BACKENDS
 from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import (
     dry_run,
     summary_rows,
-    tokenize_files,
     tokenized_prefix,
+    usable,
 )
 from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_tokenizer
@@ -42,8 +42,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Documents to PREFIX_text_document.bin/.idx. The same bytes for any --workers; a run that was"
-        f" killed continues. Exit code {UNDER_WAY}: SLURM jobs are under way."
+        "Documents to PREFIX_text_document.bin/.idx. The same bytes for any --workers and --tasks; a run that"
+        f" was killed continues. Exit code {UNDER_WAY}: SLURM jobs are under way."
     )
     what = parser.add_mutually_exclusive_group(required=True)
     add = what.add_argument
@@ -63,21 +63,14 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     add("--eod-token", help="which one that is, where the tokenizer's files do not say")
     about = "read special tokens that occur in a text as such; they are text otherwise"
     add("--allow-special", action="store_true", help=about)
-    about = "processes (default: %(default)s); at most the cores there are"
-    add("--workers", type=int, default=os.cpu_count() or 1, help=about)
     about = "gigatoken, where it gives the same (auto), or the slower packages"
     add("--backend", choices=BACKENDS, default="auto", help=about)
     add_text_documents(parser)
     add("--skip-bad", action="store_true", help="skip and count bad lines instead of stopping at the first")
     add("--start-over", action="store_true", help="make it again, and replace what is there")
     add("--dry-run", action="store_true", help="tokens, disk and time by a sample; nothing is written")
-    cluster = parser.add_argument_group("datatrove", "one of its executors, to spread over a cluster")
-    cluster.add_argument("--executor", choices=EXECUTORS)
-    cluster.add_argument(
-        "--tasks", type=int, default=1, help="each reads whole input files (default: %(default)s)"
-    )
-    cluster.add_argument("--slurm-partition")
-    cluster.add_argument("--slurm-time", help="time limit of a task, as 8:00:00")
+    about = "tasks, on as many cores or machines (default: none, processes of this one)"
+    add_execution(parser.add_argument_group("where it runs"), about)
     ignored = parser.add_argument_group(
         "Megatron's, without effect", "parts, order and progress are as they should be without them"
     )
@@ -125,20 +118,19 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file", "eod_token")}
     options |= {"model": arguments.tokenizer_model, "allow_special": arguments.allow_special}
     tokenizer = load_tokenizer(arguments.tokenizer_type, **options)
-    how, code = {"workers": arguments.workers, "backend": arguments.backend}, 0
+    execution, code = execution_of(arguments), 0
     for json_key in arguments.json_keys:
         output = tokenized_prefix(arguments.output_prefix, json_key)
         eod_and_bad = {"append_eod": arguments.append_eod, "skip_bad": arguments.skip_bad}
         settings = PartSettings(tokenizer, json_key, **eod_and_bad, rule=TextRule(arguments.text_documents))
         if arguments.dry_run:
-            dry_run(inputs, output, settings, **how)
+            workers = arguments.tasks or usable(num_workers(execution))
+            dry_run(inputs, output, settings, workers=workers, backend=arguments.backend)
             continue
-        if arguments.executor:
-            manifest = _by_datatrove(inputs, output, settings, arguments)
-        else:
-            manifest = tokenize_files(inputs, output, settings, start_over=arguments.start_over, **how)
+        how = {name: getattr(arguments, name) for name in ("tasks", "backend", "start_over")}
+        manifest = tokenize_documents(inputs, output, settings, execution=execution, **how)
         if manifest is None:
-            again = "The same command shows how far they are, and merges at last."
+            again = "The same command shows how far they are."
             print(f"{output}: SLURM jobs are under way; `squeue --me` shows them. {again}")
             code = UNDER_WAY
         else:
@@ -156,15 +148,6 @@ def _merge(arguments: argparse.Namespace) -> int:
     print_summary("merge", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
     print(f"TRAIN_DATA={output}")
     return 0
-
-
-def _by_datatrove(
-    inputs: list[Path], output: Path, settings: PartSettings, arguments: argparse.Namespace
-) -> dict[str, Any] | None:
-    given = {"partition": arguments.slurm_partition, "time": arguments.slurm_time}
-    options = {name: getattr(arguments, name) for name in ("executor", "tasks", "workers", "start_over")}
-    slurm = {name: value for name, value in given.items() if value}
-    return tokenize_by_datatrove(inputs, output, settings, slurm=slurm, **options)
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -21,7 +21,7 @@ from moe_exp.data.inspect.inspection import BLOCK_TOKENS, data_files, documents_
 from moe_exp.data.kinds import JSONL_SUFFIXES
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokens import bin_idx_problem
-from moe_exp.host.files import file_hash, read_json
+from moe_exp.host.files import has_hash, read_json
 from moe_exp.host.progress import progress
 
 _DATA_SUFFIXES = (*JSONL_SUFFIXES, ".bin", ".idx")
@@ -139,8 +139,9 @@ def _file_problem(path: Path, entry: dict[str, Any]) -> str:
         return "is missing"
     if (size := path.stat().st_size) != entry["bytes"]:
         return f"has {size:,} bytes, the manifest says {entry['bytes']:,}"
-    is_same = file_hash(path) == entry["hash"]
-    return "" if is_same else "has other content than when it was made: its hash differs"
+    return (
+        "" if has_hash(path, entry["hash"]) else "has other content than when it was made: its hash differs"
+    )
 
 
 def _files_without_entry(manifest: Manifest) -> Iterator[Finding]:

@@ -20,7 +20,7 @@ from moe_exp.data.prepare import Preparation, plan, prepare, raw_folder
 from moe_exp.data.stage import MAKE_AGAIN, is_stale
 from moe_exp.data.tasks.execution import Execution
 from moe_exp.data.tokens.parts import PartSettings, default_part_bytes
-from moe_exp.data.tokens.preprocess import tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.preprocess import stage_settings, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 from moe_exp.data.tokens.tokenizer_training import train_tokenizer
 from moe_exp.host.files import read_json, write_atomically, write_json
@@ -207,7 +207,7 @@ def _tokenize(
     prefixes = [tokenized_prefix(mixing.folder / stem) for stem in (name, f"{name}_valid")]
     made = []
     for inputs, prefix in zip((train, [valid]), prefixes, strict=True):
-        key = settings.facts() | {"part_bytes": default_part_bytes(inputs)}
+        key = stage_settings(settings, default_part_bytes(inputs))
         is_other = is_stale(prefix, inputs, settings=key, is_folder=False)
         start_over = mixing.start_over or is_other
         made.append(tokenize_files(inputs, prefix, settings, workers=mixing.workers, start_over=start_over))

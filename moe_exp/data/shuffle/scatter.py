@@ -206,7 +206,7 @@ class ScatterDocuments:
         paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
         total = np.zeros((indexed.num_buckets, 2), dtype=np.int64)
         with (
-            complete_files(paths) as (lines_path, records_path, index_path),
+            complete_files(paths, is_durable=False) as (lines_path, records_path, index_path),
             lines_path.open("wb", buffering=0) as lines,
             records_path.open("wb", buffering=0) as rest,
             index_path.open("wb") as index,

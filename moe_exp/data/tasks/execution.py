@@ -157,8 +157,11 @@ def bytes_through(folders: Iterable[Path]) -> int:
 
 
 @contextmanager
-def complete_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
+def complete_files(paths: Sequence[Path], *, is_durable: bool = True) -> Iterator[list[Path]]:
     """Yields other names to write files under, which get their own when the block is done.
+
+    With `is_durable` that is when the disk has them. What is read once, and whose copy is checked, need not
+    wait for that: a power cut may lose it.
 
     The names are new each time: should a killed task's process still run somewhere, the two do not write one
     file. What such a process left is removed.
@@ -170,6 +173,7 @@ def complete_files(paths: Sequence[Path]) -> Iterator[list[Path]]:
     temporary = [path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp") for path in paths]
     yield temporary
     for path, written in zip(paths, temporary, strict=True):
-        with written.open("rb") as file:
-            os.fsync(file.fileno())
+        if is_durable:
+            with written.open("rb") as file:
+                os.fsync(file.fileno())
         written.replace(path)

@@ -39,16 +39,25 @@ class JoinedParts:
         self.counts = PartCounts()
         self._num_bytes = 0
 
+    def take_back(self, published: Path) -> None:
+        """Takes the .bin back from its place, if a call was killed after it had moved it there."""
+        joined = (self.folder / name for name in ("joined.json", "joined"))
+        if not self.bin_path.exists() and published.exists() and any(path.exists() for path in joined):
+            published.replace(self.bin_path)
+
+    def add_all(self, parts: Sequence[Part]) -> None:
+        """Adds the counts of parts that others have joined."""
+        for part in parts:
+            self._add(self._read_counts(part))
+
     def resume(self, parts: Sequence[Part], published: Path) -> None:
         """Takes over what is there and sound. Parts that are not are made again.
 
         Args:
             parts: of the whole run.
-            published: where the .bin gets its place at the end: a call that was killed in between has moved
-                it already.
+            published: see `take_back`.
         """
-        if not self.bin_path.exists() and published.exists() and (self.folder / "joined.json").exists():
-            published.replace(self.bin_path)
+        self.take_back(published)
         self.bin_path.touch()
         joined_path = self.folder / "joined.json"
         num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0

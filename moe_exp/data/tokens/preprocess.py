@@ -12,10 +12,11 @@ import os
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import islice
 from multiprocessing.connection import wait as wait_for
 from pathlib import Path
@@ -79,8 +80,8 @@ def tokenize_files(
     """
     _check_how(workers, backend)
     part_bytes = part_bytes or default_part_bytes(inputs)
-    key, suffixes = settings.facts() | {"part_bytes": part_bytes}, (".bin", ".idx")
-    what: dict[str, Any] = {"settings": key, "inputs": inputs, "is_folder": False, "suffixes": suffixes}
+    what: dict[str, Any] = {"settings": stage_settings(settings, part_bytes), "inputs": inputs}
+    what |= {"is_folder": False, "suffixes": (".bin", ".idx")}
     with run_stage("tokenize", output, **what, start_over=start_over) as stage:
         if stage.was_done:
             return stage.manifest or {}
@@ -89,14 +90,32 @@ def tokenize_files(
         parts = plan_parts(inputs, part_bytes)
         joined = JoinedParts(stage.folder, output.name, settings)
         joined.resume(parts, output.with_name(output.name + ".bin"))
-        with _Workers(settings, min(_usable(workers), max(1, len(parts)))) as pool:
-            chosen = _pinned_backend(stage, pool, backend, inputs, settings)
+        with _Workers(settings, min(usable(workers), max(1, len(parts)))) as pool:
+            probe = partial(pool.probe, backend)
+            chosen = pinned_backend(stage, probe, backend, inputs, settings, pool.number)
             _make_parts(pool, chosen, parts, joined, stage.folder)
         return publish(stage, joined, parts, backend=chosen)
 
 
-def publish(stage: Stage, joined: JoinedParts, parts: Sequence[Part], *, backend: str) -> dict[str, Any]:
+def stage_settings(settings: PartSettings, part_bytes: int) -> dict[str, Any]:
+    """Everything that the files depend on besides the inputs."""
+    return settings.facts() | {"part_bytes": part_bytes}
+
+
+def publish(
+    stage: Stage,
+    joined: JoinedParts,
+    parts: Sequence[Part],
+    *,
+    backend: str,
+    hashes: Mapping[Path, str] | None = None,
+) -> dict[str, Any]:
     """Writes the index of all parts, which are joined, and finishes the stage; returns the manifest.
+
+    Args:
+        stage, joined, parts: what was made.
+        backend: by which.
+        hashes: as of `Stage.finish_files`.
 
     Raises:
         ValueError: there is no document, or counts do not agree.
@@ -112,17 +131,24 @@ def publish(stage: Stage, joined: JoinedParts, parts: Sequence[Part], *, backend
         "dtype": joined.settings.dtype.name,
     }
     facts |= {"backend": backend, "num_checked": counts.num_checked, "num_rerouted": counts.num_rerouted}
-    return stage.finish_files([joined.bin_path, joined.idx_path], **facts, **counts.tally.to_json())
+    facts |= counts.tally.to_json()
+    return stage.finish_files([joined.bin_path, joined.idx_path], hashes=hashes, **facts)
 
 
 def _check_how(workers: int, backend: str) -> None:
     if workers < 1:
         raise setting_error("workers", workers, "must be at least 1", "give 1 or more")
+    check_backend(backend)
+
+
+def check_backend(backend: str) -> None:
+    """ValueError if there is none of that name."""
     if backend not in BACKENDS:
         raise setting_error("backend", backend, f"must be one of {', '.join(BACKENDS)}", "choose one of them")
 
 
-def _usable(workers: int) -> int:
+def usable(workers: int) -> int:
+    """At most as many as this process has cores."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if workers > available:
         what = "%d workers asked for, %d are started: as many as this process has cores"
@@ -130,10 +156,23 @@ def _usable(workers: int) -> int:
     return min(workers, available)
 
 
-def _pinned_backend(
-    stage: Stage, pool: _Workers, requested: str, inputs: Sequence[Path], settings: PartSettings
+def pinned_backend(
+    stage: Stage,
+    probe_of: Callable[[Sequence[str]], Probe],
+    requested: str,
+    inputs: Sequence[Path],
+    settings: PartSettings,
+    num_apart: int,
 ) -> str:
-    """The backend of the call that began; chosen, and the disk checked, where this is the first."""
+    """The backend of the call that began; chosen, and the disk checked, where this is the first.
+
+    Args:
+        stage: in whose folder it is kept.
+        probe_of: tries a sample of the texts.
+        requested: see `tokenize_files`.
+        inputs, settings: what is to be tokenized, and how.
+        num_apart: parts that are on the disk before they are joined.
+    """
     path = stage.folder / "backend.json"
     if path.exists():
         begun: str = read_json(path, fix=MAKE_AGAIN)["backend"]
@@ -143,9 +182,9 @@ def _pinned_backend(
         logger.info("backend: %s, as %s was begun with it", begun, stage.output)
         return begun
     sample = sample_texts(inputs, settings.json_key, _SAMPLE_BYTES, settings.rule)
-    probe = pool.probe(requested, sample)
+    probe = probe_of(sample)
     logger.info("backend: %s, %s", probe.backend, probe.reason)
-    estimate = _Estimate(inputs, sample, probe, settings, pool.number)
+    estimate = _Estimate(inputs, sample, probe, settings, num_apart)
     check_free_disk(stage.output.parent, estimate.disk_bytes, f"{stage.output.name}.bin, by a sample,")
     write_json(path, {"backend": probe.backend, "reason": probe.reason})
     return probe.backend
@@ -285,7 +324,7 @@ class _Estimate:
         sample: Sequence[str],
         probe: Probe,
         settings: PartSettings,
-        workers: int,
+        num_apart: int,
     ):
         text = b"\n".join(one.encode() for one in sample)
         packed = len(text) / max(1, len(zlib.compress(text, 6)))
@@ -299,8 +338,8 @@ class _Estimate:
             int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * settings.append_eod
         )
         bin_bytes = self.num_tokens * settings.dtype.itemsize
-        # While it works, the parts of the workers and the one that is joined are on the disk as well.
-        share = min(1.0, (workers + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
+        # While it works, parts that are not joined yet and the one that is are on the disk as well.
+        share = min(1.0, (num_apart + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))
         self.disk_bytes = int(bin_bytes * (1 + share)) + self.num_documents * _INDEX_BYTES_PER_DOCUMENT
         self.seconds_of_one = self.text_bytes / max(1.0, probe.bytes_per_second)
 
@@ -317,7 +356,6 @@ def dry_run(
     sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES, settings.rule)
     with one_thread():
         probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
-    workers = _usable(workers)
     estimate, made_by = _Estimate(inputs, sample, probe, settings, workers), settings.tokenizer
     rows = {
         "inputs": f"{len(inputs)} files, {bytes_text(estimate.input_bytes)}",

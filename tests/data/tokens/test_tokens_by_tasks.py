@@ -1,0 +1,372 @@
+"""Parts made and joined by tasks of datatrove's executors: the bytes of one process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers import ROOT
+from helpers.slurm.cluster import Cluster
+from moe_exp.commands.data import main
+from moe_exp.commands.guard import UNDER_WAY
+from moe_exp.data.kinds import BadDocument
+from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.tokens import by_tasks
+from moe_exp.data.tokens.by_tasks import tokenize_by_tasks, tokenize_documents
+from moe_exp.data.tokens.parts import PartEncoder, PartSettings
+from moe_exp.data.tokens.preprocess import tokenize_files
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
+from moe_exp.host.files import file_hash, has_hash
+
+pytest.importorskip("datatrove")
+
+TEXTS = [f"def f{i}(x):\n    return x + {i}  # {EOD_TOKEN} 世界\u2028" for i in range(30)]
+HERE = Execution(workers=1)
+SMALL = {"part_bytes": 200, "execution": HERE}  # 7 parts
+
+
+@pytest.fixture
+def how(tmp_path):
+    train_bpe(TEXTS, 300).save(str(tmp_path / "tokenizer.json"))
+    return PartSettings(load_tokenizer("HuggingFaceTokenizer", model=tmp_path), append_eod=True)
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl.gz", tmp_path / "c.jsonl"]
+    for index, path in enumerate(paths):
+        content = (
+            "\n".join(json.dumps({"text": text}) for text in TEXTS[index * 10 : index * 10 + 10]).encode()
+            + b"\n\n"
+        )
+        path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    return paths
+
+
+def contents(prefix):
+    return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
+
+
+def facts_of(manifest):
+    return {name: value for name, value in manifest.items() if name not in ("id", "made_at", "seconds")}
+
+
+@pytest.mark.parametrize(("tasks", "block_bytes"), [(1, 2**30), (2, 100), (3, 700), (9, 1)])
+def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_path):
+    one = tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+    options = {**SMALL, "tasks": tasks, "block_bytes": block_bytes}
+    manifest = tokenize_by_tasks(inputs, tmp_path / "tasks", how, **options)
+    assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
+    whole = manifest["outputs"][0]["hash"]
+    assert has_hash(tmp_path / "one.bin", whole)
+    assert whole.startswith(f"{block_bytes}-") == (block_bytes < 2**30)
+    for made in (one, manifest):
+        for output in made["outputs"]:
+            output |= {"name": output["name"][-4:], "hash": ""}
+    assert facts_of(manifest) == facts_of(one)
+    assert main("verify", [str(tmp_path / "tasks")]) == 0
+    before = (tmp_path / "tasks.bin").stat().st_mtime_ns
+    tokenize_by_tasks(inputs, tmp_path / "tasks", how, **options)
+    tokenize_documents(inputs, tmp_path / "tasks", how, part_bytes=200)
+    assert (tmp_path / "tasks.bin").stat().st_mtime_ns == before, "made again"
+
+
+def test_verify_finds_a_changed_byte_by_the_hash_of_blocks(how, inputs, tmp_path, capsys):
+    tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=2, block_bytes=100)
+    with (tmp_path / "tasks.bin").open("rb+") as file:
+        file.seek(-2, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-2, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    assert main("verify", [str(tmp_path / "tasks")]) == 1
+    assert "has other content than when it was made" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "block_bytes"), [(0, 4), (3, 4), (4, 4), (5, 4), (8, 4), (2**22 + 5, 2**21)]
+)
+def test_a_hash_of_blocks(tmp_path, num_bytes, block_bytes):
+    content = np.random.default_rng(0).bytes(num_bytes)
+    (tmp_path / "a").write_bytes(content)
+    found = file_hash(tmp_path / "a", block_bytes)
+    assert has_hash(tmp_path / "a", found)
+    assert (found == file_hash(tmp_path / "a")) == (num_bytes <= block_bytes)
+    (tmp_path / "a").write_bytes(content + b"x")
+    assert not has_hash(tmp_path / "a", found)
+
+
+def test_a_tokenizer_without_a_tokenizer_json(inputs, tmp_path):
+    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
+    tokenize_files(inputs, tmp_path / "one", how)
+    tokenize_by_tasks(inputs, tmp_path / "tasks", how, tasks=2, execution=HERE)
+    assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_bad_line_stops(workers, how, inputs, tmp_path):
+    inputs[2].write_bytes(b'{"text": "a"}\n' * 20 + b"not JSON\n")
+    options = {"tasks": 3, "part_bytes": 200, "execution": Execution(workers=workers)}
+    with pytest.raises(BadDocument, match=r"c\.jsonl:21: not valid JSON"):
+        tokenize_by_tasks(inputs, tmp_path / "tasks", how, **options)
+    assert not (tmp_path / "tasks.bin").exists()
+
+
+def test_another_number_of_tasks_keeps_the_parts(how, inputs, tmp_path, monkeypatch):
+    tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+    with monkeypatch.context() as patch:
+        patch.setattr(by_tasks.JoinParts, "__call__", failing)
+        with pytest.raises(OSError, match="no join"):
+            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=2)
+    made = {path: path.stat().st_mtime_ns for path in (tmp_path / "tasks.partial").glob("part.*.bin")}
+    assert len(made) > 4
+    with monkeypatch.context() as patch:
+        patch.setattr(by_tasks, "publish", failing)
+        with pytest.raises(OSError, match="no join"):
+            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
+    assert {path: path.stat().st_mtime_ns for path in made} == made
+    # as of a call that was killed after the .bin had got its place
+    (tmp_path / "tasks.partial" / "tasks.bin").replace(tmp_path / "tasks.bin")
+    tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
+    assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
+
+
+def failing(*arguments, **options):
+    raise OSError("no join")
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from moe_exp.data.tasks.execution import Execution
+from moe_exp.data.tokens.by_tasks import tokenize_by_tasks
+from moe_exp.data.tokens.parts import PartEncoder, PartSettings
+from moe_exp.data.tokens.tokenizer import load_tokenizer
+if __name__ == "__main__":
+    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
+    options = {"tasks": 3, "part_bytes": 2**18, "block_bytes": 2**20, "execution": Execution(workers=2)}
+    tokenize_by_tasks([Path(sys.argv[1])], Path(sys.argv[2]), how, **options)
+"""
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(12, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(times, tmp_path):
+    with (tmp_path / "a.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": f"{number} " * 40}) + "\n" for number in range(20_000))
+    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
+    tokenize_files([tmp_path / "a.jsonl"], tmp_path / "one", how, part_bytes=2**18)
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    for number in range(times):
+        output = tmp_path / f"killed_{number}"
+        command = [sys.executable, str(program), str(tmp_path / "a.jsonl"), str(output)]
+        process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
+        wanted = (6 * number + 3) // times  # tasks that are done, of six
+        done = Path(f"{output}.partial") / "datatrove"
+        while process.poll() is None and len(list(done.glob("*/completions/*"))) < wanted:
+            time.sleep(0.005)
+        time.sleep(0.02 * (number % 5))
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+        assert contents(output) == contents(tmp_path / "one")
+        assert not Path(f"{output}.partial").exists()
+
+
+UNIGRAM = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)))]
+
+
+@pytest.fixture
+def reads_end_token(tmp_path):
+    """A tokenizer whose model has </s> as a piece: in a text it is the end-of-document token, whatever one
+    asks for.
+    """
+    model = {"type": "Unigram", "unk_id": 0, "vocab": UNIGRAM, "byte_fallback": False}
+    folder = tmp_path / "unigram"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
+    return folder
+
+
+def test_what_is_skipped_is_counted(reads_end_token, tmp_path, capsys):
+    paths = [tmp_path / name for name in ("x.jsonl", "blank.jsonl", "y.jsonl")]
+    paths[0].write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("one", "two </s> three", "four"))
+        + "not JSON\n\n"
+    )
+    paths[1].write_text("\n\n")
+    paths[2].write_text('{"text": "five"}\n')
+    flags = [
+        "--input",
+        *map(str, paths),
+        "--tokenizer-type",
+        "HuggingFaceTokenizer",
+        "--tokenizer-model",
+        str(reads_end_token),
+    ]
+    flags += ["--append-eod", "--backend", "tokenizers", "--workers", "1"]
+    (tmp_path / "z.jsonl").write_text("\n" + json.dumps({"text": "two </s> three"}))
+    stops = [
+        "--input",
+        str(tmp_path / "z.jsonl"),
+        "--tasks",
+        "1",
+        "--output-prefix",
+        str(tmp_path / "stops"),
+    ]
+    assert main("tokenize", [*flags, *stops]) == 1
+    assert "z.jsonl:2: the tokenizer reads </s> in the text as a special token" in capsys.readouterr().err
+    assert main("tokenize", [*flags, "--skip-bad", "--output-prefix", str(tmp_path / "ours")]) == 0
+    tasks = ["--tasks", "3", "--skip-bad", "--output-prefix", str(tmp_path / "theirs")]
+    assert main("tokenize", [*flags, *tasks]) == 0
+    assert "skipped: not valid JSON" in capsys.readouterr().out
+    assert contents(tmp_path / "theirs_text_document") == contents(tmp_path / "ours_text_document")
+    ours, theirs = (
+        json.loads((tmp_path / f"{name}_text_document.manifest.json").read_text())
+        for name in ("ours", "theirs")
+    )
+    assert theirs["skipped"] == {
+        "blank line": 3,
+        "not valid JSON": 1,
+        "the tokenizer reads </s> in the text as a special token": 1,
+    }
+    assert (theirs["num_documents"], theirs["num_eods"]) == (3, 3)
+    assert main("verify", [str(tmp_path / "theirs_text_document")]) == 0
+    same = ("num_documents", "num_tokens", "num_eods", "num_text_bytes", "text_hash", "skipped", "dtype")
+    assert {name: theirs[name] for name in same} == {name: ours[name] for name in same}
+
+
+def test_inputs_without_documents(how, inputs, tmp_path):
+    for path in inputs:
+        path.write_bytes(gzip.compress(b"\n") if path.suffix == ".gz" else b"\n")
+    with pytest.raises(ValueError, match="the inputs have no documents"):
+        tokenize_by_tasks(inputs, tmp_path / "theirs", how, tasks=2, execution=HERE)
+
+
+def without_last_document(part):
+    """A task's files as of one document less, sound in themselves."""
+    lengths = np.fromfile(f"{part}.lengths", np.int32)[:-1]
+    lengths.tofile(f"{part}.lengths")
+    os.truncate(f"{part}.bin", 2 * int(lengths.sum()))
+
+
+def with_an_end_token_more(part):
+    tokens = np.fromfile(f"{part}.bin", np.uint16)
+    tokens[1] = 0
+    tokens.tofile(f"{part}.bin")
+
+
+def with_another_token(part):
+    tokens = np.fromfile(f"{part}.bin", np.uint16)
+    tokens[1] ^= 1
+    tokens.tofile(f"{part}.bin")
+
+
+DAMAGES = [without_last_document, with_an_end_token_more, with_another_token]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_part_that_changes_before_it_is_joined_is_made_again(damage, how, inputs, tmp_path, monkeypatch):
+    tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+    options = {**SMALL, "tasks": 2, "block_bytes": 64}
+    with monkeypatch.context() as patch:
+        patch.setattr(by_tasks.JoinParts, "__call__", failing)
+        with pytest.raises(OSError, match="no join"):
+            tokenize_by_tasks(inputs, tmp_path / "x", how, **options)
+    part = tmp_path / "x.partial" / "part.000002"
+    damage(part)
+    with pytest.raises(
+        ValueError, match=r"part\.000002\.bin: is not what was written.*the part is made again"
+    ):
+        tokenize_by_tasks(inputs, tmp_path / "x", how, **options)
+    assert not (tmp_path / "x.bin").exists()
+    tokenize_by_tasks(inputs, tmp_path / "x", how, **options)
+    assert contents(tmp_path / "x") == contents(tmp_path / "one")
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_one_process_checks_its_parts_too(damage, how, inputs, tmp_path, monkeypatch):
+    tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+    encode = PartEncoder.encode
+
+    def encode_and_damage(self, part, folder, advance):
+        encode(self, part, folder, advance)
+        if part.index == 2:
+            damage(folder / part.stem)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartEncoder, "encode", encode_and_damage)
+        with pytest.raises(ValueError, match=r"part\.000002\.bin: is not what was written"):
+            tokenize_files(inputs, tmp_path / "x", how, part_bytes=200)
+    tokenize_files(inputs, tmp_path / "x", how, part_bytes=200)
+    assert contents(tmp_path / "x") == contents(tmp_path / "one")
+
+
+def test_lengths_that_do_not_agree(how, inputs, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(by_tasks.JoinParts, "__call__", failing)
+        with pytest.raises(OSError, match="no join"):
+            tokenize_by_tasks(inputs, tmp_path / "x", how, tasks=2, execution=HERE)
+    os.truncate(tmp_path / "x.partial" / "part.000002.lengths", 4 * 9)
+    with pytest.raises(ValueError, match="29 documents instead of 30"):
+        tokenize_by_tasks(inputs, tmp_path / "x", how, tasks=2, execution=HERE)
+    assert not (tmp_path / "x.bin").exists()
+
+
+def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch, capsys):
+    cluster = Cluster(tmp_path / "queue")
+    monkeypatch.setenv("PATH", f"{cluster.programs}:{os.environ['PATH']}")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    flags = ["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "x"), "--append-eod"]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    jobs = ["--executor", "slurm", "--partition", "cpu", "--time", "1:00:00"]
+    assert main("tokenize", [*flags, *jobs]) == 1
+    assert "EXECUTOR=slurm: needs a number of tasks. Fix: give --tasks" in capsys.readouterr().err
+    flags += [*jobs, "--tasks", "3"]
+    monkeypatch.setattr(sys, "argv", [str(ROOT / "moe_exp/__main__.py"), "data", "tokenize", *flags])
+    found = []
+    for _ in range(2):
+        assert main("tokenize", flags) == UNDER_WAY
+        assert capsys.readouterr().out.startswith(f"{tmp_path}/x_text_document: SLURM jobs are under way")
+        found.append(cluster.jobs())
+    assert found[0] == found[1], "it waits, and submits nothing twice"
+    with pytest.raises(ValueError, match="SLURM jobs still work in it"):
+        tokenize_documents(inputs, tmp_path / "x_text_document", how)
+    cluster.run()
+    # the last of them published
+    tokenize_files(inputs, tmp_path / "one", how)
+    outputs = [path.read_text() for path in cluster.folder.glob("*.out")]
+    assert (tmp_path / "x_text_document.bin").exists(), outputs
+    assert contents(tmp_path / "x_text_document") == contents(tmp_path / "one")
+    assert main("tokenize", flags) == 0
+    assert main("verify", [str(tmp_path / "x_text_document")]) == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tasks": 0}, "TASKS=0: must be at least 1"),
+        ({"tasks": 1, "backend": "slow"}, "BACKEND=slow: must be one of"),
+    ],
+)
+def test_wrong_settings(options, message, how, inputs, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tokenize_by_tasks(inputs, tmp_path / "out", how, **options)
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_command(how, inputs, tmp_path, capsys):
+    flags = ["--output-prefix", str(tmp_path / "x"), "--append-eod", "--tasks", "2", "--workers", "1"]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    assert main("tokenize", ["--input", *map(str, inputs), *flags]) == 0
+    line = f"TRAIN_DATA={tmp_path}/x_text_document VOCAB_SIZE={how.tokenizer.vocab_size}"
+    assert capsys.readouterr().out.splitlines()[-1] == line
