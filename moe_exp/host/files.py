@@ -228,7 +228,7 @@ class BlockHash:
                 self._block.reset()
 
     def digests(self) -> list[bytes]:
-        """Of all blocks so far."""
+        """Digests of the blocks so far."""
         return [*self._digests, *([self._block.digest()] if self.num_bytes % self.block_bytes else [])]
 
     @staticmethod

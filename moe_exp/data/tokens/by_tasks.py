@@ -167,7 +167,7 @@ class TaskTokens:
         return self.folder / folder / f"{task:05d}.json"
 
     def facts(self, folder: str) -> list[Any]:
-        """What all tasks have written there."""
+        """Contents of the files of all tasks."""
         return [read_json(self.place(folder, task), fix=MAKE_AGAIN) for task in range(self.num_tasks)]
 
     def range_of(self, task: int, number: int) -> tuple[int, int]:
