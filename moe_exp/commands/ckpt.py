@@ -1,10 +1,10 @@
-"""`moe-exp ckpt ...`: shows, verifies, rewrites, compares, removes and shrinks checkpoints."""
+"""`moe-exp ckpt ...`: shows, verifies, rewrites, averages, compares, removes and shrinks checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,10 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     """Adds `moe-exp ckpt` and its commands."""
     parser = subparsers.add_parser(
         "ckpt",
-        help="inspect, verify, rewrite, compare and remove checkpoints",
+        help="inspect, verify, rewrite, average, compare and remove checkpoints",
     )
     commands = add_subcommands(parser, "ckpt")
-    for add in (_add_info, _add_verify, _add_reshape, _add_diff, _add_prune, _add_shrink):
+    for add in (_add_info, _add_verify, _add_reshape, _add_average, _add_diff, _add_prune, _add_shrink):
         add(commands)
 
 
@@ -148,16 +148,56 @@ def _reshape(arguments: argparse.Namespace) -> None:
 
 
 def _layout(arguments: argparse.Namespace, source: Path) -> Layout:
+    names = ("tp", "pp", "ep", "etp")
+    given = {name: size for name in names if (size := getattr(arguments, name)) is not None}
+    if arguments.vpp is not None or "pp" in given:
+        given["vpp"] = arguments.vpp
+    return replace(_saved_layout(source), **given)
+
+
+def _saved_layout(source: Path) -> Layout:
+    """Layout that a checkpoint was saved with."""
     from moe_exp.checkpoint.format.torch_dist import read_common
     from moe_exp.checkpoint.tools.layouts import Layout
 
     saved = read_common(source).get("config") or {}
-    sizes = {name: getattr(arguments, name) or saved.get(name) or 1 for name in ("tp", "pp", "ep", "etp")}
-    for name in sizes:
-        if getattr(arguments, name) is not None:
-            sizes[name] = getattr(arguments, name)
-    keeps = arguments.vpp is None and arguments.pp is None
-    return Layout(**sizes, vpp=saved.get("vpp") if keeps else arguments.vpp)
+    sizes = {name: saved.get(name) or 1 for name in ("tp", "pp", "ep", "etp")}
+    return Layout(**sizes, vpp=saved.get("vpp"))
+
+
+def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = subparsers.add_parser(
+        "average", help="average the weights of checkpoints, in place of a decay of the learning rate"
+    )
+    add = parser.add_argument
+    about = "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first"
+    add("sources", type=Path, nargs="+", metavar="source", help=about)
+    _add_path(parser, "target", "the checkpoints folder that is made, without optimizer")
+    add("--last", type=int, default=0, metavar="N", help="the newest N of each folder (default: all)")
+    about = (
+        "the decay whose place it takes: uniform (linear), 1-sqrt, cosine, inverse-sqrt; or ema; or numbers"
+        " as 1,2,3 (default: uniform)"
+    )
+    add("--weights", default="uniform", metavar="NAME", help=about)
+    about = "with ema: the weight of a checkpoint over that of the next (default: 0.9)"
+    add("--ema-decay", type=float, default=0.9, metavar="X", help=about)
+    add_json(parser)
+    parser.set_defaults(run=_average)
+
+
+def _average(arguments: argparse.Namespace) -> None:
+    from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
+
+    sources = sources_of(arguments.sources, last=arguments.last)
+    weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
+    written = average(sources, arguments.target, _saved_layout(sources[-1]), weights)
+    if arguments.json:
+        parts = [{"path": str(one), "weight": weight} for one, weight in zip(sources, weights, strict=True)]
+        print_json({"path": str(written.folder), "num_bytes": written.num_bytes, "sources": parts})
+        return
+    for source, weight in zip(sources, weights, strict=True):
+        print(f"{weight:8.4f}  {source}")
+    print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
 def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -57,6 +57,10 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "ckpt verify": ("moe-exp ckpt verify runs/NAME",),
     "ckpt reshape": ("moe-exp ckpt reshape runs/NAME new/checkpoints --tp 2 --ep 4",),
     "ckpt diff": ("moe-exp ckpt diff runs/ONE runs/OTHER",),
+    "ckpt average": (
+        "moe-exp ckpt average runs/NAME runs/NAME_mean --last 4",
+        "moe-exp ckpt average runs/NAME runs/NAME_mean --last 8 --weights 1-sqrt",
+    ),
     "ckpt prune": ("moe-exp ckpt prune runs/NAME --keep-last 3 --dry-run",),
     "ckpt shrink": ("moe-exp ckpt shrink old/checkpoints --dry-run",),
     "compare": (

@@ -196,9 +196,13 @@ class CheckpointReader:
         """
         stored = self.tensors[key]
         offsets, sizes = tuple(offsets) or (0,) * len(stored.shape), tuple(sizes) or stored.shape
+        near = self._near(stored, offsets, sizes)
+        whole = next((chunk for chunk in near if (chunk.offsets, chunk.sizes) == (offsets, sizes)), None)
+        if whole and whole not in self._kept:
+            return self._read(stored, whole)
         result = torch.empty(sizes, dtype=stored.dtype)
         filled = 0
-        for chunk in self._near(stored, offsets, sizes):
+        for chunk in near:
             common = intersection(Box(offsets, sizes), Box(chunk.offsets, chunk.sizes))
             if common is not None:
                 source = self.read_chunk(stored, chunk)[slices(common, chunk.offsets)]
@@ -246,14 +250,18 @@ class CheckpointReader:
             return self._kept[chunk]
         if self.keep_bytes:  # before it is read: the room is needed for it
             self._drop_kept(self.keep_bytes - math.prod(chunk.sizes) * stored.dtype.itemsize)
+        value = self._read(stored, chunk)
+        if self.keep_bytes:
+            self._kept[chunk] = value
+        return value
+
+    def _read(self, stored: StoredTensor, chunk: Chunk) -> Tensor:
         value = self._load(chunk)
         if not isinstance(value, Tensor) or tuple(value.shape) != chunk.sizes or value.dtype != stored.dtype:
             raise ValueError(
                 f"{self.folder / chunk.file}: holds something else than {stored.key}. Fix: use another"
                 " checkpoint."
             )
-        if self.keep_bytes:
-            self._kept[chunk] = value
         return value
 
     def _drop_kept(self, limit_bytes: int) -> None:

@@ -78,15 +78,24 @@ class Written:
     num_bytes: int
 
 
-def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int = KEEP_BYTES) -> Written:
+def reshape(
+    source: Path,
+    target: Path,
+    changes: Reshaping,
+    *,
+    keep_bytes: int = KEEP_BYTES,
+    values: Mapping[str, LogicalTensor] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Written:
     """Rewrites the checkpoint of an iteration's folder as the only one of a new checkpoints folder, which
-    appears atomically. `keep_bytes`: memory for the source chunks read last, at least one chunk. ValueError
-    if the source is damaged, the changes do not fit it, `target` exists or its disk is too small.
+    appears atomically. `keep_bytes`: memory for the source chunks read last, at least one chunk. `values`:
+    in place of the weights, with `facts` about them for the manifest. ValueError if the source is damaged,
+    the changes do not fit it, `target` exists or its disk is too small.
     """
     if target.exists():
         raise ValueError(f"DST={target}: exists already. Fix: give the name of a folder that does not.")
     reader = CheckpointReader(source, keep_bytes=keep_bytes)
-    work = _Work(reader, changes)
+    work = _Work(reader, changes, values)
     chunks = work.chunks()  # may raise, so before anything is written
     num_bytes = sum(chunk.num_bytes for chunk in chunks)
     _check_space(target, num_bytes + _CHUNK_OVERHEAD_BYTES * (len(chunks) + len(reader.objects)))
@@ -95,9 +104,14 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
     folder = iteration_folder(partial, iteration)
     try:
         with progress("writing", num_bytes) as advance:
-            _write(folder, work, chunks, advance)
-        _keep_fingerprints(source, folder, changes)
-        manifest = Manifest(iteration, entries_of(folder), _facts(source, changes))
+            written = _write(folder, work, chunks, advance)
+        if values is None:
+            written = fingerprints.read(source) or {}
+            dtype = str(DTYPES[changes.dtype]).removeprefix("torch.") if changes.dtype else None
+            written = fingerprints.kept(written, weights_only=changes.weights_only, dtype=dtype)
+        if written:
+            fingerprints.write(folder, written)
+        manifest = Manifest(iteration, entries_of(folder), _facts(source, changes) | dict(facts or {}))
         manifest.write(folder)
         write_atomically(partial / LATEST, str(iteration))
         partial.rename(target)
@@ -107,33 +121,34 @@ def reshape(source: Path, target: Path, changes: Reshaping, *, keep_bytes: int =
     return Written(iteration_folder(target, iteration), num_rank_files, manifest.num_bytes)
 
 
-def _write(folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callable[[int], None]) -> None:
-    per_stage, stage = work.plan.layout.ranks_per_stage, 0
+def _write(
+    folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callable[[int], None]
+) -> fingerprints.Fingerprints:
+    """Writes the files; returns the fingerprints of values that are no stored ones."""
+    per_stage, stage, found = work.plan.layout.ranks_per_stage, 0, list[fingerprints.Fingerprints]()
     with TorchDistWriter(folder) as writer:
         for chunk in chunks:
             if chunk.rank // per_stage != stage:
                 stage = chunk.rank // per_stage
                 writer.next_file()  # so only one stage's files are open
             writer.rank = chunk.rank
-            writer.add_chunk(chunk.key, chunk.read(), shape=chunk.shape, offsets=chunk.offsets)
+            values = chunk.read()
+            writer.add_chunk(chunk.key, values, shape=chunk.shape, offsets=chunk.offsets)
+            if work.values is not None and work.plan.style.experts_stacked:  # else keys are others
+                found.append(fingerprints.fingerprints_of([(chunk.key, values, chunk.offsets)]))
             advance(chunk.num_bytes)
         writer.rank = 0
         for key, value in work.objects():
             writer.add_object(key, value)
         writer.finish(work.new_common())
-
-
-def _keep_fingerprints(source: Path, folder: Path, changes: Reshaping) -> None:
-    """Fingerprints describe the values, which stay the same, not the files."""
-    dtype = str(DTYPES[changes.dtype]).removeprefix("torch.") if changes.dtype else None
-    saved = fingerprints.read(source) or {}
-    if found := fingerprints.kept(saved, weights_only=changes.weights_only, dtype=dtype):
-        fingerprints.write(folder, found)
+    return fingerprints.added(found)
 
 
 class _Work:
-    def __init__(self, reader: CheckpointReader, changes: Reshaping):
-        self.reader, self.changes = reader, changes
+    def __init__(
+        self, reader: CheckpointReader, changes: Reshaping, values: Mapping[str, LogicalTensor] | None = None
+    ):
+        self.reader, self.changes, self.values = reader, changes, values
         self.common = reader.common()
         self.weights = logical_tensors(reader)
         self.states = [] if changes.weights_only else states(reader)
@@ -143,7 +158,7 @@ class _Work:
     def chunks(self) -> list[TargetChunk]:
         """Chunks to write, grouped by pipeline stage."""
         main = logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
-        values = {name: main.get(name, tensor) for name, tensor in self.weights.items()}
+        values = self.values or {name: main.get(name, tensor) for name, tensor in self.weights.items()}
         found = list(self.plan.chunks(values, {name: self._dtype_of(name) for name in values}))
         for state in self.states:
             tensors = logical_tensors(self.reader, state)

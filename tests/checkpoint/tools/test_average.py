@@ -1,0 +1,231 @@
+"""`moe-exp ckpt average`: weights by plain torch, from checkpoints in any layout, in little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import ROOT
+from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, common_state, drawn_state, write_checkpoint
+from moe_exp.checkpoint.format import fingerprints
+from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
+from moe_exp.checkpoint.tools.average import WEIGHTS, average, sources_of, weights_of
+from moe_exp.checkpoint.tools.layouts import Layout
+from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
+from moe_exp.checkpoint.tools.soundness import Verification
+from moe_exp.cli import main
+
+ONE = Layout()
+
+
+def test_the_weights_of_each_name():
+    assert weights_of("uniform", 4) == [0.25] * 4
+    assert weights_of("ema", 3, ema_decay=0.5) == pytest.approx([1 / 7, 2 / 7, 4 / 7])
+    assert weights_of("1-sqrt", 4) == pytest.approx(
+        [0.5, 0.5**0.5 - 0.5, 0.75**0.5 - 0.5**0.5, 1 - 0.75**0.5]
+    )
+    assert weights_of("cosine", 2) == pytest.approx([0.5, 0.5])
+    assert weights_of("inverse-sqrt", 2) == pytest.approx([1 - 0.5**0.5, 0.5**0.5])
+    assert weights_of("1,2,1", 3) == [0.25, 0.5, 0.25]
+    for name in WEIGHTS:
+        assert weights_of(name, 1) == [1.0]
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHTS if name != "ema"])
+def test_the_average_is_that_of_decayed_updates(name):
+    """SGD by numbers: later updates times w_i give the same as the average of what came with full ones."""
+    decay = {"uniform": lambda t: 1 - t, "1-sqrt": lambda t: 1 - t**0.5}
+    updates = torch.randn(7, dtype=torch.float64)
+    states = torch.cat([torch.zeros(1, dtype=torch.float64), updates.cumsum(0)])
+    weights = torch.tensor(weights_of(name, 8), dtype=torch.float64)
+    shares = weights.flip(0).cumsum(0).flip(0)[1:]  # of each update
+    assert (weights * states).sum().item() == pytest.approx((shares * updates).sum().item())
+    assert (shares[:-1] >= shares[1:]).all() and weights.sum().item() == pytest.approx(1)
+    if name in decay:
+        assert shares.tolist() == pytest.approx([decay[name](i / 8) for i in range(1, 8)])
+
+
+@pytest.mark.parametrize(
+    ("name", "number", "options", "message"),
+    [
+        ("mean", 2, {}, "WEIGHTS=mean: is none of uniform, 1-sqrt, cosine, inverse-sqrt, ema. Fix: "),
+        ("1,2", 3, {}, "WEIGHTS=1,2: 2 numbers for 3 checkpoints. Fix: "),
+        ("1,-1", 2, {}, "WEIGHTS=1,-1: must have a positive sum. Fix: "),
+        ("nan,1", 2, {}, "WEIGHTS=nan,1: must have a positive sum. Fix: "),
+        ("ema", 2, {"ema_decay": 1.0}, "EMA_DECAY=1.0: must be between 0 and 1. Fix: "),
+    ],
+)
+def test_weights_that_cannot_be(name, number, options, message):
+    with pytest.raises(ValueError) as caught:
+        weights_of(name, number, **options)
+    assert str(caught.value).startswith(message)
+
+
+def without_optimizer(tensors):
+    return {key: value for key, value in tensors.items() if not key.startswith("optimizer.")}
+
+
+def strange(tensors):
+    """fp32, with values whose bits a sum could lose."""
+    found = {key: value.float() for key, value in without_optimizer(tensors).items()}
+    found["output_layer.weight"][0, :5] = torch.tensor([-0.0, 0.0, 1e-42, 3e38, float("inf")])
+    return found
+
+
+@pytest.mark.parametrize(
+    "kind", [drawn_state, lambda: without_optimizer(drawn_state()), lambda: strange(drawn_state())]
+)
+@pytest.mark.parametrize("weights", [[1.0], [0.3, 0.7], weights_of("1-sqrt", 3)])
+def test_of_a_checkpoint_with_itself_it_is_the_checkpoint_bit_for_bit(kind, weights, tmp_path):
+    tensors = kind()
+    sources = [write_checkpoint(tmp_path / f"{n}", n, tensors=tensors) for n in range(1, 1 + len(weights))]
+    reader = CheckpointReader(average(sources, tmp_path / "out", ONE, weights).folder)
+    assert set(reader.tensors) == {*STACKED, *WHOLE, BIAS}
+    for key in reader.tensors:
+        found = reader.read(key)
+        assert found.dtype == tensors[key].dtype
+        assert torch.equal(found.view(torch.uint8), tensors[key].contiguous().view(torch.uint8)), key
+
+
+def test_checkpoints_of_several_layouts_and_styles(tmp_path):
+    drawn = [drawn_state(seed) for seed in range(3)]
+    sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n]) for n in range(3)]
+    sources[1] = reshape(sources[1], tmp_path / "x", Reshaping(Layout(tp=2, ep=2), experts="single")).folder
+    weights = [0.2, 0.5, 0.3]
+    written = average(sources, tmp_path / "out", Layout(pp=2, ep=2), weights)
+    reader = CheckpointReader(written.folder)
+    assert (written.num_rank_files, latest_iteration(tmp_path / "out")) == (4, 3)
+    for key in (*STACKED, *WHOLE, BIAS):
+        # the sum of the main weights, rounded once
+        name = key if key == BIAS else f"optimizer.state.param.{key}"
+        expected = sum(w * one[name].double() for w, one in zip(weights, drawn, strict=True))
+        assert torch.equal(reader.read(key), expected.to(drawn[0][key].dtype)), key
+    assert reader.common()["config"]["pp"] == 2 and set(reader.common()) == {"config", "content_metadata"}
+    assert list(Verification(written.folder).findings()) == []
+    saved = fingerprints.read(written.folder)
+    found = fingerprints.fingerprints_of(
+        (key, chunk, offsets) for key in reader.tensors for offsets, chunk in reader.chunks(key)
+    )
+    assert saved == found and saved
+    manifest = Manifest.read(written.folder)
+    assert manifest and [one["weight"] for one in manifest.facts["averaged_from"]] == weights
+    assert [one["iteration"] for one in manifest.facts["averaged_from"]] == [1, 2, 3]
+
+
+def test_where_one_has_no_main_weights_none_are_used(tmp_path):
+    drawn = [drawn_state(0), without_optimizer(drawn_state(1))]
+    sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n]) for n in range(2)]
+    reader = CheckpointReader(average(sources, tmp_path / "out", ONE, [0.5, 0.5]).folder)
+    key = "output_layer.weight"
+    assert torch.equal(reader.read(key), ((drawn[0][key].double() + drawn[1][key].double()) / 2).bfloat16())
+
+
+def test_whole_numbers_are_those_of_the_last(tmp_path):
+    counts = "decoder.layers.mlp.router.seen"
+    drawn = [drawn_state(n) | {counts: torch.full((2, 4), n)} for n in range(2)]
+    sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n]) for n in range(2)]
+    reader = CheckpointReader(average(sources, tmp_path / "out", ONE, [0.5, 0.5]).folder)
+    assert torch.equal(reader.read(counts), drawn[1][counts])
+
+
+def some_run(folder: Path) -> Path:
+    for n in range(1, 5):
+        write_checkpoint(folder / "checkpoints", n, tensors=drawn_state(n), latest=n <= 3)
+    return folder
+
+
+def test_which_checkpoints_a_path_stands_for(tmp_path):
+    """Those after the newest one are of a future that was given up."""
+    run = some_run(tmp_path / "run")
+    names = lambda found: [path.name for path in found]  # noqa: E731
+    assert names(sources_of([run])) == ["iter_0000001", "iter_0000002", "iter_0000003"]
+    assert names(sources_of([run / "checkpoints"], last=2)) == ["iter_0000002", "iter_0000003"]
+    one = run / "checkpoints" / "iter_0000002"
+    assert sources_of([one]) == [one]
+    with pytest.raises(ValueError, match=r"SRC=.*iter_0000002: is there twice"):
+        sources_of([run, one])
+    with pytest.raises(ValueError, match="LAST=-1: must not be negative"):
+        sources_of([run], last=-1)
+    with pytest.raises(ValueError, match="does not exist"):
+        sources_of([tmp_path / "none"])
+
+
+def test_the_command(tmp_path, capsys):
+    run = some_run(tmp_path / "run")
+    command = ["ckpt", "average", str(run), str(tmp_path / "out"), "--last", "2", "--weights", "1,3"]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split() for line in lines[:2]] == [
+        ["0.2500", f"{run}/checkpoints/iter_0000002"],
+        ["0.7500", f"{run}/checkpoints/iter_0000003"],
+    ]
+    assert lines[2].startswith(f"{tmp_path}/out/iter_0000003: ")
+    assert iterations(tmp_path / "out") == [3]
+    assert main(command) == 1
+    assert f"DST={tmp_path}/out: exists already" in capsys.readouterr().err
+    assert main([*command[:3], str(tmp_path / "json"), *command[4:], "--json"]) == 0
+    assert [one["weight"] for one in json.loads(capsys.readouterr().out)["sources"]] == [0.25, 0.75]
+
+
+def test_checkpoints_of_two_models(tmp_path):
+    other = drawn_state() | {"output_layer.weight": torch.zeros(17, 8)}
+    sources = [write_checkpoint(tmp_path / "a", tensors=other), write_checkpoint(tmp_path / "b")]
+    with pytest.raises(
+        ValueError, match=r"SRC=.*a/iter_0000005: has output_layer\.weight of shape \[17, 8\]"
+    ):
+        average(sources, tmp_path / "out", ONE, [0.5, 0.5])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import torch
+from moe_exp.checkpoint.tools.average import average
+from moe_exp.checkpoint.tools.layouts import Layout
+def peak_kb():
+    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
+sources = [Path(path) for path in sys.argv[2:]]
+average(sources[:1], Path(sys.argv[1]), Layout(), [1.0])  # small: what everything else takes
+before = peak_kb()
+average(sources[1:], Path(sys.argv[1] + "2"), Layout(), [1 / len(sources[1:])] * len(sources[1:]))
+print(peak_kb() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_the_memory_is_about_one_tensor_per_checkpoint(number, tmp_path):
+    num_bytes, sources = 96 * 2**20, [write_checkpoint(tmp_path / "small")]
+    for n in range(number):
+        sources.append(tmp_path / f"{n}" / "iter_0000001")
+        with TorchDistWriter(sources[-1]) as writer:
+            for layer in range(2):
+                writer.add_tensor(f"decoder.layers.{layer}.mlp.router.weight", torch.rand(4, 64))
+            writer.add_tensor("embedding.word_embeddings.weight", torch.rand(num_bytes // 256, 64))
+            writer.finish(common_state(1))
+    command = [sys.executable, "-c", PEAK, tmp_path / "out", *sources]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 0.9 * number * num_bytes < 1024 * int(done.stdout) < 1.3 * number * num_bytes
+
+
+@pytest.mark.slow
+def test_a_run_starts_from_the_average_of_another(runs):
+    trained = runs.succeed("trained", SAVE_INTERVAL=5, FINGERPRINTS=True)
+    folder = trained.folder.checkpoints
+    assert main(["ckpt", "average", str(trained.folder.path), str(runs.run_dir / "mean"), "--last", "3"]) == 0
+    readers = [CheckpointReader(folder / f"iter_{n:07d}") for n in (10, 15, 20)]
+    mean = CheckpointReader(runs.run_dir / "mean" / "iter_0000020")
+    for key in mean.tensors:
+        expected = sum(reader.read(key).double() for reader in readers) / 3
+        torch.testing.assert_close(mean.read(key).double(), expected, rtol=1e-6, atol=0)
+    started = runs.succeed("started", LOAD_DIR=runs.run_dir / "mean", GPUS_PER_NODE=2, EP=2)
+    assert started.curve("lm_loss")[0] < trained.curve("lm_loss")[10]
