@@ -19,7 +19,7 @@ from moe_exp.config import TRAITS, Config, load_config, module_arguments
 from moe_exp.config.loading import given_values
 from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.vocabulary import with_vocab_size
-from moe_exp.host.processes import children_of, end_with_parent
+from moe_exp.host.processes import children_of, end_with_parent, signals_handled
 from moe_exp.runs.run_folder import RunFolder
 
 _END_SECONDS = 60.0
@@ -98,22 +98,34 @@ def run_to_end(
     """
     command = train_command({**flags, "master_port": 0, "master_addr": "localhost"})
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as file:
-        launcher = subprocess.Popen(
-            command,
-            env=environ,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL),
-        )
-        try:
-            return launcher.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
+    launcher = None
+    try:
+        with log.open("ab") as file, _ctrl_c_afterwards():
+            launcher = subprocess.Popen(
+                command,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=partial(end_with_parent, signal.SIGTERM if saving else signal.SIGKILL),
+            )
+        return launcher.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        if launcher is not None:
             _end(launcher, saving=saving)
+
+
+@contextmanager
+def _ctrl_c_afterwards() -> Iterator[None]:
+    """Raises KeyboardInterrupt at the end of the block, in which a process is started that would be lost."""
+    received = list[int]()
+    with signals_handled(lambda number, _: received.append(number), signals=(signal.SIGINT,)):
+        yield
+    if received:
+        raise KeyboardInterrupt
 
 
 def _end(launcher: subprocess.Popen[bytes], *, saving: bool) -> None:

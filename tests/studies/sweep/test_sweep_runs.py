@@ -26,6 +26,7 @@ from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.prediction import predict
+from moe_exp.studies import child_runs
 from moe_exp.studies.sweep import driver, slurm_cases
 from moe_exp.studies.sweep.settings import SweepSettings
 
@@ -367,3 +368,19 @@ def test_layouts_of_one_two_and_four_processes_with_three_that_fail(sweeps):
     before = (sweeps.folder / "sweep.csv").read_bytes()
     assert ": 24 cases" in sweeps.run(limit=memory_limit(), **settings, PYTHONPATH=sweeps.path / "site")
     assert (sweeps.folder / "sweep.csv").read_bytes() == before
+
+
+def test_ctrl_c_while_a_launcher_is_started_leaves_none(tmp_path, monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            started.append(self)
+            os.kill(os.getpid(), signal.SIGINT)  # before the caller knows of it
+
+    monkeypatch.setattr(child_runs, "train_command", lambda flags: ["sleep", "100"])
+    monkeypatch.setattr(child_runs.subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        child_runs.run_to_end({}, tmp_path / "log", timeout=None, environ=dict(os.environ))
+    assert [process.poll() for process in started] == [-signal.SIGKILL]
