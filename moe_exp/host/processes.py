@@ -71,7 +71,7 @@ class QuickExit:
         if self.code is None:
             return
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # a log on a full disk
+            with suppress(Exception):  # a log on a full disk, a stream that was closed
                 stream.flush()
         os._exit(self.code)
 

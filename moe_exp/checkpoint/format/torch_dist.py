@@ -199,6 +199,7 @@ class CheckpointReader:
         near = self._near(stored, offsets, sizes)
         whole = next((chunk for chunk in near if (chunk.offsets, chunk.sizes) == (offsets, sizes)), None)
         if whole and whole not in self._kept:
+            self._drop_kept(self.keep_bytes - math.prod(sizes) * stored.dtype.itemsize)
             return self._read(stored, whole)
         result = torch.empty(sizes, dtype=stored.dtype)
         filled = 0

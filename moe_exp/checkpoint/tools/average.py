@@ -91,6 +91,8 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
             found.append(chosen(path))
             continue
         newest = latest_iteration(folder)
+        if newest is not None:
+            chosen(folder)  # raises if it is gone
         numbers = [number for number in iterations(folder) if newest is None or number <= newest]
         found += [chosen(iteration_folder(folder, number)) for number in numbers[-last:]]
     places = [path.resolve() for path in found]
@@ -130,7 +132,9 @@ def average(sources: Sequence[Path], target: Path, layout: Layout, weights: Sequ
         for source, reader, weight in zip(sources, readers, weights, strict=True)
     ]
     changes = Reshaping(layout, weights_only=True)
-    return reshape(sources[-1], target, changes, values=values, facts={"averaged_from": facts})
+    return reshape(
+        sources[-1], target, changes, values=values, facts={"averaged_from": facts, "valid_loss": None}
+    )
 
 
 def _check_same_model(

@@ -125,7 +125,8 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         settings = PartSettings(tokenizer, json_key, **eod_and_bad, rule=TextRule(arguments.text_documents))
         if arguments.dry_run:
             workers = arguments.tasks or usable(num_workers(execution))
-            dry_run(inputs, output, settings, workers=workers, backend=arguments.backend)
+            options = {"backend": arguments.backend, "by_tasks": arguments.tasks is not None}
+            dry_run(inputs, output, settings, workers=workers, **options)
             continue
         how = {name: getattr(arguments, name) for name in ("tasks", "backend", "start_over")}
         manifest = tokenize_documents(inputs, output, settings, execution=execution, **how)

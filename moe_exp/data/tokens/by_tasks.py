@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from shutil import rmtree
@@ -27,8 +28,8 @@ from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
 from moe_exp.data.tasks.execution import Execution, Pass, Through, bytes_through, num_workers
 from moe_exp.data.tasks.jobs import run_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
-from moe_exp.data.tokens.encoders import Encoders, probe_backend
-from moe_exp.data.tokens.joined_parts import JoinedParts
+from moe_exp.data.tokens.encoders import Encoders, Probe, one_thread, probe_backend
+from moe_exp.data.tokens.joined_parts import JOINED, TASKS, JoinedParts
 from moe_exp.data.tokens.parts import (
     Part,
     PartEncoder,
@@ -50,8 +51,9 @@ from moe_exp.host.progress import progress_of
 logger = logging.getLogger(__name__)
 
 _PASSES = ("made", "joined")
-_TASKS = "tasks.json"
 _COPY_BYTES = 2**22
+_CHECKED_BYTES = 2**26  # of a part, in blocks that are checked one by one
+_CHANGED = "is not what was written. Fix: check the disk, and call it again: the part is made again."
 _BLOCK_BYTES = 2**30
 
 
@@ -119,22 +121,28 @@ def tokenize_by_tasks(
             return stage.manifest or {}
         parts = plan_parts(stage.inputs, part_bytes)
         joined = JoinedParts(stage.folder, output.name, settings)
-        joined.take_back(output.with_name(f"{output.name}.bin"))
         chosen = pinned_backend(
-            stage, lambda sample: probe_backend(Encoders(settings.tokenizer), backend, sample), backend,
-            inputs, settings, len(parts),
-        )  # fmt: skip
-        job = TaskTokens(stage.folder, joined.bin_path, parts, settings, chosen, tasks, block_bytes)
+            stage, partial(_probed, settings, backend), backend, inputs, settings, len(parts)
+        )
+        sizes = tasks, block_bytes, sum(path.stat().st_size for path in stage.inputs)
+        job = TaskTokens(stage.folder, joined.bin_path, parts, settings, chosen, *sizes)
         passes = [
             Pass([step], tasks, stage.folder / "datatrove" / name)
             for step, name in zip((MakeParts(job), JoinParts(job)), _PASSES, strict=True)
         ]
-        _begin(job, passes)
+        _begin(job, output)
+        if all(job.place("joined", task).exists() for task in range(tasks)):
+            joined.take_back(output.with_name(f"{output.name}.bin"))
         if not _run(passes, execution, stage):
             return None
         joined.add_all(parts)
         hashes = {joined.bin_path: _whole_hash(job)}
         return publish(stage, joined, parts, backend=chosen, hashes=hashes)
+
+
+def _probed(settings: PartSettings, backend: str, sample: Sequence[str]) -> Probe:
+    with one_thread():
+        return probe_backend(Encoders(settings.tokenizer), backend, sample)
 
 
 def _check_no_jobs(output: Path) -> None:
@@ -152,6 +160,7 @@ class TaskTokens:
         settings, backend: how parts are made.
         num_tasks: of each pass.
         block_bytes: as of `tokenize_by_tasks`.
+        num_input_bytes: of all inputs.
     """
 
     folder: Path
@@ -161,6 +170,7 @@ class TaskTokens:
     backend: str
     num_tasks: int
     block_bytes: int
+    num_input_bytes: int
 
     def place(self, folder: str, task: int) -> Path:
         """File with what a task has done."""
@@ -183,17 +193,17 @@ class TaskTokens:
         return Through(str(self.folder / folder / "through"), task)
 
 
-def _begin(job: TaskTokens, passes: Sequence[Pass]) -> None:
-    """Has the tasks run again whose parts are not there, or all, if they were another number."""
-    path = job.folder / _TASKS
-    if path.exists() and read_json(path, fix=MAKE_AGAIN)["tasks"] != job.num_tasks:
-        check_no_jobs(passes[-1].folder)
-        for folder in (job.folder / "datatrove", *(job.folder / name for name in _PASSES)):
-            rmtree(folder, ignore_errors=True)
-    write_json(path, {"tasks": job.num_tasks})
-    for task in range(job.num_tasks):
-        if not job.place("made", task).exists():
-            (passes[0].folder / "completions" / f"{task:05d}").unlink(missing_ok=True)
+def _begin(job: TaskTokens, output: Path) -> None:
+    """Keeps what made and joined the parts; if it is another number of tasks, all run again."""
+    if (job.folder / JOINED).exists():
+        rule, fix = f"{output} was begun by one process", "leave --tasks away, or give --start-over"
+        raise setting_error("tasks", job.num_tasks, rule, fix)
+    path, facts = job.folder / TASKS, {"tasks": job.num_tasks, "block_bytes": job.block_bytes}
+    if path.exists() and read_json(path, fix=MAKE_AGAIN) != facts:
+        _check_no_jobs(output)
+        for folder in ("datatrove", *_PASSES):
+            rmtree(job.folder / folder, ignore_errors=True)
+    write_json(path, facts)
 
 
 def _run(passes: Sequence[Pass], execution: Execution, stage: Stage) -> bool:
@@ -227,26 +237,38 @@ class MakeParts:
         )  # a call that asks how far SLURM's tasks are removes *.json.*.tmp above
         making.mkdir(exist_ok=True)
         made = []
-        for part in job.parts_of(rank):
-            if not is_complete(part, job.folder):
-                encoder.encode(part, making, through.advance)
-                for suffix in (".bin", ".lengths", ".json"):
-                    name = f"{part.stem}{suffix}"
-                    (making / name).replace(job.folder / name)
-                self.stats["parts"].update(1)
-            through.end_file(part.num_bytes)
-            counts = read_json(job.folder / f"{part.stem}.json", fix=MAKE_AGAIN)
-            made.append([counts["num_tokens"] * job.settings.dtype.itemsize, counts["token_hash"]])
+        with one_thread():
+            for part in job.parts_of(rank):
+                if not is_complete(part, job.folder) or (hashes := self._hashes(part)) is None:
+                    encoder.encode(part, making, through.advance)
+                    for suffix in (".bin", ".lengths", ".json"):
+                        name = f"{part.stem}{suffix}"
+                        (making / name).replace(job.folder / name)
+                    self.stats["parts"].update(1)
+                    if (hashes := self._hashes(part)) is None:
+                        raise ValueError(f"{job.folder / part.stem}.bin: {_CHANGED}")
+                through.end_file(part.num_bytes)
+                made.append([(job.folder / f"{part.stem}.bin").stat().st_size, hashes])
         job.place("made", rank).parent.mkdir(exist_ok=True)
         write_json(job.place("made", rank), made)
 
+    def _hashes(self, part: Part) -> list[str] | None:
+        """Hashes of blocks of a part as it is on the disk; None if it is not what was made."""
+        counts = read_json(self.job.folder / f"{part.stem}.json", fix=MAKE_AGAIN)
+        whole, blocks = xxhash.xxh3_128(), BlockHash(_CHECKED_BYTES)
+        with (self.job.folder / f"{part.stem}.bin").open("rb", buffering=0) as file:
+            while chunk := memoryview(file.read(_COPY_BYTES)):
+                whole.update(chunk)
+                blocks.update(chunk)
+        return [one.hex() for one in blocks.digests()] if whole.hexdigest() == counts["token_hash"] else None
+
 
 class _Placed(NamedTuple):
-    """A part, the task that made it, its hash, and where it begins and ends in the .bin."""
+    """A part, the task that made it, hashes of its blocks, and where it begins and ends in the .bin."""
 
     part: Part
     task: int
-    hash: str
+    hashes: list[str]
     start: int
     end: int
 
@@ -255,7 +277,7 @@ def _placed(job: TaskTokens) -> list[_Placed]:
     made = [(task, *one) for task, done in enumerate(job.facts("made")) for one in done]
     bounds = pairwise(accumulate((num_bytes for _, num_bytes, _ in made), initial=0))
     found = zip(job.parts, made, bounds, strict=True)
-    return [_Placed(part, task, content, *place) for part, (task, _, content), place in found]
+    return [_Placed(part, task, hashes, *place) for part, (task, _, hashes), place in found]
 
 
 @dataclass
@@ -270,11 +292,11 @@ class JoinParts:
         num_bytes = placed[-1].end if placed else 0
         blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
         low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
-        share = sum(part.num_bytes for part in job.parts) / max(1, num_bytes)
+        share = job.num_input_bytes / max(1, num_bytes)
         through, blocks_hash = job.through("joined", rank), BlockHash(job.block_bytes)
-        descriptor = os.open(job.bin_path, os.O_WRONLY | os.O_CREAT)
+        descriptor = os.open(job.bin_path, os.O_WRONLY | os.O_CREAT, 0o666)
         try:
-            for one in placed:
+            for one in placed if low < end else []:
                 if one.start < end and low < one.end:
                     for chunk in self._chunks(one, low, end):
                         low += _write_at(descriptor, chunk, low)
@@ -284,23 +306,33 @@ class JoinParts:
         finally:
             os.close(descriptor)
         self.stats["bytes"].update(blocks_hash.num_bytes)
+        through.end_file(round(blocks_hash.num_bytes * share))
         job.place("joined", rank).parent.mkdir(exist_ok=True)
         write_json(job.place("joined", rank), [digest.hex() for digest in blocks_hash.digests()])
 
     def _chunks(self, one: _Placed, low: int, end: int) -> Iterator[memoryview]:
-        """What of a part lies in [low, end) of the .bin; reads all of it."""
-        path, digest, place = self.job.folder / f"{one.part.stem}.bin", xxhash.xxh3_128(), one.start
+        """What of a part lies in [low, end) of the .bin; every block that it reads is checked."""
+        path = self.job.folder / f"{one.part.stem}.bin"
+        low, end = max(one.start, low) - one.start, min(one.end, end) - one.start
         with path.open("rb", buffering=0) as file:
-            while chunk := memoryview(file.read(_COPY_BYTES)):
-                digest.update(chunk)
-                if some := chunk[max(0, low - place) : max(0, end - place)]:
-                    yield some
-                place += len(chunk)
-        if digest.hexdigest() != one.hash:
-            for wrong in (path.with_suffix(".json"), self.job.place("made", one.task)):
-                wrong.unlink(missing_ok=True)
-            fix = "check the disk, and call it again: the part is made again"
-            raise ValueError(f"{path}: is not what was written. Fix: {fix}.")
+            for block in range(low // _CHECKED_BYTES, -(-end // _CHECKED_BYTES)):
+                place, digest = block * _CHECKED_BYTES, xxhash.xxh3_128()
+                block_end = place + _CHECKED_BYTES
+                file.seek(place)
+                while chunk := memoryview(file.read(min(_COPY_BYTES, block_end - place))):
+                    digest.update(chunk)
+                    if some := chunk[max(0, low - place) : max(0, end - place)]:
+                        yield some
+                    place += len(chunk)
+                if digest.hexdigest() != one.hashes[block]:
+                    self._forget(one)
+                    raise ValueError(f"{path}: {_CHANGED}")
+
+    def _forget(self, one: _Placed) -> None:
+        folder = self.job.folder
+        done = folder / "datatrove" / _PASSES[0] / "completions" / f"{one.task:05d}"
+        for path in (done, self.job.place("made", one.task), folder / f"{one.part.stem}.json"):
+            path.unlink(missing_ok=True)
 
 
 def _write_at(descriptor: int, content: memoryview, place: int) -> int:

@@ -20,6 +20,7 @@ from moe_exp.data.tokens.parts import Part, PartCounts, PartSettings, write_all
 from moe_exp.data.tokens.tokens import write_index
 from moe_exp.host.files import read_json, write_json
 
+JOINED, TASKS = "joined.json", "tasks.json"  # what one process has joined, and how many tasks work instead
 _COPY_BYTES = 2**22
 
 
@@ -40,9 +41,8 @@ class JoinedParts:
         self._num_bytes = 0
 
     def take_back(self, published: Path) -> None:
-        """Takes the .bin back from its place, if a call was killed after it had moved it there."""
-        joined = (self.folder / name for name in ("joined.json", "joined"))
-        if not self.bin_path.exists() and published.exists() and any(path.exists() for path in joined):
+        """Takes the .bin, which was complete, back from its place, if a killed call had moved it there."""
+        if not self.bin_path.exists() and published.exists():
             published.replace(self.bin_path)
 
     def add_all(self, parts: Sequence[Part]) -> None:
@@ -57,9 +57,10 @@ class JoinedParts:
             parts: of the whole run.
             published: see `take_back`.
         """
-        self.take_back(published)
+        joined_path = self.folder / JOINED
+        if joined_path.exists():
+            self.take_back(published)
         self.bin_path.touch()
-        joined_path = self.folder / "joined.json"
         num_joined = read_json(joined_path, fix=MAKE_AGAIN)["num_parts"] if joined_path.exists() else 0
         with self.bin_path.open("rb+") as file:
             for part in parts[:num_joined]:
@@ -91,7 +92,7 @@ class JoinedParts:
             fix = "check the disk, and call it again: the part is made again"
             raise ValueError(f"{path}: is not what was written. Fix: {fix}.")
         self._add(counts)
-        write_json(self.folder / "joined.json", {"num_parts": self.num_parts})
+        write_json(self.folder / JOINED, {"num_parts": self.num_parts})
         path.unlink()
 
     def write_index(self, parts: Sequence[Part]) -> None:
@@ -101,7 +102,10 @@ class JoinedParts:
             ValueError: counts do not agree.
         """
         paths = [self.folder / f"{part.stem}.lengths" for part in parts]
-        lengths = np.concatenate([np.fromfile(path, np.int32) for path in paths])
+        sizes = [path.stat().st_size // 4 for path in paths]
+        lengths = np.empty(sum(sizes), np.int32)  # of billions: not in parts and together
+        for path, size, end in zip(paths, sizes, np.cumsum(sizes), strict=True):
+            lengths[end - size : end] = np.fromfile(path, np.int32)
         counts, tally = self.counts, self.counts.tally
         facts = {
             "parts": (self.num_parts, len(parts)),

@@ -27,7 +27,7 @@ from moe_exp.data.documents import Tally, text_of
 from moe_exp.data.kinds import FILES, TextRule, is_stream
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
-from moe_exp.data.tokens.joined_parts import JoinedParts
+from moe_exp.data.tokens.joined_parts import TASKS, JoinedParts
 from moe_exp.data.tokens.parts import (
     Part,
     PartEncoder,
@@ -87,6 +87,10 @@ def tokenize_files(
             return stage.manifest or {}
         for leftover in stage.folder.glob("*.tmp"):
             leftover.unlink()
+        if (stage.folder / TASKS).exists():
+            tasks = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
+            rule, fix = f"{output} was begun by {tasks} tasks", f"give --tasks {tasks}, or --start-over"
+            raise setting_error("tasks", "", rule, fix)
         parts = plan_parts(inputs, part_bytes)
         joined = JoinedParts(stage.folder, output.name, settings)
         joined.resume(parts, output.with_name(output.name + ".bin"))
@@ -345,9 +349,15 @@ class _Estimate:
 
 
 def dry_run(
-    inputs: Sequence[Path], output: Path, settings: PartSettings, *, workers: int, backend: str
+    inputs: Sequence[Path],
+    output: Path,
+    settings: PartSettings,
+    *,
+    workers: int,
+    backend: str,
+    by_tasks: bool = False,
 ) -> None:
-    """Prints inputs, tokens, disk and time, by a sample, and writes nothing.
+    """Prints inputs, tokens, disk and time, by a sample, and writes nothing. Tasks make all parts first.
 
     Raises:
         ValueError: a setting is wrong, or the disk is too small.
@@ -356,7 +366,8 @@ def dry_run(
     sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES, settings.rule)
     with one_thread():
         probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
-    estimate, made_by = _Estimate(inputs, sample, probe, settings, workers), settings.tokenizer
+    num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
+    estimate, made_by = _Estimate(inputs, sample, probe, settings, num_apart), settings.tokenizer
     rows = {
         "inputs": f"{len(inputs)} files, {bytes_text(estimate.input_bytes)}",
         "tokenizer": f"{made_by.name}, {made_by.vocab_size:,} tokens, EOD {made_by.eod_token}",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +55,7 @@ class TextTokenizer:
 
     kind: Literal["huggingface", "sentencepiece", "bytes"]
     name: str
-    content: bytes
+    content: bytes = field(repr=False)
     vocab_size: int
     eod_id: int | None
     eod_token: str | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -96,7 +97,8 @@ def test_of_a_checkpoint_with_itself_it_is_the_checkpoint_bit_for_bit(kind, weig
 
 def test_checkpoints_of_several_layouts_and_styles(tmp_path):
     drawn = [drawn_state(seed) for seed in range(3)]
-    sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n]) for n in range(3)]
+    facts = {"valid_loss": 3.0}
+    sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n], facts=facts) for n in range(3)]
     sources[1] = reshape(sources[1], tmp_path / "x", Reshaping(Layout(tp=2, ep=2), experts="single")).folder
     weights = [0.2, 0.5, 0.3]
     written = average(sources, tmp_path / "out", Layout(pp=2, ep=2), weights)
@@ -116,6 +118,7 @@ def test_checkpoints_of_several_layouts_and_styles(tmp_path):
     assert saved == found and saved
     manifest = Manifest.read(written.folder)
     assert manifest and [one["weight"] for one in manifest.facts["averaged_from"]] == weights
+    assert manifest.valid_loss is None
     assert [one["iteration"] for one in manifest.facts["averaged_from"]] == [1, 2, 3]
 
 
@@ -155,6 +158,9 @@ def test_which_checkpoints_a_path_stands_for(tmp_path):
         sources_of([run], last=-1)
     with pytest.raises(ValueError, match="does not exist"):
         sources_of([tmp_path / "none"])
+    shutil.rmtree(run / "checkpoints" / "iter_0000003")
+    with pytest.raises(ValueError, match="iter_0000003: does not exist"):
+        sources_of([run])
 
 
 def test_the_command(tmp_path, capsys):

@@ -20,7 +20,7 @@ from moe_exp.commands.data import main
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tasks.execution import Execution
-from moe_exp.data.tokens import by_tasks
+from moe_exp.data.tokens import by_tasks, preprocess
 from moe_exp.data.tokens.by_tasks import tokenize_by_tasks, tokenize_documents
 from moe_exp.data.tokens.parts import PartEncoder, PartSettings
 from moe_exp.data.tokens.preprocess import tokenize_files
@@ -61,8 +61,10 @@ def facts_of(manifest):
     return {name: value for name, value in manifest.items() if name not in ("id", "made_at", "seconds")}
 
 
-@pytest.mark.parametrize(("tasks", "block_bytes"), [(1, 2**30), (2, 100), (3, 700), (9, 1)])
-def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_path):
+@pytest.mark.parametrize(("tasks", "block_bytes"), [(1, 2**30), (2, 100), (3, 700), (9, 1), (4, 1000)])
+def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(by_tasks, "_CHECKED_BYTES", 77)
+    monkeypatch.setattr(by_tasks, "_COPY_BYTES", 30)
     one = tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
     options = {**SMALL, "tasks": tasks, "block_bytes": block_bytes}
     manifest = tokenize_by_tasks(inputs, tmp_path / "tasks", how, **options)
@@ -138,6 +140,52 @@ def test_another_number_of_tasks_keeps_the_parts(how, inputs, tmp_path, monkeypa
     (tmp_path / "tasks.partial" / "tasks.bin").replace(tmp_path / "tasks.bin")
     tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
     assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
+
+
+def test_what_one_process_has_begun_tasks_do_not_continue_and_the_other_way(
+    how, inputs, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess, "publish", failing)
+        with pytest.raises(OSError, match="no join"):
+            tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+        patch.setattr(by_tasks, "publish", failing)
+        with pytest.raises(OSError, match="no join"):
+            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3)
+    with pytest.raises(ValueError, match=r"TASKS=3: .*one was begun by one process\. Fix: leave --tasks"):
+        tokenize_by_tasks(inputs, tmp_path / "one", how, **SMALL, tasks=3)
+    with pytest.raises(ValueError, match=r"TASKS=: .*tasks was begun by 3 tasks\. Fix: give --tasks 3"):
+        tokenize_files(inputs, tmp_path / "tasks", how, part_bytes=200)
+    tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+    tokenize_files(inputs, tmp_path / "tasks", how, part_bytes=200, start_over=True)
+    assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
+
+
+def test_other_blocks_are_joined_again(how, inputs, tmp_path, monkeypatch):
+    tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+    with monkeypatch.context() as patch:
+        patch.setattr(by_tasks, "publish", failing)
+        with pytest.raises(OSError, match="no join"):
+            tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3, block_bytes=500)
+    manifest = tokenize_by_tasks(inputs, tmp_path / "tasks", how, **SMALL, tasks=3, block_bytes=64)
+    assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
+    assert has_hash(tmp_path / "tasks.bin", manifest["outputs"][0]["hash"])
+
+
+def test_an_older_output_stays_until_the_new_one_is_complete(how, inputs, tmp_path, monkeypatch):
+    tokenize_by_tasks(inputs, tmp_path / "x", how, **SMALL, tasks=2)
+    before = contents(tmp_path / "x")
+    inputs[0].write_text(json.dumps({"text": "another text"}))
+    for what in ("_write_at", "publish"):
+        with monkeypatch.context() as patch:
+            patch.setattr(by_tasks, what, failing)
+            for start_over in (True, False):
+                with pytest.raises(OSError, match="no join"):
+                    tokenize_by_tasks(inputs, tmp_path / "x", how, **SMALL, tasks=2, start_over=start_over)
+                assert contents(tmp_path / "x") == before
+    tokenize_by_tasks(inputs, tmp_path / "x", how, **SMALL, tasks=2)
+    tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
+    assert contents(tmp_path / "x") == contents(tmp_path / "one") != before
 
 
 def failing(*arguments, **options):
@@ -276,6 +324,7 @@ DAMAGES = [without_last_document, with_an_end_token_more, with_another_token]
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_part_that_changes_before_it_is_joined_is_made_again(damage, how, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(by_tasks, "_CHECKED_BYTES", 48)
     tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
     options = {**SMALL, "tasks": 2, "block_bytes": 64}
     with monkeypatch.context() as patch:
