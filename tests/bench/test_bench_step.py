@@ -21,7 +21,8 @@ def prefix(tmp_path: Path) -> Path:
     return tmp_path / "text"
 
 
-@pytest.mark.parametrize("model", ["MoE", pytest.param("dense", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["MoE", "dense"])
 def test_plain_torch_has_the_same_losses(model: str, prefix: Path) -> None:
     command = str(ROOT / "bench/bench_step.py"), "--check", "--data", str(prefix), "--models", model
     codes, printed = run_script_on_ranks(1, program, *command)

@@ -287,9 +287,8 @@ def test_stages_begin_where_they_say(whole):
     ]
 
 
-@pytest.mark.parametrize(
-    "dies_at", [24, *(pytest.param(at, marks=pytest.mark.slow) for at in (16, 32, 40, 48, 72))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dies_at", [16, 24, 32, 40, 48, 72])
 def test_killed_on_both_sides_of_a_border(dies_at, whole, settings, runs, tmp_path):
     """Borders are at 24 and 48, and checkpoints at every 16. Resumed on the same layout, with workers, and on
     two ranks.

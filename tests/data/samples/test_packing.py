@@ -175,10 +175,8 @@ def test_refused_with_the_fix(others, said):
     assert line.endswith(f"Fix: {said}.")
 
 
-@pytest.mark.parametrize(
-    "order",
-    [{"DOCUMENT_PACKING": "best_fit"}, pytest.param({"DATA_ORDER": "megatron"}, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("order", [{"DOCUMENT_PACKING": "best_fit"}, {"DATA_ORDER": "megatron"}])
 def test_a_run_and_its_parts(order, runs):
     """Documents apart in both orders of samples: resumed with workers, and on context parallel ranks."""
     settings = {"DOCUMENT_MASK": True, "EOD_MASK_LOSS": True, "TRAIN_ITERS": 6, **order}

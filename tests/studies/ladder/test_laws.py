@@ -74,6 +74,7 @@ def test_a_prediction_has_the_noise_of_the_runs_in_its_interval():
     assert many.high - many.low == pytest.approx(law.high - law.low, rel=0.05)
 
 
+@pytest.mark.slow
 def test_the_intervals_cover_the_law_in_90_of_100_draws():
     generator = np.random.default_rng(7)
     covered = dict.fromkeys(("asymptote", "coefficient", "exponent", "speedup"), 0)
