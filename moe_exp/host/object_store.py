@@ -266,7 +266,7 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
     """Copies files to a store and publishes them: `manifest`, with `content`, comes last.
 
     A call that was stopped continues with the files that are not there. What another manifest there lists is
-    replaced; it is removed first, so that nobody takes a mixture of both for complete.
+    replaced; it is removed first, as a mixture of both would look complete.
 
     Args:
         store: where to.

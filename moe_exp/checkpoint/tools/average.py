@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.checkpoint.format.folders import iteration_folder, iterations, latest_iteration
+from moe_exp.checkpoint.format.folders import usable
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
-from moe_exp.checkpoint.tools.info import checkpoints_folder, chosen, iteration_of
+from moe_exp.checkpoint.tools.info import chosen, iteration_of
 from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, Written, reshape
 from moe_exp.config import problem
@@ -86,15 +86,8 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
         raise ValueError(problem("last", last, "must not be negative", "give the number of checkpoints"))
     found: list[Path] = []
     for path in paths:
-        folder = checkpoints_folder(path)
-        if folder is None:
-            found.append(chosen(path))
-            continue
-        newest = latest_iteration(folder)
-        if newest is not None:
-            chosen(folder)  # raises if it is gone
-        numbers = [number for number in iterations(folder) if newest is None or number <= newest]
-        found += [chosen(iteration_folder(folder, number)) for number in numbers[-last:]]
+        of_path = usable(path)[::-1] or [path]
+        found += [chosen(folder) for folder in of_path[-last:]]
     places = [path.resolve() for path in found]
     if twice := next((path for path in found if places.count(path.resolve()) > 1), None):
         raise ValueError(problem("SRC", twice, "is there twice", "name it once, with a larger weight"))
@@ -152,7 +145,7 @@ class _Averaged(LogicalTensor):
     """The weighted sum of tensors."""
 
     parts: tuple[LogicalTensor, ...] = ()
-    weights: tuple[float, ...] = field(default=())
+    weights: tuple[float, ...] = ()
 
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
         """Its values, or a box of them; the sum is rounded once."""
@@ -162,9 +155,8 @@ class _Averaged(LogicalTensor):
             return result
         flat = [one.view(-1) for one in values]
         for block in zip(*(one.split(_BLOCK) for one in flat), strict=True):
-            total = (
-                block[0].to(torch.float64).mul_(self.weights[0])
-            )  # a sum from 0 on would lose the sign of -0
+            # a sum that begins with 0 would lose the sign of -0
+            total = block[0].to(torch.float64).mul_(self.weights[0])
             for one, weight in zip(block[1:], self.weights[1:], strict=True):
                 total.add_(one.to(torch.float64), alpha=weight)
             block[-1].copy_(total)

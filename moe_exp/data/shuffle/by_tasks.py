@@ -34,7 +34,6 @@ from moe_exp.data.shuffle.scatter import (
     Scattered,
     TaskShuffle,
     check_size,
-    task_stats,
 )
 from moe_exp.data.shuffle.shuffle import (
     DEFAULT_VALID_FRACTION,
@@ -46,7 +45,15 @@ from moe_exp.data.shuffle.shuffle import (
 )
 from moe_exp.data.shuffle.slices import cut_inputs
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, Through, bytes_through, complete_files, num_workers
+from moe_exp.data.tasks.execution import (
+    Execution,
+    Pass,
+    Through,
+    bytes_through,
+    complete_files,
+    num_workers,
+    task_stats,
+)
 from moe_exp.data.tasks.jobs import run_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.host.files import read_json, write_json

@@ -38,7 +38,7 @@ from moe_exp.data.shuffle.buckets import (
 )
 from moe_exp.data.shuffle.slices import Slice, read_slice
 from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tasks.execution import Through, complete_files
+from moe_exp.data.tasks.execution import Through, complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
 
 TEMPORARY = "temporary"
@@ -103,13 +103,6 @@ class TaskShuffle:
         """Reads blocks of lines."""
         how = {"text_field": self.settings["text_field"], "rule": self.rule}
         return LineBlocks(block_bytes, self.longest_bytes, **how)
-
-
-def task_stats(name: str) -> Any:
-    """datatrove's statistics of a step."""
-    from datatrove.utils.stats import Stats
-
-    return Stats(name)
 
 
 @dataclass

@@ -77,6 +77,13 @@ class Pass:
         return [task for task in range(self.num_tasks) if not (done / f"{task:05d}").is_file()]
 
 
+def task_stats(name: str) -> Any:
+    """datatrove's statistics of a step."""
+    from datatrove.utils.stats import Stats
+
+    return Stats(name)
+
+
 @dataclass
 class After:
     """First step of a pipeline that reads what another one has written, of which all tasks must be complete.
@@ -88,9 +95,7 @@ class After:
     stats: Any = None
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        from datatrove.utils.stats import Stats
-
-        self.stats = Stats("⏳ - AFTER")
+        self.stats = task_stats("⏳ - AFTER")
         if left := self.before.left():
             log = f"{self.before.folder}/logs/task_{left[0]:05d}.log"
             rule = f"task {left[0]} of the pass before is not complete, {len(left)} in all"

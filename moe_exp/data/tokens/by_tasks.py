@@ -25,7 +25,7 @@ import xxhash
 
 from moe_exp.config import setting_error
 from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, Through, bytes_through, num_workers
+from moe_exp.data.tasks.execution import Execution, Pass, Through, bytes_through, num_workers, task_stats
 from moe_exp.data.tasks.jobs import run_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.data.tokens.encoders import Encoders, Probe, one_thread, probe_backend
@@ -216,12 +216,6 @@ def _run(passes: Sequence[Pass], execution: Execution, stage: Stage) -> bool:
         return run_passes(passes, execution, name=name, follows=True)
 
 
-def _stats(name: str) -> Any:
-    from datatrove.utils.stats import Stats
-
-    return Stats(name)
-
-
 @dataclass
 class MakeParts:
     """First pass: makes the parts of a task that are not there."""
@@ -230,7 +224,7 @@ class MakeParts:
     stats: Any = None
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats, job = _stats("🔤 - TOKENIZE: parts"), self.job
+        self.stats, job = task_stats("🔤 - TOKENIZE: parts"), self.job
         encoder, through = PartEncoder(job.settings, job.backend), job.through("made", rank)
         making = (
             job.folder / "making"
@@ -288,7 +282,7 @@ class JoinParts:
     stats: Any = None
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats, job, placed = _stats("🧩 - TOKENIZE: join"), self.job, _placed(self.job)
+        self.stats, job, placed = task_stats("🧩 - TOKENIZE: join"), self.job, _placed(self.job)
         num_bytes = placed[-1].end if placed else 0
         blocks = job.range_of(rank, -(-num_bytes // job.block_bytes))
         low, end = (min(num_bytes, block * job.block_bytes) for block in blocks)
