@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from moe_exp.data.convert.filters import Filter
 from moe_exp.data.convert.words import word_tokenizer
-from moe_exp.data.tasks.execution import complete_files
+from moe_exp.data.tasks.execution import complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
 
 # Of each document, where only those count that have a signature.
@@ -167,9 +167,7 @@ class ClusterNearDuplicates:
     stats: Any = None
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        from datatrove.utils.stats import Stats
-
-        self.stats = Stats("🫂 - DEDUP: clusters")
+        self.stats = task_stats("🫂 - DEDUP: clusters")
         files = sorted(Path(self.folder, "pairs").iterdir())
         pairs = np.concatenate([np.fromfile(path, "<u4") for path in files]).reshape(-1, 2).astype(np.uint64)
         found = pairs[:, 0] << np.uint64(32) | pairs[:, 1]  # the task of a document, and its place there

@@ -19,7 +19,7 @@ from typing import Any
 from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.documents import Tally, read_documents, read_objects, skip_or_raise, text_in
 from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, read_table
-from moe_exp.data.tasks.execution import Through, complete_files
+from moe_exp.data.tasks.execution import Through, complete_files, task_stats
 from moe_exp.host.files import file_hash, write_json
 
 
@@ -56,12 +56,10 @@ class ReadFiles:
         self.tally = Tally()
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        from datatrove.utils.stats import Stats
-
         if world_size != self.num_tasks:
             rule = f"the files were dealt to {self.num_tasks} tasks"
             raise ValueError(f"tasks={world_size}: {rule}. Fix: keep that number.")
-        self.stats, self.tally = Stats("📖 - READER: checked"), Tally()
+        self.stats, self.tally = task_stats("📖 - READER: checked"), Tally()
         return self._documents(rank)
 
     def task_files(self, rank: int) -> list[str]:

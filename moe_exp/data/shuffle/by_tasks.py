@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -49,16 +48,14 @@ from moe_exp.data.tasks.execution import (
     Execution,
     Pass,
     Through,
-    bytes_through,
     complete_files,
     num_workers,
     task_stats,
 )
-from moe_exp.data.tasks.jobs import run_passes
+from moe_exp.data.tasks.jobs import run_stage_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.host.files import read_json, write_json
 from moe_exp.host.memory import available_memory_bytes
-from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +151,8 @@ def shuffle_by_tasks(
         ]
         needed_bytes = disk_bytes(inputs) - _bytes_below(stage.folder)
         check_free_disk(stage.folder, needed_bytes, "the shuffle by tasks")
-        if not _run(job, passes, execution, stage):
+        through = [job.temporary / folder / "through" for folder in _PASSES]
+        if not run_stage_passes(passes, execution, stage, "shuffle", through):
             return None
         manifest = _publish(job, stage, num_writing)
         _clean(stage.output)
@@ -194,16 +192,6 @@ def _begin(stage: Stage, tasks: int, bucket_bytes: int) -> dict[str, int]:
 
 def _bytes_below(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _run(job: TaskShuffle, passes: Sequence[Pass], execution: Execution, stage: Stage) -> bool:
-    name = stage.output.name
-    with ExitStack() as stack:
-        if execution.executor != "slurm":
-            folders = [job.temporary / folder / "through" for folder in _PASSES]
-            total = len(folders) * sum(path.stat().st_size for path in stage.inputs)
-            stack.enter_context(progress_of(lambda: bytes_through(folders), f"shuffle {name}", total))
-        return run_passes(passes, execution, name=name, follows=True)
 
 
 def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:

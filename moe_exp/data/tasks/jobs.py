@@ -20,10 +20,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tasks.execution import Execution, Pass, in_turn, num_workers
+from moe_exp.data.stage import MAKE_AGAIN, Stage
+from moe_exp.data.tasks.execution import Execution, Pass, bytes_through, in_turn, num_workers
 from moe_exp.data.tasks.slurm_jobs import submit
 from moe_exp.host.files import read_json
+from moe_exp.host.progress import progress_of
 
 _AGAIN = "call the same command again, it continues with the tasks that are left"
 
@@ -56,6 +57,25 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
         for one in passes:
             _run_ray(one, execution)
     return True
+
+
+def run_stage_passes(
+    passes: Sequence[Pass], execution: Execution, stage: Stage, verb: str, through: Sequence[Path]
+) -> bool:
+    """Runs the passes of a stage that follows others, with a progress bar where its tasks end here.
+
+    Args:
+        passes, execution: as of `run_passes`, whose result it returns.
+        stage: whose inputs each pass goes through.
+        verb: for the bar.
+        through: folders of each pass, in which tasks say how far they are.
+    """
+    name = stage.output.name
+    if execution.executor == "slurm":
+        return run_passes(passes, execution, name=name, follows=True)
+    total = len(through) * sum(path.stat().st_size for path in stage.inputs)
+    with progress_of(lambda: bytes_through(through), f"{verb} {name}", total):
+        return run_passes(passes, execution, name=name, follows=True)
 
 
 # On this machine

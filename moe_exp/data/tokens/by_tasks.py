@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import xxhash
 
 from moe_exp.config import setting_error
-from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
-from moe_exp.data.tasks.execution import Execution, Pass, Through, bytes_through, num_workers, task_stats
-from moe_exp.data.tasks.jobs import run_passes
+from moe_exp.data.stage import MAKE_AGAIN, run_stage
+from moe_exp.data.tasks.execution import Execution, Pass, Through, num_workers, task_stats
+from moe_exp.data.tasks.jobs import run_stage_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.data.tokens.encoders import Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.tokens.joined_parts import JOINED, TASKS, JoinedParts
@@ -46,7 +46,6 @@ from moe_exp.data.tokens.preprocess import (
     tokenize_files,
 )
 from moe_exp.host.files import BlockHash, read_json, write_json
-from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,8 @@ def tokenize_by_tasks(
         _begin(job, output)
         if all(job.place("joined", task).exists() for task in range(tasks)):
             joined.take_back(output.with_name(f"{output.name}.bin"))
-        if not _run(passes, execution, stage):
+        through = [stage.folder / folder / "through" for folder in _PASSES]
+        if not run_stage_passes(passes, execution, stage, "tokenize", through):
             return None
         joined.add_all(parts)
         hashes = {joined.bin_path: _whole_hash(job)}
@@ -204,16 +204,6 @@ def _begin(job: TaskTokens, output: Path) -> None:
         for folder in ("datatrove", *_PASSES):
             rmtree(job.folder / folder, ignore_errors=True)
     write_json(path, facts)
-
-
-def _run(passes: Sequence[Pass], execution: Execution, stage: Stage) -> bool:
-    name = stage.output.name
-    if execution.executor == "slurm":
-        return run_passes(passes, execution, name=name, follows=True)
-    folders = [stage.folder / folder / "through" for folder in _PASSES]
-    total = len(folders) * sum(path.stat().st_size for path in stage.inputs)
-    with progress_of(lambda: bytes_through(folders), f"tokenize {name}", total):
-        return run_passes(passes, execution, name=name, follows=True)
 
 
 @dataclass
