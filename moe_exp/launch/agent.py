@@ -84,7 +84,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, rounds: RestartRendezvous, received: Sequence[int], **options: Any):
-        super().__init__(spec, shutdown_timeout=_END_SECONDS, **options)
+        super().__init__(spec, **options)
         self._spec, self._rounds, self._received = spec, rounds, received
         self._signalled: set[tuple[int, int]] = set()  # pid and signal
         self._num_idle = 0  # rounds in a row without a train record
@@ -293,8 +293,11 @@ class Agent(LocalElasticAgent):
         with signals_blocked():
             return super()._start_workers(worker_group)
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self._shutdown(timeout=_END_SECONDS)
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_SECONDS) -> None:
+        # torch's own takes no timeout before 2.12, and waits 30 s
+        if self._pcontext is not None:
+            self._pcontext.close(death_sig, _END_SECONDS)
+        super()._shutdown(death_sig)
 
 
 def cause(failure: ProcessFailure) -> str:
