@@ -67,14 +67,18 @@ VARYING = ("num_", "rows_", "is_")
 
 
 def jit(function: Callable[..., Any]) -> Any:
-    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING."""
+    """triton.jit if Triton is installed; does not specialize on arguments whose names start as in VARYING.
+
+    Profilers show a kernel under the names of its module and function, as in `up_projection_kernel`.
+    """
     if triton is None:
         return function
+    name = function.__module__.rpartition(".")[2] + function.__name__
     parameters = inspect.signature(function).parameters.values()
     varying = [
         x.name for x in parameters if x.name.startswith(VARYING) and "constexpr" not in str(x.annotation)
     ]
-    return triton.jit(function, do_not_specialize=varying)
+    return triton.jit(function, do_not_specialize=varying, repr=lambda _: name)
 
 
 class Tuned:
