@@ -7,6 +7,8 @@ nothing else of width F, and the gradient of the activation is never written. Sh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ from moe_exp.layers.kernels.launch import (
     compilable,
     configs,
     contiguous,
+    descriptors,
     dot_constants,
     jit,
     last_contiguous,
@@ -40,11 +43,13 @@ from moe_exp.layers.kernels.weight_grad import gathered
 
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
-    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS num_warps num_stages",
-    (128, 128, 64, 8, 1, 8, 3),
-    (128, 256, 32, 8, 1, 8, 4),
-    (128, 128, 64, 8, 1, 8, 4),
-    (64, 128, 64, 8, 2, 4, 4),
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M PROGRAMS TMA num_warps num_stages",
+    (128, 128, 64, 8, 1, 0, 8, 3),
+    (128, 256, 32, 8, 1, 0, 8, 4),
+    (128, 128, 64, 8, 1, 0, 8, 4),
+    (64, 128, 64, 8, 2, 0, 4, 4),
+    (128, 256, 64, 8, 1, 1, 8, 4),
+    (128, 128, 64, 8, 1, 1, 8, 4),
 )
 
 # A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles.
@@ -52,8 +57,25 @@ CHUNK_COLUMNS = 16 if INTERPRETED else 32
 
 
 @jit
+def _load(
+    hidden_rows, is_row, first, width: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Gate and up of one chunk of columns; without a gate both are the whole."""
+    columns = first + tl.arange(0, CHUNK)
+    mask = is_row[:, None]
+    if not EVEN:
+        mask = mask & (columns < width)[None, :]
+    gate = tl.load(hidden_rows[:, None] + columns[None, :], mask=mask, other=0.0)
+    up = gate
+    if GATED:
+        up = tl.load(hidden_rows[:, None] + (width + columns)[None, :], mask=mask, other=0.0)
+    return gate, up
+
+
+@jit
 def _finish(
-    dactive, hidden_rows, dhidden_rows, weighted_rows, partials, scale, is_row, first, num_rows,
+    dactive, gate, up, dhidden_rows, weighted_rows, partials, scale, is_row, first, num_rows,
     width: tl.constexpr, EVEN: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
@@ -62,11 +84,10 @@ def _finish(
     mask = is_row[:, None]
     if not EVEN:
         mask = mask & (columns < width)[None, :]
-    gate = tl.load(hidden_rows[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    gate, up = gate.to(tl.float32), up.to(tl.float32)
     active, derivative = activate_with_derivative(gate, ACTIVATION)
     dproduct = dactive * scale[:, None]
     if GATED:
-        up = tl.load(hidden_rows[:, None] + (width + columns)[None, :], mask=mask, other=0.0).to(tl.float32)
         dup = (dproduct * active).to(dhidden_rows.dtype.element_ty)
         tl.store(dhidden_rows[:, None] + (width + columns)[None, :], dup, mask=mask)
         dproduct *= up
@@ -83,14 +104,28 @@ def _finish(
     tl.store(partial, tl.sum(dactive * active, 1), mask=tl.where(is_row, first, width) < width)
 
 
-@tuned(CONFIGS, key=["num_experts", "rows_class", "width", "depth", "GATED"])
+def _set_blocks(args: dict[str, Any]) -> None:
+    if args["w_tma"] is None:
+        return
+    depth = args["BLOCK_K"] * 2 // args["dy"].element_size()
+    args["w_tma"].block_shape = [1, depth, args["BLOCK_N"]]
+    if args["dy_tma"] is not None:
+        args["dy_tma"].block_shape = [args["BLOCK_M"], depth]
+
+
+@tuned(
+    CONFIGS,
+    key=["num_experts", "rows_class", "width", "depth", "GATED", "HAS_TMA"],
+    set_blocks=_set_blocks,
+)
 @jit
 def _kernel(
-    dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials, num_experts, num_tokens, num_rows,
-    rows_class, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden, width: tl.constexpr,
-    depth: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
+    dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials, dy_tma, w_tma, num_experts,
+    num_tokens, num_rows, rows_class, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden,
+    width: tl.constexpr, depth: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    HAS_TMA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
+    INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = BLOCK_K * 16 // dy.dtype.element_ty.primitive_bitwidth
     EVEN_K: tl.constexpr = depth % DEPTH == 0
@@ -114,11 +149,15 @@ def _kernel(
         )
         dactive = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in range(0, depth, DEPTH):
-            if EVEN_K:
+            if TMA and dy_tma is not None:
+                a = dy_tma.load([row, start])
+            elif EVEN_K:
                 a = tl.load(dy_block, mask=has_dy[:, None], other=0.0)
             else:
                 a = tl.load(dy_block, mask=has_dy[:, None] & (depths < depth - start)[None, :], other=0.0)
-            if EVEN_K and EVEN_N:
+            if TMA:
+                b = w_tma.load([expert, start, first]).reshape(DEPTH, BLOCK_N)
+            elif EVEN_K and EVEN_N:
                 b = tl.load(w_block)
             else:
                 b = tl.load(
@@ -136,12 +175,18 @@ def _kernel(
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
-        # Chunk by chunk, so that each chunk's values leave the registers before the next.
+        # Chunk by chunk, so that each chunk's values leave the registers before the next, whose operands are
+        # loaded before this one's results are stored.
         chunks = column_chunks(dactive, BLOCK_M, BLOCK_N, CHUNK)
+        gate, up = _load(hidden_rows, is_row, first, width, EVEN_N, GATED, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
+            this_gate, this_up = gate, up
+            if i + 1 < BLOCK_N // CHUNK:
+                gate, up = _load(hidden_rows, is_row, first + (i + 1) * CHUNK, width, EVEN_N, GATED, CHUNK)
             _finish(
                 chunks[i],
-                hidden_rows,
+                this_gate,
+                this_up,
                 dhidden_rows,
                 weighted_rows,
                 partials + rows,
@@ -252,11 +297,12 @@ def activation_grad(
         most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
         return (num_programs(dy, most_tiles, per_processor=constants["PROGRAMS"]),)
 
+    dy_tma, w_tma = descriptors(dy if token_R is None else None, weight2_LDF)
     _kernel[grid](
         dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
-        num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0),
+        dy_tma, w_tma, num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0),
         *weight2_LDF.stride(), hidden_RW.stride(0), width=width, depth=depth, ACTIVATION=activation,
-        GATED=ACTIVATIONS[activation][1], CHUNK=CHUNK_COLUMNS, BLOCK_E=power_of_2(num_experts),
-        **dot_constants(dy),
+        GATED=ACTIVATIONS[activation][1], HAS_TMA=w_tma is not None, CHUNK=CHUNK_COLUMNS,
+        BLOCK_E=power_of_2(num_experts), **dot_constants(dy),
     )  # fmt: skip
     return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)

@@ -127,8 +127,9 @@ def tuned(
     """Decorator for an autotuner over `configs`; see Tuned and Autotuner.
 
     Args:
-        configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 needs the tensor descriptor
-            `w_tma`. The first is used for deterministic algorithms and the interpreter.
+        configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 needs tensor
+            descriptors; the argument HAS_TMA says whether there are. The first is used for deterministic
+            algorithms and the interpreter.
         key: kernel arguments; the configs are timed for each new set of their values.
         trial: argument of a kernel that accumulates into its output: 1 while configs are timed, when it must
             leave the output unchanged, else 0; not passed by the launch. Triton's own way is to copy the
@@ -307,7 +308,7 @@ _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 
 def _suited(configs: list[Any], named_args: dict[str, Any], **others: Any) -> list[Any]:
-    if (named_args | others).get("w_tma") is None:
+    if not (named_args | others).get("HAS_TMA"):
         configs = [config for config in configs if not config.kwargs.get("TMA")]
     return configs
 

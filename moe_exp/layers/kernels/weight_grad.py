@@ -7,6 +7,8 @@ suffixes in `moe_exp.layers`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,7 @@ from moe_exp.layers.kernels.launch import (
     compilable,
     configs,
     contiguous,
+    descriptors,
     dot_constants,
     jit,
     last_contiguous,
@@ -28,12 +31,14 @@ from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups
 
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
-    "BLOCK_M BLOCK_N BLOCK_K GROUP_M num_warps num_stages",
-    (128, 128, 64, 8, 8, 3),
-    (128, 256, 64, 8, 8, 3),
-    (128, 256, 32, 8, 8, 4),
-    (128, 128, 32, 8, 4, 4),
-    (64, 128, 64, 8, 4, 3),
+    "BLOCK_M BLOCK_N BLOCK_K GROUP_M TMA num_warps num_stages",
+    (128, 128, 64, 8, 0, 8, 3),
+    (128, 256, 64, 8, 0, 8, 3),
+    (128, 256, 32, 8, 0, 8, 4),
+    (128, 128, 32, 8, 0, 4, 4),
+    (64, 128, 64, 8, 0, 4, 3),
+    (128, 256, 64, 8, 1, 8, 4),
+    (128, 128, 64, 8, 1, 8, 3),
 )
 
 # Every program compares all pairs of experts; for 256 there are not enough registers.
@@ -57,13 +62,26 @@ def _expert_of_place(place, offsets, num_experts, BLOCK_E: tl.constexpr, ORDERED
     return place
 
 
-@tuned(CONFIGS, key=["num_experts", "rows_class", "num_m", "num_n", "ADDS"], trial="is_trial")
+def _set_blocks(args: dict[str, Any]) -> None:
+    depth = args["BLOCK_K"] * 2 // args["a"].element_size()
+    for descriptor, columns in (("a_tma", "BLOCK_M"), ("b_tma", "BLOCK_N")):
+        if args[descriptor] is not None:
+            args[descriptor].block_shape = [depth, args[columns]]
+
+
+@tuned(
+    CONFIGS,
+    key=["num_experts", "rows_class", "num_m", "num_n", "ADDS", "HAS_TMA"],
+    trial="is_trial",
+    set_blocks=_set_blocks,
+)
 @jit
 def _kernel(
-    a, b, dw, a_index, b_index, offsets, num_experts, rows_of_a, rows_of_b, rows_class, stride_a, stride_b,
-    stride_dl, stride_dm, is_trial, num_m: tl.constexpr, num_n: tl.constexpr, ADDS: tl.constexpr,
-    ORDERED: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    a, b, dw, a_index, b_index, a_tma, b_tma, offsets, num_experts, rows_of_a, rows_of_b, rows_class,
+    stride_a, stride_b, stride_dl, stride_dm, is_trial, num_m: tl.constexpr, num_n: tl.constexpr,
+    ADDS: tl.constexpr, HAS_TMA: tl.constexpr, ORDERED: tl.constexpr, BLOCK_E: tl.constexpr,
+    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = 64 if ADDS and BLOCK_N > 64 else BLOCK_N
     DEPTH: tl.constexpr = BLOCK_K * 16 // a.dtype.element_ty.primitive_bitwidth
@@ -78,21 +96,34 @@ def _kernel(
     tile_m, tile_n = in_groups(tile, tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # Looks up the rows of the next step one step ahead: a load that depends on another would start later.
+    # Looks up the rows of the next step one step ahead: a load that depends on another would start later. The
+    # block of `a` is loaded as the product takes it, [M, DEPTH]: if transposed, Ampere's is not pipelined.
     rows = first + tl.arange(0, DEPTH)
     a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
-    for _ in range(first, end, DEPTH):
-        a_now, b_now = a_rows.to(tl.int64)[:, None], b_rows.to(tl.int64)[:, None]
-        a_mask, b_mask = a_now < rows_of_a, b_now < rows_of_b
+    if TMA:
+        # Whole steps, without masks but for gathered rows; the rest is the only step of the next loop.
+        rest = first + (end - first) // DEPTH * DEPTH
+        for start in range(first, rest, DEPTH):
+            a_now, b_now = a_rows, b_rows
+            rows += DEPTH
+            a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
+            if a_tma is None:
+                x = _load(a, a_now[None, :], m[:, None], stride_a, rows_of_a, num_m, EVEN_M)
+            else:
+                x = tl.trans(a_tma.load([start, tile_m * BLOCK_M]))
+            if b_tma is None:
+                y = _load(b, b_now[:, None], n[None, :], stride_b, rows_of_b, num_n, EVEN_N)
+            else:
+                y = b_tma.load([start, tile_n * BLOCK_N])
+            total = dot(x, y, total, PRECISION, INTERPRET)
+        first = rest
+    for _ in tl.range(first, end, DEPTH, num_stages=1 if TMA else None):
+        a_now, b_now = a_rows, b_rows
         rows += DEPTH
         a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
-        if not EVEN_M:
-            a_mask = a_mask & (m < num_m)[None, :]
-        if not EVEN_N:
-            b_mask = b_mask & (n < num_n)[None, :]
-        x = tl.load(a + a_now * stride_a + m[None, :], mask=a_mask, other=0.0)
-        y = tl.load(b + b_now * stride_b + n[None, :], mask=b_mask, other=0.0)
-        total = dot(tl.trans(x), y, total, PRECISION, INTERPRET)
+        x = _load(a, a_now[None, :], m[:, None], stride_a, rows_of_a, num_m, EVEN_M)
+        y = _load(b, b_now[:, None], n[None, :], stride_b, rows_of_b, num_n, EVEN_N)
+        total = dot(x, y, total, PRECISION, INTERPRET)
     block = dw + expert.to(tl.int64) * stride_dl + m.to(tl.int64)[:, None] * stride_dm
     chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
     for i in tl.static_range(BLOCK_N // CHUNK):
@@ -104,6 +135,15 @@ def _kernel(
             # Timed launches cost the same as real ones but leave main_grad unchanged.
             sums = tl.where(is_trial != 0, before, before + sums)
         tl.store(block + columns[None, :], sums.to(dw.dtype.element_ty), mask=mask)
+
+
+@jit
+def _load(x, rows, columns, stride, num_rows, num_columns: tl.constexpr, EVEN: tl.constexpr):
+    """A block of an operand, zero where there is no row; its order of dimensions is that of the indices."""
+    mask = rows < num_rows
+    if not EVEN:
+        mask = mask & (columns < num_columns)
+    return tl.load(x + rows.to(tl.int64) * stride + columns, mask=mask, other=0.0)
 
 
 @jit
@@ -225,9 +265,12 @@ def _launch(
         # Not persistent: the device schedules the next tile when one is done, whatever its number of rows.
         return (num_experts * cdiv(num_m, constants["BLOCK_M"]) * cdiv(num_n, constants["BLOCK_N"]),)
 
+    a_tma, b_tma = (
+        descriptors(x if index is None else None)[0] for x, index in ((a, a_index_R), (b, b_index_R))
+    )
     _kernel[grid](
-        a, b, dw_LMN, a_index_R, b_index_R, offsets_L1, num_experts, a.size(0), b.size(0),
+        a, b, dw_LMN, a_index_R, b_index_R, a_tma, b_tma, offsets_L1, num_experts, a.size(0), b.size(0),
         rows_class(num_rows, num_experts), a.stride(0), b.stride(0), dw_LMN.stride(0), dw_LMN.stride(1),
-        num_m=num_m, num_n=num_n, ADDS=adds, ORDERED=block_e <= _MOST_ORDERED, BLOCK_E=block_e,
-        **dot_constants(a),
+        num_m=num_m, num_n=num_n, ADDS=adds, HAS_TMA=a_tma is not None or b_tma is not None,
+        ORDERED=block_e <= _MOST_ORDERED, BLOCK_E=block_e, **dot_constants(a),
     )  # fmt: skip

@@ -4,16 +4,30 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 from torch.utils._device import _device_constructors
 
+from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels.launch import INTERPRETED, missing
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 needs_kernels = pytest.mark.skipif(
     bool(missing()) or not (INTERPRETED or torch.cuda.is_available()), reason=missing() or "no device"
 )
+
+needs_descriptors = pytest.mark.skipif(
+    not INTERPRETED and not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)),
+    reason="needs a GPU of compute capability 9.0 or newer",
+)
+
+
+def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
+    """Has the kernel of a module take its first config with tensor descriptors."""
+    config = next(config for config in module.CONFIGS if config["TMA"])
+    monkeypatch.setattr(module._kernel.timed, "configs", [launch.make_config(config, module._set_blocks)])
 
 
 def at_real_size(*values: object) -> object:

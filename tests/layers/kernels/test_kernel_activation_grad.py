@@ -15,7 +15,9 @@ from helpers.layers.backward_cases import (
     rows,
     tokens_of_rows,
 )
+from helpers.layers.kernel_device import needs_descriptors, use_descriptors
 from moe_exp.layers.activations import ACTIVATIONS
+from moe_exp.layers.kernels import activation_grad as module
 from moe_exp.layers.kernels.activation_grad import activation_grad, activation_grad_torch
 
 
@@ -70,6 +72,18 @@ def test_against_autograd(dtype, activation, gathers, monkeypatch):
     with poisoned(monkeypatch):
         actual = activation_grad(*args, **options)
     assert [x.dtype for x in actual] == [dtype, dtype, torch.float32]
+    assert max(errors(actual, by_autograd(args, options))) < DTYPES[dtype]
+
+
+@needs_descriptors
+@pytest.mark.parametrize("gathers", [True, False])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_descriptors(dtype, activation, gathers, monkeypatch):
+    use_descriptors(monkeypatch, module)
+    args, options = inputs((0, 5, 0, 33), activation, dtype=dtype, gathers=gathers)
+    with poisoned(monkeypatch):
+        actual = activation_grad(*args, **options)
     assert max(errors(actual, by_autograd(args, options))) < DTYPES[dtype]
 
 

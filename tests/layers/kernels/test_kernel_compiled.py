@@ -22,6 +22,8 @@ from helpers.layers.compiled import (
     on_gpu,
     specializations,
 )
+from moe_exp.layers.kernels import activation_grad as activation_grads
+from moe_exp.layers.kernels import weight_grad as weight_grads
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
@@ -151,6 +153,10 @@ def micro_batch(tokens: int, rows: int) -> None:
 
 
 GEMMS = [up, down, activation_gradient, weight_gradient]
+CONFIGS_OF = {
+    activation_gradient: activation_grad_module.CONFIGS,
+    weight_gradient: weight_grad_module.CONFIGS,
+}
 OTHERS = [combined, partial(combined, False), sorted_slots]
 VARIANTS = [
     partial(up, "gelu", False),
@@ -267,6 +273,21 @@ def test_descriptors_replace_addresses() -> None:
     assert by_descriptor.instructions["cp.async"] == 0
     assert by_descriptor.registers < by_address.registers
     assert num_configs(down, 80) < num_configs(down, 90)
+
+
+@pytest.mark.parametrize("gemm", [activation_gradient, weight_gradient])
+def test_gradients_have_descriptors_for_what_is_not_gathered(gemm: Callable[..., None]) -> None:
+    number = next(i for i, config in enumerate(CONFIGS_OF[gemm]) if config["TMA"])
+    (one_gathered,) = compiled(gemm, 90, number)
+    (none_gathered,) = compiled(partial(gemm, gather=False), 90, number)
+    assert 0 < one_gathered.instructions["tma"] < none_gathered.instructions["tma"]
+    assert none_gathered.instructions["cp.async"] == 0 < one_gathered.instructions["cp.async"]
+
+
+def test_both_operands_of_the_weight_gradient_are_pipelined_on_ampere() -> None:
+    """Each is 4 copies of 16 bytes per thread and step; two steps are before the loop, one is in it."""
+    (kernel,) = compiled(weight_gradient, 80)
+    assert kernel.instructions["cp.async"] == 3 * (4 + 4)
 
 
 @pytest.mark.slow

@@ -4,13 +4,13 @@ real shapes on a GPU.
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from helpers.layers.kernel_device import DEVICE, needs_descriptors, use_descriptors
 from helpers.relative_error import relative_error
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.dispatcher.row_order import sort_by_expert
@@ -19,17 +19,10 @@ from moe_exp.layers.kernels import grouped_matmul as down
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels import up_projection as up
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 # A sum over K products in fp32, one after the other, is off by about 6e-8 times the root of K/2, and the real
 # shapes have K up to 2048.
 REAL_LIMIT = LIMIT | {torch.float32: 1e-5}
-HAS_DESCRIPTORS = launch.INTERPRETED or (
-    torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-)
-needs_descriptors = pytest.mark.skipif(
-    not HAS_DESCRIPTORS, reason="needs a GPU of compute capability 9.0 or newer"
-)
 DTYPES = list(LIMIT)
 # The ends of the experts' rows: uneven and empty; one expert takes all; one row each; none at all.
 ENDS = {"uneven": [0, 37, 38, 70], "one": [0, 45, 45], "single": [1, 2, 3], "none": [0, 0]}
@@ -60,11 +53,6 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
         return x.fill_(torch.nan) if x.is_floating_point() else x
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
-
-
-def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
-    config = next(config for config in module.CONFIGS if config["TMA"])
-    monkeypatch.setattr(module._kernel.timed, "configs", [launch.make_config(config, module._set_blocks)])
 
 
 def check(
@@ -276,15 +264,15 @@ def test_one_operator_each_under_compile() -> None:
     assert torch.equal(torch.compile(block, backend="aot_eager", fullgraph=True)(x), block(x))
 
 
+@needs_descriptors
 def test_descriptors_only_where_they_fit() -> None:
-    fits = torch.zeros(4, 16)
-    if launch.INTERPRETED:
-        assert launch.descriptors(fits)[0].shape == [4, 16]
-        assert launch.descriptors(fits, None)[1] is None
+    fits = torch.zeros(4, 16, device=DEVICE)
+    assert launch.descriptors(fits)[0].shape == [4, 16]
+    assert launch.descriptors(fits, None)[1] is None
     assert launch.descriptors(fits[:, 1:]) == (None,)  # its address is not a multiple of 16 bytes
-    assert launch.descriptors(torch.zeros(4, 15), fits) == (None, None)  # nor its stride
+    assert launch.descriptors(torch.zeros(4, 15, device=DEVICE), fits) == (None, None)  # nor its stride
     assert launch.descriptors(fits.t()) == (None,)
-    assert launch.descriptors(torch.zeros(0, 16)) == (None,)
+    assert launch.descriptors(torch.zeros(0, 16, device=DEVICE)) == (None,)
 
 
 # (hidden, expert ffn, experts, rows): OLMoE, Qwen3-30B-A3B, SonicMoE's 7B, and the reference runs.

@@ -18,6 +18,7 @@ from helpers.layers.backward_cases import (
     rows,
     tokens_of_rows,
 )
+from helpers.layers.kernel_device import needs_descriptors, use_descriptors
 from moe_exp.layers.kernels import weight_grad as module
 from moe_exp.layers.kernels.weight_grad import weight_grad, weight_grad_torch
 
@@ -53,6 +54,20 @@ def test_against_outer_products(dtype, side, monkeypatch):
     assert dw_LMN.dtype == dtype
     assert not dw_LMN[[0, 2]].any()
     assert error(dw_LMN, expert_by_expert(args, indices)) < DTYPES[dtype]
+
+
+@needs_descriptors
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_by_descriptors(dtype, side, monkeypatch):
+    """Whole steps of rows and a rest, which ends where the rows of the next expert begin."""
+    use_descriptors(monkeypatch, module)
+    args, indices = inputs((0, 5, 64, 33), side=side, dtype=dtype)
+    expected = expert_by_expert(args, indices)
+    main_grad = torch.ones(4, 40, 24, device=DEVICE)
+    with poisoned(monkeypatch):
+        assert error(weight_grad(*args, **indices), expected) < DTYPES[dtype]
+        assert error(weight_grad(*args, **indices, out=main_grad), 1 + expected) < DTYPES[dtype]
 
 
 @pytest.mark.parametrize(
