@@ -170,6 +170,7 @@ def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any
 
 
 def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any, int]]:
+    from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensorMode
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.driver import driver
@@ -195,7 +196,12 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
         started.append((name, kernel, *mocks, current[-1]))
 
     package.current_device = make_current
-    with FakeTensorMode(), _replaced(Autotuner, "run", record), _replaced(JITFunction, "run", record):
+    with (
+        FakeTensorMode(),
+        _replaced(fake_tensor, "init_gpu_context", lambda device: None),  # it would need the GPU
+        _replaced(Autotuner, "run", record),
+        _replaced(JITFunction, "run", record),
+    ):
         launch()
     return started
 

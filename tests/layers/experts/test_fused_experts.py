@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
+from helpers.layers.kernel_device import DEVICE
 from helpers.layers.references import Waits, formula, make_groups
 from helpers.layers.tiny_moe import HIDDEN, cut, pushed_tokens, random, tiny_layer
 from helpers.ranks import run_on_ranks
@@ -299,8 +300,9 @@ def test_bytes_kept_for_backward(activation, twins):
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_the_host_does_not_wait(drops, monkeypatch):
-    leaves, expert_TK = leaves_of(), chosen(13, 2, 5)
-    kept_TK = random(13, 2, seed=6) > 0 if drops else None
+    leaves = [leaf.detach().to(DEVICE).requires_grad_() for leaf in leaves_of()]
+    expert_TK = chosen(13, 2, 5).to(DEVICE)
+    kept_TK = (random(13, 2, seed=6) > 0).to(DEVICE) if drops else None
 
     def refuse(self):
         raise AssertionError("the host waits for values")
@@ -308,7 +310,7 @@ def test_the_host_does_not_wait(drops, monkeypatch):
     function = tokens_function(expert_TK, kept_TK, "swiglu")
     with Waits() as waits, monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", refuse)
-        with_gradients(function, leaves, torch.ones(13, 24))
+        with_gradients(function, leaves, torch.ones(13, 24, device=DEVICE))
     assert waits.count == 0
 
 
