@@ -154,8 +154,8 @@ def micro_batch(tokens: int, rows: int) -> None:
 
 GEMMS = [up, down, activation_gradient, weight_gradient]
 CONFIGS_OF = {
-    activation_gradient: activation_grad_module.CONFIGS,
-    weight_gradient: weight_grad_module.CONFIGS,
+    activation_gradient: activation_grads.CONFIGS,
+    weight_gradient: weight_grads.CONFIGS,
 }
 OTHERS = [combined, partial(combined, False), sorted_slots]
 VARIANTS = [
