@@ -294,7 +294,7 @@ class Agent(LocalElasticAgent):
             return super()._start_workers(worker_group)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_SECONDS) -> None:
-        # torch's own takes no timeout before 2.12, and waits 30 s
+        # not torch's timeout: an older torch, such as 2.11, waits 30 s and takes none
         if self._pcontext is not None:
             self._pcontext.close(death_sig, _END_SECONDS)
         super()._shutdown(death_sig)
