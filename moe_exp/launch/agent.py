@@ -256,8 +256,9 @@ class Agent(LocalElasticAgent):
             return []
 
     def _sleep(self, seconds: float) -> None:
+        """Less, if there is nothing to wait for any more: a signal, here or on another node."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._received:
+        while time.monotonic() < deadline and not self._received and not self._rounds.is_over:
             show_alive()
             time.sleep(0.1)
 
