@@ -19,8 +19,7 @@ from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels.choice import KernelFailure as KernelFailure
 from moe_exp.layers.kernels.choice import and_more, choose_routing, failure_of
-from moe_exp.layers.kernels.launch import missing
-from moe_exp.layers.kernels.self_test import Sizes, can_check, check_kernels
+from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
@@ -142,34 +141,11 @@ _DOCTOR_ROUTERS = (
 )
 
 
-def kernel_rows() -> tuple[list[list[str]], list[str]]:
-    """Output of `moe-exp doctor --kernels`: a row per kernel, and lines on failures and what is not checked.
-
-    A row has kernel, dtype, shape, number of configs, largest relative error and `ok` or `failed`.
-    """
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if not can_check(device):
-        return [], [
-            f"No kernel is checked: {missing() or 'TRITON_INTERPRET=1 is not set, and there is no GPU'}."
-        ]
-    checks = []
+def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:
+    """Checks of `moe-exp doctor --kernels`, each as soon as it is done: on a GPU all configs are compiled."""
     for sizes in _doctor_sizes():
-        parts = ["experts"] if sizes.router is None else list(PARTS)
-        checks += [check for part in parts for check in check_kernels(part, sizes, device)]
-    rows = [
-        [
-            check.kernel, check.dtype, check.shape, str(check.num_configs), f"{check.error:.1e}",
-            "failed" if check.problem else "ok",
-        ]
-        for check in checks
-    ]  # fmt: skip
-    lines = [check.line(device) for check in checks if check.problem]
-    if device.type == "cpu":
-        lines.append(
-            "No GPU: the kernels were interpreted on the CPU, in their first config and with small widths."
-            " Not checked: what a GPU's compiler makes of them, tensor descriptors, the other configs."
-        )
-    return rows, lines
+        for part in ["experts"] if sizes.router is None else PARTS:
+            yield from check_kernels(part, sizes, device)
 
 
 def _doctor_sizes() -> Iterator[Sizes]:

@@ -338,7 +338,8 @@ def descriptors(*tensors: Tensor | None) -> tuple[Any, ...]:
     Values outside a tensor are read as zero. `tuned`'s set_blocks sets the block shapes. None stays None.
 
     Returns:
-        All None if the device has no TMA or an address or stride is not a multiple of 16 bytes.
+        All None if the device has no TMA, an address or stride is not a multiple of 16 bytes, or values have
+            not two bytes: fp32 is multiplied without tensor cores, and Triton spills all of such a block.
     """
     if not all(x is None or _fits_tma(x) for x in tensors):
         return (None,) * len(tensors)
@@ -352,6 +353,7 @@ def _fits_tma(x: Tensor) -> bool:
     *strides, last = x.stride()
     fits = (
         last == 1
+        and x.element_size() == 2
         and x.numel() > 0
         and all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in strides)
     )

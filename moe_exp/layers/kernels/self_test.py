@@ -140,8 +140,8 @@ def device_in_words(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted on a CPU"
 
 
-def check_kernels(part: str, sizes: Sizes, device: torch.device) -> list[KernelCheck]:
-    """Compares every kernel of a part with its twin.
+def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[KernelCheck]:
+    """Compares every kernel of a part with its twin, one by one.
 
     Args:
         part: `experts`, `routing` or `cross entropy`.
@@ -151,10 +151,10 @@ def check_kernels(part: str, sizes: Sizes, device: torch.device) -> list[KernelC
         RuntimeError: if memory is full or the device is unusable; names the kernel.
     """
     cases = {"experts": _expert_cases, "routing": _routing_cases, "cross entropy": _cross_entropy_cases}
-    found = [compare(case, device) for case in cases[part](_fitting(sizes, device), device)]
+    for case in cases[part](_fitting(sizes, device), device):
+        yield compare(case, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    return found
 
 
 def compare(case: _Case, device: torch.device) -> KernelCheck:

@@ -134,7 +134,7 @@ def test_vectors_with_strides() -> None:
 def test_up_projection_by_descriptors(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_descriptors(monkeypatch, up)
     check_up(up_case(ENDS["uneven"], 72, 40, activation, True, torch.bfloat16), 70)
-    check_up(up_case(ENDS["single"], 72, 40, activation, False, torch.float32), 3)
+    check_up(up_case(ENDS["single"], 72, 40, activation, False, torch.float16), 3)
 
 
 def test_padding_of_no_tokens_is_zero() -> None:
@@ -168,7 +168,7 @@ def test_grouped_matmul_of_extreme_groups(ends: str) -> None:
 def test_grouped_matmul_by_descriptors(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_descriptors(monkeypatch, down)
     check_down(ENDS["uneven"], 72, 40, torch.bfloat16, transposed)
-    check_down(ENDS["single"], 72, 40, torch.float32, transposed)
+    check_down(ENDS["single"], 72, 40, torch.float16, transposed)
 
 
 def test_same_bits_twice() -> None:
@@ -266,13 +266,14 @@ def test_one_operator_each_under_compile() -> None:
 
 @needs_descriptors
 def test_descriptors_only_where_they_fit() -> None:
-    fits = torch.zeros(4, 16, device=DEVICE)
+    fits = torch.zeros(4, 16, dtype=torch.bfloat16, device=DEVICE)
     assert launch.descriptors(fits)[0].shape == [4, 16]
     assert launch.descriptors(fits, None)[1] is None
     assert launch.descriptors(fits[:, 1:]) == (None,)  # its address is not a multiple of 16 bytes
-    assert launch.descriptors(torch.zeros(4, 15, device=DEVICE), fits) == (None, None)  # nor its stride
+    assert launch.descriptors(fits.new_zeros(4, 15), fits) == (None, None)  # nor its stride
     assert launch.descriptors(fits.t()) == (None,)
-    assert launch.descriptors(torch.zeros(0, 16, device=DEVICE)) == (None,)
+    assert launch.descriptors(fits.new_zeros(0, 16)) == (None,)
+    assert launch.descriptors(fits.float()) == (None,)
 
 
 # (hidden, expert ffn, experts, rows): OLMoE, Qwen3-30B-A3B, SonicMoE's 7B, and the reference runs.

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from helpers.layers.backward_cases import drawn, offsets_of, poisoned
+from helpers.layers.backward_cases import drawn, error, offsets_of, poisoned
 
 pytest.importorskip("triton")
 
@@ -135,17 +135,17 @@ def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
     """Operands of the same shape, first at a multiple of 16 bytes and then not."""
     watch = stopwatch(grouped_matmul)
     x_RI, w_LIO, offsets_L1 = (
-        drawn(9, 32, dtype=torch.float32, seed=1),
-        drawn(2, 32, 32, dtype=torch.float32, seed=2),
+        drawn(9, 32, dtype=torch.float16, seed=1),
+        drawn(2, 32, 32, dtype=torch.float16, seed=2),
         offsets_of((4, 5)),
     )
     expected = grouped_matmul.grouped_matmul(x_RI, w_LIO, offsets_L1)
     assert watch.launched[-1]["TMA"] == 1
-    shifted = torch.empty(9 * 32 + 1)[1:].view(9, 32).copy_(x_RI)
+    shifted = x_RI.new_empty(9 * 32 + 1)[1:].view(9, 32).copy_(x_RI)
     assert launch.descriptors(shifted) == (None,)
     y_RO = grouped_matmul.grouped_matmul(shifted, w_LIO, offsets_L1)
     assert watch.launched[-1]["TMA"] == 0
-    assert (y_RO - expected).norm() < 1e-6 * expected.norm()
+    assert error(y_RO, expected) < 1e-3
 
 
 def failing(monkeypatch, watch, autotuner, is_failing, error):
@@ -162,7 +162,7 @@ def failing(monkeypatch, watch, autotuner, is_failing, error):
 
 def product():
     """x, w and offsets of two experts, and what a grouped matmul makes of them."""
-    x_RI, w_LIO = drawn(9, 32, dtype=torch.float32, seed=1), drawn(2, 32, 32, dtype=torch.float32, seed=2)
+    x_RI, w_LIO = drawn(9, 32, dtype=torch.float16, seed=1), drawn(2, 32, 32, dtype=torch.float16, seed=2)
     return (x_RI, w_LIO, offsets_of((4, 5))), torch.cat([x_RI[:4] @ w_LIO[0], x_RI[4:] @ w_LIO[1]])
 
 
@@ -174,14 +174,14 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=str)
-def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, caplog, error):
+@pytest.mark.parametrize("failure", ERRORS, ids=str)
+def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, caplog, failure):
     """All with descriptors: those without are left."""
     watch, (operands, expected) = stopwatch(grouped_matmul), product()
-    failing(monkeypatch, watch, grouped_matmul._kernel.timed, lambda kwargs: kwargs["TMA"], error)
+    failing(monkeypatch, watch, grouped_matmul._kernel.timed, lambda kwargs: kwargs["TMA"], failure)
     for _ in range(2):
         y_RO = grouped_matmul.grouped_matmul(*operands)
-        assert (y_RO - expected).norm() < 1e-6 * expected.norm()
+        assert error(y_RO, expected) < 1e-3
         assert watch.launched[-1]["TMA"] == 0
     num_failing = sum(config["TMA"] for config in grouped_matmul.CONFIGS)
     assert len(caplog.records) == num_failing > 1
@@ -191,7 +191,7 @@ def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, 
             "kernel grouped_matmul: config BLOCK_M: " in record.getMessage()
             and "TMA: 1" in record.getMessage()
         )
-        assert f"{type(error).__name__}: {error}" in record.getMessage()
+        assert f"{type(failure).__name__}: {failure}" in record.getMessage()
     assert watch.num_timed == len(grouped_matmul.CONFIGS) - num_failing
 
 
@@ -216,7 +216,7 @@ def test_a_config_that_fails_after_it_was_chosen(stopwatch, monkeypatch, caplog)
 
     failing(monkeypatch, watch, grouped_matmul._kernel.timed, fails, RuntimeError("illegal alignment"))
     y_RO = grouped_matmul.grouped_matmul(*operands)
-    assert (y_RO - expected).norm() < 1e-6 * expected.norm()
+    assert error(y_RO, expected) < 1e-3
     assert not fails(watch.launched[-1])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
@@ -267,6 +267,7 @@ def operands() -> tuple[torch.Tensor, ...]:
 def test_timing_adds_nothing_to_main_grad_and_copies_nothing(stopwatch, monkeypatch):
     watch, main_grad = stopwatch(weight_grad), drawn(3, 40, 24, dtype=torch.float32, seed=3)
     before, expected = main_grad.clone(), weight_grad.weight_grad(*operands())
+    num_suited = sum(not config["TMA"] for config in weight_grad.CONFIGS)  # for fp32
     watch.num_timed = 0
     watch.after_trial = lambda: (
         pytest.fail("a trial was added") if not torch.equal(main_grad, before) else None
@@ -278,10 +279,10 @@ def test_timing_adds_nothing_to_main_grad_and_copies_nothing(stopwatch, monkeypa
         lambda x, **how: pytest.fail("a copy is made") if x is main_grad else clone(x, **how),
     )
     weight_grad.weight_grad(*operands(), out=main_grad)
-    assert watch.num_timed == len(weight_grad.CONFIGS)
+    assert watch.num_timed == num_suited
     assert torch.equal(main_grad, before + expected)
     weight_grad.weight_grad(*operands(), out=main_grad)
-    assert watch.num_timed == len(weight_grad.CONFIGS)
+    assert watch.num_timed == num_suited
     assert torch.equal(main_grad, before + expected + expected)
 
 

@@ -58,7 +58,7 @@ def test_against_outer_products(dtype, side, monkeypatch):
 
 @needs_descriptors
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_by_descriptors(dtype, side, monkeypatch):
     """Whole steps of rows and a rest, which ends where the rows of the next expert begin."""
     use_descriptors(monkeypatch, module)
