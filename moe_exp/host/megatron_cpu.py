@@ -249,13 +249,13 @@ def refuse_if_too_late() -> None:
         raise ImportError("moe_exp: megatron was imported before moe_exp. Fix: import moe_exp first.")
 
 
+# Megatron warns at import, in several places. A run's log and `moe-exp doctor` say what is used instead.
+warnings.filterwarnings(
+    "ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning
+)
 if INSTALLED:
     # torch's, that there is a CUDA toolkit but no GPU. Megatron imports it.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
-    # Megatron warns at import, in several places; neither is possible on a CPU.
-    warnings.filterwarnings(
-        "ignore", message="(Transformer Engine and )?Apex (is|are) not installed", category=UserWarning
-    )
     _keep: Callable[..., Any] = lambda self, *args, **kwargs: self  # noqa: E731
     setattr(torch.Tensor, _KEYWORD, _keep)
     setattr(torch.nn.Module, _KEYWORD, _keep)
