@@ -82,6 +82,7 @@ MEGATRON_FLAGS = {
     "router_pre_softmax": "--moe-router-pre-softmax",
     "router_scaling_factor": "--moe-router-topk-scaling-factor",
     "router_bias_update_rate": "--moe-router-bias-update-rate",
+    "router_bias_rule": "--moe-router-load-balancing-type quantile_balancing",
     "num_router_groups": "--moe-router-num-groups",
     "router_group_topk": "--moe-router-group-topk",
     "aux_loss_type": "--moe-router-load-balancing-type",

@@ -54,7 +54,7 @@ LAYOUTS = (DP, TP2, PP2, PP2_VPP2, EP2, EP4, TP2_EP2, TP2_EP2_ETP2, TP2_PP2_EP2,
 
 KINDS = {
     "dense": {"USE_MOE": False},
-    "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 1.0},
+    "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 1.0, "ROUTER_BIAS_RULE": "quantile"},
     # With everything that looks at more than one token: losses of every scope, the expert bias, the shared
     # expert.
     "dmoe": {

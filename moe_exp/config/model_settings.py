@@ -194,7 +194,14 @@ class ModelSettings(BaseModel):
     router_jitter: Probability = experts(
         0.0, "in training, noise on the router's input: a factor from [1-j, 1+j]"
     )
-    router_bias_update_rate: Rate = experts(0.0, "step of the aux-loss-free expert bias; 0: no bias")
+    router_bias_update_rate: Rate = experts(
+        0.0, "step of the aux-loss-free expert bias; 0: no bias (or ROUTER_BIAS_RULE=quantile)"
+    )
+    router_bias_rule: Literal["sign", "quantile"] = experts(
+        "sign",
+        "how the expert bias moves after an iteration; sign: by ROUTER_BIAS_UPDATE_RATE towards the mean "
+        "load; quantile: to the value that would have balanced the iteration, without a step size",
+    )
     num_router_groups: NonNegative = experts(0, "groups of experts for group-limited top-k; 0: none")
     router_group_topk: NonNegative = experts(0, "groups a token may use (with NUM_ROUTER_GROUPS)")
     force_routing: Literal["none", "balanced", "zipf"] = experts(

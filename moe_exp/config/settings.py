@@ -456,6 +456,11 @@ class Config(ModelSettings):
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
+    def has_expert_bias(self) -> bool:
+        """Whether routers have a bias per expert."""
+        return self.router_bias_update_rate > 0 or self.router_bias_rule == "quantile"
+
+    @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding, padded to 128 (Megatron: 128*TP), so that TP does not change the model."""
         return -(-self.vocab_size // 128) * 128

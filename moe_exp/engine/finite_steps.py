@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.layers.megatron.moe_parts import MegatronRouter
+
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
@@ -61,9 +63,11 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
 
 
 class RouterState:
-    """Router state that Megatron's `finalize_model_grads` updates per global batch, saved before."""
+    """Router state that is updated per global batch, saved before."""
 
     def __init__(self, model: list[DistributedDataParallel]):
+        modules = (module for chunk in model for module in chunk.modules())
+        self._routers = [module for module in modules if isinstance(module, MegatronRouter)]
         named = [(name, buffer) for chunk in model for name, buffer in chunk.named_buffers()]
         self._kept = [
             buffer
@@ -73,18 +77,20 @@ class RouterState:
         self._before = [torch.empty_like(buffer) for buffer in self._kept]
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
-        """`finalize`, which updates the routers, preceded by a copy of their state."""
+        """`finalize`, which updates routers, and the update that is ours, after a copy of their state."""
 
         @torch.no_grad()
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
             _copy(self._before, self._kept)
             finalize(*args, **kwargs)
+            for router in self._routers:
+                router.end_of_global_batch()
 
         return finalize_model_grads
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Reverts what `finalize` did to the routers."""
+        """Reverts what was done to the routers."""
         _copy(self._kept, self._before)
 
 

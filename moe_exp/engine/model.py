@@ -156,6 +156,7 @@ def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
     """Sets what our layer supports and Megatron's checks refuse: scores, expert bias, kinds of losses."""
     losses = config.balancing_losses
     settings.moe_router_score_function = config.router_score
+    # Megatron's finalize_model_grads moves the bias of these; for others see `finite_steps.RouterState`.
     settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
     settings.moe_router_load_balancing_type = list(losses) or config.aux_loss_type
     settings.moe_aux_loss_coeff = list(losses.values()) or 0.0
@@ -208,6 +209,8 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
         config.routing_kernels, device_type=_device_type(), failure=failure_of("routing", kernel_failures)
     )
     router: dict[str, Any] = {"normalize": normalize, "use_kernels": routing == "triton"}
+    if config.router_bias_rule == "quantile":
+        router |= {"expert_bias": True, "bias_rule": "quantile"}
     if config.force_routing != "none":
         router["assignment"] = config.force_routing
     of_layer = {"min_capacity": config.min_capacity, "token_rounding": config.token_rounding}

@@ -30,7 +30,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "PP=2": {"gpus_per_node": 2, "pp": 2, "overlap": "true"},
     "TP=2, bf16": {"gpus_per_node": 2, "tp": 2, "dtype": "bf16"},
     "Muon": {"gpus_per_node": 2, "optimizer": "muon", "distributed_optimizer": False},
-    "EP=2, PP=2": {"gpus_per_node": 4, "ep": 2, "pp": 2} | MOVED_BY_A_BATCH,
+    "EP=2, PP=2": {"gpus_per_node": 4, "ep": 2, "pp": 2, "router_bias_rule": "quantile"}
+    | MOVED_BY_A_BATCH
+    | {"router_bias_update_rate": 0.0},
 }
 BAD_ITERATION = 3
 

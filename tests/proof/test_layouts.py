@@ -42,6 +42,7 @@ CASES = {
     "sqrtsoftplus, groups": Case(
         {**SIGMOID, "score": "sqrtsoftplus", "topk": 4, "num_groups": 4, "group_topk": 2}, ALL_LOSSES
     ),
+    "quantile bias": Case({**SIGMOID, "bias_rule": "quantile"}, ALL_LOSSES, padded=5),
     "capacity": Case(SIGMOID, {**ALL_LOSSES, "capacity_factor": 0.8}),
     "capacity and pad": Case(FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8, "pad_to_capacity": True}),
     "capacity by position": Case(

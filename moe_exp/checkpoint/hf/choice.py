@@ -105,7 +105,7 @@ TRAITS: Mapping[str, Trait] = {
     "epsilon": Trait(_epsilon_differs, False, _named("norm_epsilon")),
     "moe_layers": Trait(_moe_layers, "all", _named("use_moe", "moe_layer_freq", "first_k_dense")),
     "routing": Trait(_routing, "softmax", _named(*_ROUTING)),
-    "expert_bias": Trait(lambda c: c.use_moe and c.router_bias_update_rate > 0, False, _named(_BIAS_RATE)),
+    "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, _named(_BIAS_RATE)),
     "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, _named("num_router_groups")),
     "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),
     "tied": Trait(lambda c: c.tie_embeddings, False, _named("tie_embeddings")),

@@ -101,11 +101,27 @@ def _router(c: Config) -> Iterator[str]:
         yield problem("router_normalize", "true", rule, "set ROUTER_NORMALIZE=false")
 
 
+def _quantile(c: Config) -> Iterator[str]:
+    if c.router_bias_update_rate:
+        rule = "ROUTER_BIAS_RULE=quantile has no step size"
+        yield problem("router_bias_update_rate", c.router_bias_update_rate, rule, "set it to 0")
+    others = {
+        "NUM_ROUTER_GROUPS: each group has a cutoff of its own": bool(c.num_router_groups),
+        "AUX_LOSS_TYPE=sinkhorn, which balances by itself": c.aux_loss_type == "sinkhorn",
+        f"TOPK={c.topk}: every token gets every expert": c.topk == c.num_experts,
+    }
+    for other, is_set in others.items():
+        if is_set:
+            yield problem("router_bias_rule", "quantile", f"does not go with {other}", "set it to sign")
+
+
 def _balancing(c: Config) -> Iterator[str]:
     num_losses, num_coeffs = len(c.aux_loss_type.split(",")), len(c.aux_loss_coeff.split(","))
     if num_coeffs not in (1, num_losses):
         rule = f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={c.aux_loss_type}"
         yield problem("aux_loss_coeff", c.aux_loss_coeff, rule, "give one for all, or one for each")
+    if c.router_bias_rule == "quantile":
+        yield from _quantile(c)
     if c.aux_loss_type == "sinkhorn" and (c.num_router_groups or c.router_bias_update_rate):
         name = "num_router_groups" if c.num_router_groups else "router_bias_update_rate"
         fix = f"set AUX_LOSS_TYPE=aux_loss or none, or {name.upper()}=0"

@@ -117,6 +117,10 @@ class MegatronRouter(Router):
         """Called by Megatron's finalize_model_grads per global batch; Megatron updates the expert bias."""
         self.end_of_global_fractions(self.batch_group)
 
+    def end_of_global_batch(self) -> None:
+        """Called by `engine.finite_steps` after Megatron's finalize_model_grads: what that does not know."""
+        self.end_of_quantiles(self.batch_group)
+
 
 class MegatronExperts(Experts):
     """Experts with Megatron's sharded keys: checkpoints interchange with SequentialMLP and TEGroupedMLP."""

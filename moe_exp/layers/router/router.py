@@ -17,8 +17,10 @@ from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import SCORE_FUNCTIONS, TopK, router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.router.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
+from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
 from moe_exp.layers.router.replay import RoutingReplay
 
+BIAS_RULES = ("sign", "quantile")
 ASSIGNMENTS = ("topk", "sinkhorn", "balanced", "zipf")
 ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
@@ -39,8 +41,10 @@ class RouterConfig:
         num_groups: groups of experts for group-limited top-k; 0 for none.
         group_topk: groups that a token may use.
         expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights
-            (on if ROUTER_BIAS_UPDATE_RATE is above 0).
-        bias_update_rate: step of the expert bias in `end_of_batch` (ROUTER_BIAS_UPDATE_RATE).
+            (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
+        bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
+            mean load, `quantile` to the value that would have balanced the batch (router/quantile.py).
+        bias_update_rate: that step (ROUTER_BIAS_UPDATE_RATE).
         global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
         dtype: `fp32` or `fp64`, of logits, scores and weights whatever the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
@@ -65,6 +69,7 @@ class RouterConfig:
     num_groups: int = 0
     group_topk: int = 0
     expert_bias: bool = False
+    bias_rule: str = "sign"
     bias_update_rate: float = 1e-3
     global_fractions: bool = False
     dtype: str = "fp32"
@@ -78,6 +83,7 @@ class RouterConfig:
             ("score", ("softmax", *SCORE_FUNCTIONS)),
             ("assignment", ASSIGNMENTS),
             ("dtype", tuple(ROUTER_DTYPES)),
+            ("bias_rule", BIAS_RULES),
         ):
             value = getattr(self, field)
             if value not in choices:
@@ -97,6 +103,9 @@ class RouterConfig:
             raise ValueError(
                 f"zipf_exponent={self.zipf_exponent}: is negative. Fix: 0 is uniform, 1 is Zipf's law."
             )
+        if self.finds_quantiles and (self.num_groups or self.topk == self.num_experts):
+            rule = "groups have cutoffs of their own" if self.num_groups else "every token gets every expert"
+            raise ValueError(f"bias_rule=quantile: {rule}. Fix: use bias_rule=sign, or no expert bias.")
         self._check_weights()
         if self.num_groups:
             self._check_groups()
@@ -137,6 +146,11 @@ class RouterConfig:
     def normalizes(self) -> bool:
         """Whether the chosen weights are divided by their sum."""
         return (SCORES[self.score].normalizes and self.topk > 1) if self.normalize is None else self.normalize
+
+    @property
+    def finds_quantiles(self) -> bool:
+        """Whether the expert bias is set by quantile balancing."""
+        return self.expert_bias and self.bias_rule == "quantile"
 
     @property
     def chooses_by_score(self) -> bool:
@@ -195,12 +209,14 @@ class Router(nn.Module):
     Attributes:
         weight: [E, D].
         expert_bias: [E], fp32, if configured.
+        gap_counts: [E, B], int64, of the global batch so far, for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before it.
         replay: RoutingReplay that records or replays decisions, or None.
         needs_scores: scores and logits are needed, not only their sums, so no kernel can route.
     """
 
     expert_bias: Tensor
+    gap_counts: Tensor
     local_tokens_per_expert: Tensor
     global_tokens_per_expert: Tensor
     batch_tokens_per_expert: Tensor
@@ -223,7 +239,11 @@ class Router(nn.Module):
         zeros_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
         if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
             self.register_buffer("expert_bias", zeros_E.clone())
-            self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
+            if config.finds_quantiles:
+                gaps_EB = torch.zeros(config.num_experts, NUM_BINS, dtype=torch.int64, device=device)
+                self.register_buffer("gap_counts", gaps_EB, persistent=False)
+            else:
+                self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
         if config.global_fractions:
             self.register_buffer("global_tokens_per_expert", zeros_E.clone())
             self.register_buffer("batch_tokens_per_expert", zeros_E.clone(), persistent=False)
@@ -239,7 +259,7 @@ class Router(nn.Module):
         """Keeps counters and accumulators in fp32 when the model is cast to bf16."""
         super()._apply(fn, recurse)
         for name, buffer in self.named_buffers(recurse=False):
-            setattr(self, name, buffer.float())
+            setattr(self, name, buffer.float() if buffer.is_floating_point() else buffer)
         return self
 
     def forward(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
@@ -303,18 +323,29 @@ class Router(nn.Module):
     def end_of_batch(self, group: ProcessGroup | None = None) -> None:
         """Updates the expert bias and the global fractions, after the last forward pass of a global batch.
 
-        The bias of an expert rises by `bias_update_rate` if it has fewer slots than the mean and falls if it
-        has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv:2408.15664), algorithm 1. Only
-        for use outside Megatron: in moe_exp's training, Megatron's finalize_model_grads updates the bias.
+        With the rule `sign` the bias of an expert rises by `bias_update_rate` if it has fewer slots than the
+        mean and falls if it has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing
+        (arXiv:2408.15664), algorithm 1. Only for use outside Megatron: in moe_exp's training, Megatron's
+        finalize_model_grads does this.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
         """
-        if self.config.expert_bias:
+        if self.config.finds_quantiles:
+            self.end_of_quantiles(group)
+        elif self.config.expert_bias:
             counts_E = sum_over(self.local_tokens_per_expert, group)
             self.expert_bias += torch.sign(counts_E.mean() - counts_E) * self.config.bias_update_rate
             self.local_tokens_per_expert.zero_()
         self.end_of_global_fractions(group)
+
+    @torch.no_grad()
+    def end_of_quantiles(self, group: ProcessGroup | None = None) -> None:
+        """The part of `end_of_batch` for quantile balancing."""
+        if self.config.finds_quantiles:
+            counts_EB = sum_over(self.gap_counts, group)
+            self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, self.config.topk))
+            self.gap_counts.zero_()
 
     @torch.no_grad()
     def end_of_global_fractions(self, group: ProcessGroup | None = None) -> None:
@@ -324,7 +355,7 @@ class Router(nn.Module):
             self.batch_tokens_per_expert.zero_()
 
     def _count(self, tokens_per_expert_E: Tensor) -> None:
-        if self.config.expert_bias:
+        if self.config.expert_bias and not self.config.finds_quantiles:
             self.local_tokens_per_expert += tokens_per_expert_E
         if self.config.global_fractions:
             self.batch_tokens_per_expert += tokens_per_expert_E
@@ -397,6 +428,9 @@ class Router(nn.Module):
             return choice_TE.topk(config.topk, dim=-1).indices
         if config.expert_bias:
             choice_TE = raw_TE + self.expert_bias
+            if config.finds_quantiles and self.training and is_counted_forward():
+                cutoff_T = choice_TE.topk(config.topk + 1, dim=-1).values[:, -1]
+                self.gap_counts += count_gaps(choice_TE, cutoff_T, valid_T)
         else:
             # The same order as the scores, but without ties at 0 and 1; groups add up scores.
             by_logit = config.score != "softmax" and not config.num_groups
@@ -412,6 +446,8 @@ def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
         return f"it has top-k alone, not {config.assignment}"
     if config.num_groups:
         return "it has no groups of experts"
+    if config.finds_quantiles:
+        return "quantile balancing needs the scores of all experts"
     if config.dtype != "fp32":
         return f"it computes in fp32, not in {config.dtype}"
     if config.score not in KERNEL_SCORES:

@@ -269,6 +269,18 @@ MODEL = [
         ),
     ),
     (
+        {"router_bias_rule": "quantile", "router_bias_update_rate": 0.001},
+        r"ROUTER_BIAS_UPDATE_RATE=0\.001: ROUTER_BIAS_RULE=quantile has no step size\. Fix: set it to 0\.",
+    ),
+    (
+        {"router_bias_rule": "quantile", "num_router_groups": 4, "router_group_topk": 2},
+        r"ROUTER_BIAS_RULE=quantile: does not go with NUM_ROUTER_GROUPS: .*\. Fix: set it to sign\.",
+    ),
+    (
+        {"router_bias_rule": "quantile", "aux_loss_type": "sinkhorn"},
+        r"ROUTER_BIAS_RULE=quantile: does not go with AUX_LOSS_TYPE=sinkhorn, .*\. Fix: set it to sign\.",
+    ),
+    (
         {"aux_loss_type": "sinkhorn", "force_routing": "zipf"},
         r"FORCE_ROUTING=zipf: .* so does AUX_LOSS_TYPE=sinkhorn\. Fix: set one of the two to none\.",
     ),
@@ -672,6 +684,7 @@ def test_all_problems_are_reported_at_once():
         {"rampup_batch_size": "32 8 100"},
         {"router_bias_update_rate": 0.001, "router_score": "sigmoid"},
         {"router_bias_update_rate": 0.001, "router_score": "softmax"},
+        {"router_bias_rule": "quantile", "router_score": "softmax", "aux_loss_type": "none"},
         {"aux_loss_type": "seq_aux_loss,importance", "aux_loss_coeff": "0.01,0.001"},
         {"aux_loss_type": "sinkhorn", "router_pre_softmax": False},
         {"moe_layer_freq": "[0]*1+[1]*3"},
