@@ -173,7 +173,7 @@ def test_a_norm_that_is_not_finite_is_no_step(norm, updated):
             return True, self.get_grad_norm(), None
 
     optimizer, config = Optimizer(), SimpleNamespace(finalize_model_grads_func=None)
-    skip_steps_not_finite(optimizer, [SimpleNamespace(config=config, named_buffers=list)])
+    skip_steps_not_finite(optimizer, [SimpleNamespace(config=config, named_buffers=list, modules=list)])
     assert optimizer.step() == (updated, pytest.approx(norm, nan_ok=True), None)
 
 

@@ -78,6 +78,11 @@ if act.isdigit():
     if os.environ["LOCAL_RANK"] == "0":
         pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text(act)
     sys.exit(0)
+if act == "last":  # tells 76 and ends when node 1 has told its code
+    pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text("76")
+    while not (here / "code1").exists():
+        time.sleep(0.05)
+    sys.exit(0)
 if act.startswith("error"):
     from moe_exp.engine import faults
     from moe_exp.engine.faults import StopSignal, named_by_rank
@@ -325,7 +330,8 @@ def test_a_hang_that_ends_the_run_is_not_called_a_rank_that_has_failed(tmp_path,
 
 def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
     """Node 1 waits for node 0, which does not hurry, as none has trained."""
-    nodes = Nodes(tmp_path, {"0": "76", "1": "0"}, num_nodes=2, num_ranks=1, first_delay=100.0)
+    plan = {"0.0": "last", "0.1": "76", "1": "0"}
+    nodes = Nodes(tmp_path, plan, num_nodes=2, num_ranks=1, first_delay=100.0)
     nodes.wait_for("code0", "code1")
     deadline = time.monotonic() + 90
     while "as they have asked to" not in nodes.errors() or psutil.Process(nodes.agents[1].pid).children():
