@@ -1,0 +1,141 @@
+"""What a common shift or a factor of a token's logits changes, for every score function and loss: the table
+of docs/moe_layer.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+from helpers.layers.tiny_moe import identity_router, random
+from moe_exp.config.choices import LOSSES, SCORES
+from moe_exp.layers.losses import (
+    global_balancing_loss_share,
+    importance_loss_share,
+    load_balancing_loss_share,
+    sequence_balancing_loss_share,
+    z_loss_share,
+)
+
+TOKENS, EXPERTS, TOPK = 24, 6, 2
+LOGITS = random(TOKENS, EXPERTS, seed=1).double()
+BIAS = torch.tensor([0.0, 0.4, 0.0, -0.3, 0.2, 0.0])
+GLOBAL_COUNTS = torch.tensor([9.0, 4, 6, 3, 1, 1])
+QUANTITIES = ("experts", "experts with bias", "weights", "normalized weights", "z_loss", *LOSSES)
+# The score itself, and the softmax that its quotients tend to where the logits are far below zero.
+RAW = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda z: softplus(z).sqrt()}
+BELOW = {"softmax": 1.0, "sigmoid": 1.0, "sqrtsoftplus": 0.5}
+
+
+def found(quantity: str, score: str, logits_TE: torch.Tensor) -> torch.Tensor:
+    options = {"score": score, "normalize": quantity == "normalized weights"}
+    dtype = "fp64" if logits_TE.dtype == torch.float64 else "fp32"
+    router = identity_router(
+        EXPERTS, TOPK, **options, dtype=dtype, expert_bias=quantity == "experts with bias"
+    )
+    if quantity == "experts with bias":
+        router.expert_bias.copy_(BIAS)
+    decision = router(logits_TE.detach())
+    scores_TE, counts_E = decision.scores_TE, decision.tokens_per_expert_E
+    by_sequence = [x.unflatten(0, (4, TOKENS // 4)) for x in (scores_TE, decision.expert_TK)]
+    return {
+        "experts": lambda: decision.expert_TK.sort(dim=1).values,
+        "experts with bias": lambda: decision.expert_TK.sort(dim=1).values,
+        "weights": lambda: decision.weights_TK,
+        "normalized weights": lambda: decision.weights_TK,
+        "z_loss": lambda: z_loss_share(decision.logits_TE),
+        "aux_loss": lambda: load_balancing_loss_share(scores_TE, counts_E, topk=TOPK),
+        "seq_aux_loss": lambda: sequence_balancing_loss_share(*by_sequence, None),
+        "global_aux_loss": lambda: global_balancing_loss_share(scores_TE, GLOBAL_COUNTS, counts_E),
+        "importance": lambda: importance_loss_share(scores_TE),
+    }[quantity]().detach()
+
+
+def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one.double(), other.double(), rtol=1e-11, atol=1e-11)
+
+
+def same_under_shift(quantity: str, score: str) -> bool:
+    """The rule of the table."""
+    return quantity == "experts" or (score == "softmax" and quantity != "z_loss")
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_a_common_shift(quantity, score):
+    before = found(quantity, score, LOGITS)
+    same = [is_same(found(quantity, score, LOGITS + shift), before) for shift in (-3.0, 2.5)]
+    assert all(same) == same_under_shift(quantity, score)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("quantity", QUANTITIES)
+def test_a_factor(quantity, score):
+    """Changes all but the order of the logits."""
+    before = found(quantity, score, LOGITS)
+    for factor in (0.3, 3.0):
+        assert is_same(found(quantity, score, factor * LOGITS), before) == (quantity == "experts")
+
+
+@pytest.mark.parametrize("quantity", [name for name in QUANTITIES if name != "z_loss"])
+def test_softmax_has_the_same_bits_after_a_shift_that_is_exact(quantity):
+    """Of logits that fp32 holds shifted, too: the largest is subtracted first."""
+    logits_TE = (LOGITS * 256).round().float() / 256
+    assert torch.equal(found(quantity, "softmax", logits_TE + 64), found(quantity, "softmax", logits_TE))
+
+
+@pytest.mark.parametrize("score", SCORES)
+def test_z_loss_by_formula(score):
+    shifted = (torch.logsumexp(LOGITS, dim=1) + 2.5).square().mean()
+    assert is_same(found("z_loss", score, LOGITS + 2.5), shifted)
+
+
+@pytest.mark.parametrize("score", RAW)
+def test_weights_by_formula(score):
+    """Without normalization they are the score of the shifted logit, with it its part of the sum."""
+    chosen_TK = (LOGITS + 2.5).topk(TOPK, dim=1).values
+    raw_TK = RAW[score](chosen_TK)
+    assert is_same(found("weights", score, LOGITS + 2.5), raw_TK)
+    normalized_TK = raw_TK / raw_TK.sum(dim=1, keepdim=True)
+    assert is_same(found("normalized weights", score, LOGITS + 2.5), normalized_TK)
+
+
+@pytest.mark.parametrize("score", SCORES)
+@pytest.mark.parametrize("quantity", ["normalized weights", *LOSSES])
+def test_far_below_zero_quotients_are_those_of_softmax(quantity, score):
+    expected = found(quantity, "softmax", BELOW[score] * LOGITS)
+    assert torch.allclose(found(quantity, score, LOGITS - 40), expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(("score", "shift"), [("sigmoid", 40.0), ("sqrtsoftplus", 1e9)])
+def test_far_above_zero_all_experts_are_alike(score, shift):
+    """Weights 1/K; losses as of a score of 1/E: 1 for those of balance, 0 for importance."""
+    logits_TE = LOGITS + shift
+    assert torch.allclose(
+        found("normalized weights", score, logits_TE), torch.tensor(1 / TOPK).double(), atol=1e-8
+    )
+    for loss in LOSSES:
+        expected = 0.0 if loss == "importance" else 1.0
+        assert float(found(loss, score, logits_TE)) == pytest.approx(expected, abs=1e-8)
+
+
+def test_the_table_of_the_docs_is_this_one():
+    text = (Path(__file__).parents[2] / "docs" / "moe_layer.md").read_text()
+    section = text.partition("## Shifts and factors of the logits")[2].partition("\n## ")[0]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line
+    ]
+    header, _, *rows = rows
+    assert header[1:] == list(SCORES)
+    documented = {}
+    for name, *cells in rows:
+        for quantity in re.findall(r"`([^`]+)`", name):
+            documented |= {(quantity, score): cell for score, cell in zip(SCORES, cells, strict=True)}
+    expected = {(quantity, score) for quantity in QUANTITIES for score in SCORES}
+    assert set(documented) == expected
+    for (quantity, score), cell in documented.items():
+        assert cell.startswith("same") == same_under_shift(quantity, score), (quantity, score, cell)
