@@ -212,12 +212,9 @@ def check_kernels() -> int:
         os.environ.setdefault("TRITON_INTERPRET", "1")  # before anything imports Triton
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from moe_exp.engine.kernel_checks import doctor_checks
-        from moe_exp.layers.kernels.launch import missing
-        from moe_exp.layers.kernels.self_test import can_check
+        from moe_exp.engine.kernel_checks import doctor_checks, why_unchecked
 
-        if not can_check(device):
-            reason = missing() or "TRITON_INTERPRET=1 is not set, and there is no GPU"
+        if reason := why_unchecked(device):
             print(f"No kernel is checked: {reason}.")
             return 0
         row = "{:26}{:7}{:>7}{:>10}{:>9}  {:7} {}".format

@@ -19,6 +19,7 @@ from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels.choice import KernelFailure as KernelFailure
 from moe_exp.layers.kernels.choice import and_more, choose_routing, failure_of
+from moe_exp.layers.kernels.launch import missing
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.moe_layer import needs_scores
@@ -139,6 +140,11 @@ _DOCTOR_ROUTERS = (
     {"num_experts": 64, "score": "softmax"},
     {"num_experts": 256, "score": "sigmoid", "normalize": True, "expert_bias": True},
 )
+
+
+def why_unchecked(device: torch.device) -> str:
+    """Why no kernel can run on the device; empty if they can."""
+    return "" if can_check(device) else missing() or "TRITON_INTERPRET=1 is not set, and there is no GPU"
 
 
 def doctor_checks(device: torch.device) -> Iterator[KernelCheck]:

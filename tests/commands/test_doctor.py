@@ -171,10 +171,10 @@ def test_kernels_are_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
 def test_kernels_that_cannot_be_compared(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from moe_exp.layers.kernels import launch, self_test
+    from moe_exp.engine import kernel_checks
 
-    monkeypatch.setattr(self_test, "can_check", lambda device: False)
-    monkeypatch.setattr(launch, "missing", lambda: "triton is not installed")
+    monkeypatch.setattr(kernel_checks, "can_check", lambda device: False)
+    monkeypatch.setattr(kernel_checks, "missing", lambda: "triton is not installed")
     assert doctor.check_kernels() == 0
     assert capsys.readouterr().out == "No kernel is checked: triton is not installed.\n"
 
