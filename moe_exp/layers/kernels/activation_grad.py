@@ -57,15 +57,22 @@ CHUNK_COLUMNS = 16 if INTERPRETED else 32
 
 
 @jit
+def _columns(is_row, first, width: tl.constexpr, EVEN: tl.constexpr, CHUNK: tl.constexpr):
+    """Columns of one chunk, and which of its values there are."""
+    columns = first + tl.arange(0, CHUNK)
+    mask = is_row[:, None]
+    if not EVEN:
+        mask = mask & (columns < width)[None, :]
+    return columns, mask
+
+
+@jit
 def _load(
     hidden_rows, is_row, first, width: tl.constexpr, EVEN: tl.constexpr, GATED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Gate and up of one chunk of columns; without a gate both are the whole."""
-    columns = first + tl.arange(0, CHUNK)
-    mask = is_row[:, None]
-    if not EVEN:
-        mask = mask & (columns < width)[None, :]
+    columns, mask = _columns(is_row, first, width, EVEN, CHUNK)
     gate = tl.load(hidden_rows[:, None] + columns[None, :], mask=mask, other=0.0)
     up = gate
     if GATED:
@@ -80,10 +87,7 @@ def _finish(
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Writes all results for one chunk of columns; `dactive` is the gradient of the weighted activation."""
-    columns = first + tl.arange(0, CHUNK)
-    mask = is_row[:, None]
-    if not EVEN:
-        mask = mask & (columns < width)[None, :]
+    columns, mask = _columns(is_row, first, width, EVEN, CHUNK)
     gate, up = gate.to(tl.float32), up.to(tl.float32)
     active, derivative = activate_with_derivative(gate, ACTIVATION)
     dproduct = dactive * scale[:, None]
