@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,6 +33,12 @@ from moe_exp.launch.machine_checks import check_files
 from moe_exp.runs.run_folder import LATEST
 
 ROOT_URL = "s3://bucket"
+
+
+@pytest.fixture(autouse=True)
+def a_disk_with_room(monkeypatch):
+    """Whatever the disk of this machine has."""
+    monkeypatch.setattr(ranged, "_LEFT_FREE_BYTES", 0)
 
 
 def silent(*_):
@@ -223,17 +230,30 @@ def test_the_vocabulary_is_that_of_the_manifests_there(url, tmp_path, monkeypatc
         with_vocab_size(data, set(), None)
 
 
-def test_a_full_disk_costs_requests_and_no_tokens(server, url, tmp_path, monkeypatch, caplog):
+def no_space(*_):
+    raise OSError(28, "No space left on device")
+
+
+def nearly_full(*_):
+    return SimpleNamespace(f_frsize=4096, f_blocks=10**6, f_bavail=10**5 - 1)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "line"),
+    [
+        ("pwrite", no_space, "No space left on device"),
+        ("fstatvfs", nearly_full, "less than 0.381 GiB of the disk"),
+    ],
+)
+def test_a_full_disk_costs_requests_and_no_tokens(call, answer, line, url, tmp_path, monkeypatch, caplog):
     prefix, there = pushed(url, tmp_path)
     here = ranged.ensure_index(there, tmp_path / "data")
-
-    def full(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(ranged.os, "pwrite", full)
+    monkeypatch.setattr(ranged, "_LEFT_FREE_BYTES", 2**30)
+    monkeypatch.setattr(ranged.os, call, answer)
     file, whole = ranged.open_bin(here), prefix.with_name("train.bin").read_bytes()
     assert file.read(10, 90) == file.read(10, 90) == whole[10:90]
-    assert caplog.text.count("No space left on device") == 1
+    assert caplog.text.count(line) == 1
+    assert not any((tmp_path / f"{here}.hashes").read_bytes())
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _BLOCK_BYTES = 2**20
 _HASH_BYTES = 8
-_FREE_SHARE = 0.1  # of the disk, which is left to checkpoints
+_LEFT_FREE_BYTES = 20 * 2**30  # for checkpoints; a tenth of a disk that is smaller than ten times that
 _FOLDER = "remote"
 
 
@@ -212,8 +212,9 @@ class RangedFile:
     def _keep(self, block: int, data: bytes) -> None:
         disk = os.fstatvfs(self._files[0])
         try:
-            if disk.f_bavail < _FREE_SHARE * disk.f_blocks:
-                raise OSError(errno.ENOSPC, f"less than {_FREE_SHARE:.0%} of the disk is free")
+            left_free = min(_LEFT_FREE_BYTES, disk.f_frsize * disk.f_blocks // 10)
+            if disk.f_frsize * disk.f_bavail < left_free:
+                raise OSError(errno.ENOSPC, f"less than {left_free / 2**30:.3g} GiB of the disk is free")
             os.pwrite(self._files[0], data, block * _BLOCK_BYTES)
             os.pwrite(self._files[1], _hash(data), block * _HASH_BYTES)
         except OSError as error:
