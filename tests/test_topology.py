@@ -59,9 +59,10 @@ KINDS = {
     # expert.
     "dmoe": {
         "MOE_TYPE": "dmoe",
-        "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss,importance",
-        "AUX_LOSS_COEFF": "0.01,0.01,0.02,0.01",
+        "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss,importance,phi_balancing",
+        "AUX_LOSS_COEFF": "0.01,0.01,0.02,0.01,0.01",
         "ROUTER_BIAS_UPDATE_RATE": 0.001,
+        "ROUTER_BIAS_DECAY": 0.1,
         "SHARED_EXPERT_SIZE": 32,
         "SHARED_EXPERT_GATE": True,
         "MBSZ": 2,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.keys import BATCH_STATISTICS, CheckpointKeys, check_tensors
+from moe_exp.checkpoint.format.keys import CheckpointKeys, check_tensors
 from moe_exp.checkpoint.format.sharded_load import load_sharded
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest
@@ -22,6 +22,7 @@ from moe_exp.checkpoint.state import (
     weights_state,
 )
 from moe_exp.config import Config
+from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.model_changes import optimizer_change, refuse_other_model
 from moe_exp.engine.runtime import Runtime
 from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
@@ -124,11 +125,8 @@ def _load_model(state: dict[str, Any], folder: Path, trained: Trained) -> dict[s
 
 def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
     """Loads a model chunk's parameters; strict, but for Transformer Engine's `_extra_state`."""
-    optional, on_one_side = (
-        ("_extra_state", BATCH_STATISTICS),
-        set(unwrapped(chunk).state_dict()) ^ set(state),
-    )
-    differing = sorted(name for name in on_one_side if not name.endswith(optional))
+    on_one_side = set(unwrapped(chunk).state_dict()) ^ set(state)
+    differing = sorted(name for name in on_one_side if not name.endswith(("_extra_state", *LOSS_STATE)))
     if differing:
         names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise ValueError(

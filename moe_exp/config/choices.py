@@ -37,20 +37,23 @@ class Loss:
     Attributes:
         text: of what it is a mean, for the help.
         needs_scores: uses the scores of all experts, not only their sums.
-        needs_fractions: needs the router's token fractions of the last global batch.
+        state: buffer of the router with what it needs of earlier global batches.
     """
 
     text: str = ""
     needs_scores: bool = False
-    needs_fractions: bool = False
+    state: str = ""
 
 
 LOSSES = {
     "aux_loss": Loss("over a micro-batch, whatever ranks hold it"),
     "seq_aux_loss": Loss("over each sequence", needs_scores=True),
-    "global_aux_loss": Loss("over the global batch", needs_fractions=True),
+    "global_aux_loss": Loss("over the global batch", state="global_tokens_per_expert"),
     "importance": Loss(),
+    "phi_balancing": Loss("against a moving average over global batches", state="mean_scores"),
 }
+# Ends of the names of these buffers, of no use to other losses or outside of training.
+LOSS_STATE = tuple(f".router.{loss.state}" for loss in LOSSES.values() if loss.state)
 NO_LOSS = ("none", "sinkhorn")
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.megatron.moe_parts import MegatronRouter
+from moe_exp.layers.router import BATCH_STATE
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -32,7 +33,7 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
 
     Steps that fp16's loss scaler skips still return `(False, None, None)`. In both cases the batch state of
-    routers (expert bias, the fractions of `global_aux_loss`) is restored (Megatron updates it first).
+    routers (BATCH_STATE) is restored (Megatron updates it first).
 
     Args:
         optimizer: Megatron's, over the parameters of all chunks.
@@ -72,7 +73,7 @@ class RouterState:
         self._kept = [
             buffer
             for name, buffer in named
-            if name.endswith((".router.expert_bias", ".router.global_tokens_per_expert"))
+            if name.endswith(tuple(f".router.{state}" for state in BATCH_STATE))
         ]
         self._before = [torch.empty_like(buffer) for buffer in self._kept]
 

@@ -36,7 +36,7 @@ class AuxLoss:
 
     Args:
         kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per
-            global batch, or `importance`.
+            global batch, `importance`, or `phi_balancing` against a moving average.
         coeff: weight in the sum of losses.
 
     Raises:
@@ -146,6 +146,29 @@ def importance_loss_share(
     squares = torch.dot(2 * mine_E - mine_E.detach(), all_E)
     mean_of_squares = squares * scores.size(-1) / _num_tokens(scores, num_tokens, group) ** 2
     return mean_of_squares - all_E.any() / group_size(group)  # without tokens 0, not -1
+
+
+def phi_balancing_loss_share(
+    scores: Tensor,
+    mean_scores_E: Tensor,
+    *,
+    num_tokens: Tensor | int | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """This rank's share of the phi-balancing loss, sum_e P_e * log(E * m_e), P the mean score of expert e.
+
+    Chen et al. 2026 (arXiv:2605.15403) minimize a convex potential phi of the expected scores by mirror
+    descent on its dual, which is <P, grad phi(m)> with m a moving average of P; here phi is the negative
+    entropy, their default. 0 is perfect balance, and with P = m it is the divergence of m from uniform. As
+    for `global_aux_loss`, m has the global batches before this one, so the gradient depends neither on the
+    layout nor on the number of micro-batches.
+
+    Args:
+        mean_scores_E: the moving average m; zeros before the first global batch, for which the loss is 0.
+    """
+    mean_E = mean_scores_E.to(scores.dtype) * scores.size(-1)
+    slope_E = torch.where(mean_E.sum() > 0, mean_E.clamp(min=1e-20).log(), 0.0)
+    return torch.dot(_summed(scores), slope_E) / _num_tokens(scores, num_tokens, group)
 
 
 def z_loss_share(

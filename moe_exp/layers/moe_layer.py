@@ -22,6 +22,7 @@ from moe_exp.layers.losses import (
     global_balancing_loss_share,
     importance_loss_share,
     load_balancing_loss_share,
+    phi_balancing_loss_share,
     sequence_balancing_loss_share,
     z_loss_share,
 )
@@ -75,12 +76,8 @@ class MoELayer(nn.Module):
         context_stripes: int = 1,
     ):
         super().__init__()
-        of_fractions = [loss.kind for loss in settings.losses if LOSSES[loss.kind].needs_fractions]
-        if of_fractions and not router.config.global_fractions:
-            raise ValueError(
-                f"aux_loss_type={of_fractions[0]}: the router keeps no global fractions. Fix: set"
-                " global_fractions=True in RouterConfig."
-            )
+        for loss in settings.losses:
+            _check_router_keeps(LOSSES[loss.kind].state, loss.kind, router)
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.settings, self.shared = settings, shared
         router.needs_scores = needs_scores(settings.losses)  # else its kernel may run, which has only sums
@@ -184,7 +181,7 @@ class MoELayer(nn.Module):
         input, without D.
         """
         settings, group = self.settings, self.microbatch_group
-        scores, logits = _scores_and_logits(decision)
+        scores, logits = decision.for_losses()
         num_tokens = tokens_in_group(decision, group)
         counts_E, expert_TK = self._choice_by_score(decision)
         counts_E = sum_over(counts_E, group)
@@ -199,6 +196,9 @@ class MoELayer(nn.Module):
                 scores, self.router.global_tokens_per_expert, counts_E, num_tokens=num_tokens, group=group
             ),
             "importance": lambda: importance_loss_share(scores, num_tokens=num_tokens, group=group),
+            "phi_balancing": lambda: phi_balancing_loss_share(
+                scores, self.router.mean_scores, num_tokens=num_tokens, group=group
+            ),
         }
         shares = {loss.kind: share_of[loss.kind]() for loss in settings.losses}
         if self.is_training and is_counted_forward():
@@ -239,12 +239,8 @@ class MoELayer(nn.Module):
         )
 
 
-def _scores_and_logits(decision: RoutingDecision) -> tuple[Tensor, Tensor]:
-    """Input of the losses: scores and logits, both [T, E], with zero scores for padding; after a routing
-    kernel the sums of the scores [E] and the log-sum-exp of the logits [T].
-    """
-    if decision.sums is not None:
-        return decision.sums.score_sums_E, decision.sums.lse_T
-    scores_TE, logits_TE, valid_T = decision.scores_TE, decision.logits_TE, decision.valid_T
-    assert scores_TE is not None and logits_TE is not None
-    return (scores_TE if valid_T is None else scores_TE * valid_T.unsqueeze(1)), logits_TE
+def _check_router_keeps(state: str, kind: str, router: Router) -> None:
+    if state and not hasattr(router, state):
+        field = "global_fractions=True" if state == "global_tokens_per_expert" else "mean_scores_rate=0.01"
+        rule = f"the router keeps no {state}"
+        raise ValueError(f"aux_loss_type={kind}: {rule}. Fix: set {field} in RouterConfig.")

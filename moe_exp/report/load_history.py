@@ -15,7 +15,14 @@ _CHUNK = 512  # records
 DEAD_BELOW = 0.01  # of the fair share
 
 # Keys of one layer in metrics.jsonl; older files lack some.
-LAYER_KEYS = ("max_over_mean", "dead_fraction", "dropped_fraction", "router_entropy", "top1_weight")
+LAYER_KEYS = (
+    "max_over_mean",
+    "dead_fraction",
+    "dropped_fraction",
+    "router_entropy",
+    "top1_weight",
+    "max_vio",
+)
 
 
 def number(value: object) -> float:

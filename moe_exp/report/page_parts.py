@@ -327,6 +327,7 @@ def _layer_table(run: Run) -> str:
     head = [
         "layer",
         "busiest / mean",
+        "MaxVio of a batch",
         "dead experts",
         "dropped tokens",
         "router entropy",
@@ -338,8 +339,8 @@ def _layer_table(run: Run) -> str:
         of_layer = {key: float(means[key][-1, index]) for key in LAYER_KEYS}
         entropy, num_experts = of_layer["router_entropy"], run.load.num_experts
         cells = [
-            digits_text(of_layer["max_over_mean"]), percent(of_layer["dead_fraction"]),
-            percent(of_layer["dropped_fraction"]), digits_text(entropy),
+            digits_text(of_layer["max_over_mean"]), digits_text(of_layer["max_vio"]),
+            percent(of_layer["dead_fraction"]), percent(of_layer["dropped_fraction"]), digits_text(entropy),
             percent(entropy / math.log(num_experts) if num_experts > 1 else float("nan")),
             digits_text(of_layer["top1_weight"]),
         ]  # fmt: skip

@@ -74,6 +74,10 @@ EXPERT_KEYS = {
     "microbatch_max_over_mean": (
         "the same within a micro-batch of one rank, mean over these: what memory, drops and time depend on"
     ),
+    "max_vio": (
+        "MaxVio of a global batch, the busiest expert's slots over the mean, minus 1; mean over the last 32"
+        " of the interval"
+    ),
     "dead_fraction": "share of experts with under 1% of their fair share of the interval's slots",
     "dropped_fraction": "share of slots over capacity",
     "router_entropy": "of the scores of a token, nats, mean over tokens; ln(NUM_EXPERTS): undecided",

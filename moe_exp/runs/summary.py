@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 import statistics
@@ -10,6 +11,8 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from moe_exp.config import Config
@@ -105,7 +108,7 @@ def summarize(
         "num_starts": sum(
             record["kind"] == "event" and record["event"] in ("start", "resume") for record in records
         ),
-        "expert_balance": _expert_balance(last.get("experts") or []),
+        "expert_balance": _expert_balance([record.get("experts") or [] for record in train]),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
 
@@ -142,8 +145,11 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Balance at the last train record: layer with the busiest expert, and number of idle experts."""
+def _expert_balance(records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
+    """Balance at the last train record: layer with the busiest expert, and number of idle experts; and MaxVio
+    of the slots of the whole run.
+    """
+    layers = records[-1] if records else []
     measured = [layer for layer in layers if layer["max_over_mean"] is not None]
     if not measured:
         return None
@@ -158,10 +164,21 @@ def _expert_balance(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | Non
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
         "microbatch_max_over_mean": worst.get("microbatch_max_over_mean"),
+        "run_max_vio": _run_max_vio(records),
         "dropped_fraction": max(layer["dropped_fraction"] or 0.0 for layer in measured),
         "num_experts": sum(len(layer["tokens_per_expert"]) for layer in measured),
         "dead_experts": dead,
     }
+
+
+def _run_max_vio(records: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+    """Of the layer with the largest."""
+    totals: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
+    for layer in itertools.chain.from_iterable(records):
+        counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
+        key = layer["layer"], len(counts)
+        totals[key] = totals[key] + counts if key in totals else counts
+    return max(float(counts.max() / max(counts.mean(), 1e-9)) for counts in totals.values()) - 1
 
 
 def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:
@@ -220,6 +237,8 @@ def _balance_text(balance: Mapping[str, Any]) -> str:
     text += (
         f", {within:.2f} in a micro-batch" if within else ""
     ) + f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
+    if (run_max_vio := balance.get("run_max_vio")) is not None:
+        text += f", MaxVio of the run {run_max_vio:.2f}"
     return text + (
         f", up to {balance['dropped_fraction']:.1%} of tokens dropped" if balance["dropped_fraction"] else ""
     )

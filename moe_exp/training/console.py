@@ -107,6 +107,8 @@ def progress_line(record: Mapping[str, Any]) -> str:
             else ""
         )
         parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']}){within}")
+        if measured := [layer["max_vio"] for layer in experts if layer.get("max_vio") is not None]:
+            parts.append(f"MaxVio {max(measured):.2f}")
         if (dropped := max(layer["dropped_fraction"] or 0.0 for layer in experts)) > 0:
             parts.append(f"dropped up to {dropped:.1%}")
     return ", ".join(parts)

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from statistics import fmean
@@ -20,6 +21,8 @@ from moe_exp.layers.statistics import statistics_names
 
 from megatron.core.distributed import DistributedDataParallel
 
+_MOST_BATCHES = 32  # of an interval whose loads are kept one by one
+
 
 class Interval:
     """Sums on the device since the last log line. The MoE layers of `model` keep their own sums."""
@@ -31,6 +34,8 @@ class Interval:
         self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
         # per iteration, whether any loss of this rank is not finite, [] each
         self.not_finite: list[Tensor] = []
+        # slots per expert so far, [layers of this rank, E] each, after each of the last iterations
+        self.loads: deque[Tensor] = deque(maxlen=_MOST_BATCHES + 1)
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
         if self.timers is not None:
             for layer in self.layers.values():
@@ -42,6 +47,8 @@ class Interval:
         self.not_finite = []
         for layer in self.layers.values():
             layer.statistics.reset()
+        self.loads.clear()
+        self.loads.append(self._load())
         self.num_iterations = self.num_samples = self.num_microbatches = self.num_skipped = self.flops = 0
         self.start = time.monotonic()
 
@@ -64,11 +71,16 @@ class Interval:
             )
             bad = (~finite).any()
         self.not_finite.append(bad)
+        self.loads.append(self._load())
         self.num_iterations += 1
         self.num_samples += batch_size
         self.num_microbatches += num_microbatches
         self.num_skipped += skipped
         self.flops += flops
+
+    def _load(self) -> Tensor:
+        counts = [layer.statistics.tokens_per_expert_E for layer in self.layers.values()]
+        return torch.stack(counts) if counts else self.losses.new_empty(0, 0)
 
     def pause(self, seconds: float, *, phase: str | None = None) -> None:
         """Excludes `seconds` from the time per iteration; with timers, counts them as `phase`."""
@@ -143,6 +155,17 @@ class Interval:
         torch.distributed.all_reduce(vector)
         return vector
 
+    def _max_vio(self) -> list[float]:
+        """MaxVio of the last global batches of the interval, mean over these [num_layers]; 0 if dense."""
+        sizes = len(self.loads) - 1, self.config.num_layers, self.config.num_experts
+        counts_NLE = torch.zeros(sizes, dtype=torch.float64, device=self.runtime.device)
+        if self.layers:
+            counts_NLE[:, list(self.layers)] = torch.stack(list(self.loads)).diff(dim=0).double()
+        torch.distributed.all_reduce(counts_NLE)
+        fair_NL = counts_NLE.mean(dim=2).clamp(min=1e-9)
+        values: list[float] = (counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist()
+        return values
+
     def _samples_left(self, progress: Progress) -> int:
         """Samples until TRAIN_ITERS: with a batch ramp-up, later iterations take longer."""
         return samples_left(
@@ -191,13 +214,17 @@ class Interval:
         config = self.config
         if not config.use_moe:
             return None, None, {}, []
+        max_vio = self._max_vio()
         width = self._row_width()
         rows = {
             layer: sums[layer * width : (layer + 1) * width]
             for layer, is_moe in enumerate(config.moe_layers)
             if is_moe
         }
-        experts = [_expert_record(layer, row, config, num_shares) for layer, row in rows.items()]
+        experts = [
+            _expert_record(layer, row, config, num_shares) | {"max_vio": max_vio[layer]}
+            for layer, row in rows.items()
+        ]
         aux_losses = {
             kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in config.balancing_losses
         }

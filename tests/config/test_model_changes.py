@@ -120,7 +120,7 @@ def test_all_lines_at_once_with_what_helps():
         ),
         (
             f"ROUTER_BIAS_UPDATE_RATE=0.0: {NAME} has ROUTER_BIAS_UPDATE_RATE=over 0. "
-            "Fix: set it over 0; with a rate such as 1e-12 the bias stays as it is."
+            "Fix: set it over 0 (1e-12 keeps the bias as it is) or ROUTER_BIAS_RULE=quantile."
         ),
         f"ACTIVATION=gelu: {NAME} has ACTIVATION=swiglu. Fix: set ACTIVATION=swiglu.",
         f"TOPK=1: {NAME} has TOPK=2. Fix: set TOPK=2{FLAG}.",
@@ -236,12 +236,10 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
         )
 
 
-def test_global_balancing_loss_may_come_and_go(source):
-    """What it keeps of past batches begins at zero, or is left out."""
-    folder = source / "global"
-    run_legs(
-        [Leg(settings(source) | {"aux_loss_type": "global_aux_loss"}, source / "checkpoints", 1, {3: folder})]
-    )
+def test_losses_with_a_state_may_come_and_go(source):
+    """What they keep of past batches begins at zero, or is left out."""
+    folder, losses = source / "global", {"aux_loss_type": "global_aux_loss,phi_balancing"}
+    run_legs([Leg(settings(source) | losses, source / "checkpoints", 1, {3: folder})])
     (steps,) = run_legs([Leg(settings(source), folder, 1)])
     assert steps[0].lm_loss < 5
 

@@ -17,7 +17,11 @@ from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.config import load_config
 from moe_exp.engine.finite_steps import skip_steps_not_finite
 
-FRACTIONS = {"router_score": "sigmoid", "aux_loss_type": "global_aux_loss", "aux_loss_coeff": "0.01"}
+FRACTIONS = {
+    "router_score": "sigmoid",
+    "aux_loss_type": "global_aux_loss,phi_balancing",
+    "aux_loss_coeff": "0.01",
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {},
     "EP=2": {"gpus_per_node": 2, "ep": 2, "router_bias_rule": "quantile"} | FRACTIONS,

@@ -17,6 +17,7 @@ from moe_exp.layers.losses import (
     global_balancing_loss_share,
     importance_loss_share,
     load_balancing_loss_share,
+    phi_balancing_loss_share,
     sequence_balancing_loss_share,
     z_loss_share,
 )
@@ -52,6 +53,7 @@ def found(quantity: str, score: str, logits_TE: torch.Tensor) -> torch.Tensor:
         "seq_aux_loss": lambda: sequence_balancing_loss_share(*by_sequence, None),
         "global_aux_loss": lambda: global_balancing_loss_share(scores_TE, GLOBAL_COUNTS, counts_E),
         "importance": lambda: importance_loss_share(scores_TE),
+        "phi_balancing": lambda: phi_balancing_loss_share(scores_TE, GLOBAL_COUNTS / GLOBAL_COUNTS.sum()),
     }[quantity]().detach()
 
 
@@ -113,14 +115,17 @@ def test_far_below_zero_quotients_are_those_of_softmax(quantity, score):
 
 @pytest.mark.parametrize(("score", "shift"), [("sigmoid", 40.0), ("sqrtsoftplus", 1e9)])
 def test_far_above_zero_all_experts_are_alike(score, shift):
-    """Weights 1/K; losses as of a score of 1/E: 1 for those of balance, 0 for importance."""
+    """Weights 1/K; losses as of a score of 1/E: 1 for those of balance, 0 for importance, and the mean slope
+    for phi-balancing.
+    """
     logits_TE = LOGITS + shift
     assert torch.allclose(
         found("normalized weights", score, logits_TE), torch.tensor(1 / TOPK).double(), atol=1e-8
     )
     for loss in LOSSES:
-        expected = 0.0 if loss == "importance" else 1.0
-        assert float(found(loss, score, logits_TE)) == pytest.approx(expected, abs=1e-8)
+        slope = float((GLOBAL_COUNTS / GLOBAL_COUNTS.mean()).double().log().mean())
+        expected = {"importance": 0.0, "phi_balancing": slope}.get(loss, 1.0)
+        assert float(found(loss, score, logits_TE)) == pytest.approx(expected, abs=1e-7)
 
 
 def test_the_table_of_the_docs_is_this_one():

@@ -1,9 +1,9 @@
 """The layer is the same function on every layout of ranks: loss, outputs and every gradient, in float64 and
 float32.
 
-Two global batches of four micro-batches, so that the expert bias and the fractions of `global_aux_loss` move
-on between them, on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP
-the tokens of a micro-batch are split along the sequence, and expert groups are folded over the same ranks.
+Two global batches of four micro-batches, so that expert bias and the state of losses move on between them,
+on one rank and on layouts of (EP, TP, ETP); the rest of the ranks is data parallel. With TP the tokens of a
+micro-batch are split along the sequence, and expert groups are folded over the same ranks.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ from helpers.relative_error import assert_equal_to
 
 LIMITS = {torch.float64: 1e-10, torch.float32: 1e-5}
 ALL_LOSSES = {
-    "losses": balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4, importance=0.1),
+    "losses": balancing(
+        aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4, importance=0.1, phi_balancing=0.3
+    ),
     "z_loss_coeff": 0.05,
 }
-SIGMOID = {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0.02, "global_fractions": True}
-FRACTIONS = {"global_fractions": True}
+FRACTIONS = {"global_fractions": True, "mean_scores_rate": 0.2}
+SIGMOID = {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0.02, "bias_decay": 0.1, **FRACTIONS}
 CASES = {
     "dropless": Case(SIGMOID, ALL_LOSSES),
     "softmax over the chosen": Case({"pre_softmax": False, "topk": 3, **FRACTIONS}, ALL_LOSSES),

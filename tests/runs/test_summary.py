@@ -43,7 +43,7 @@ RECORDS = [
     {"kind": "event", "event": "start", "iteration": 0},
     # The first record holds the warm-up: medians have to pass it by.
     train(1, 8.0, elapsed_time_per_iteration_ms=9000.0, tokens_per_second=111.0),
-    train(2, 5.0),
+    train(2, 5.0, experts=[{"layer": 2, "tokens_per_expert": [0, 8]}]),
     {"kind": "event", "event": "resume", "iteration": 2},
     train(3, 4.0, skipped_iterations=1),
     train(4, 4.5),
@@ -95,6 +95,7 @@ def test_summary(folder: RunFolder) -> None:
             "worst_layer": 2,
             "max_over_mean": 2.0,
             "microbatch_max_over_mean": 2.5,
+            "run_max_vio": 0.5,  # 24 and 8 slots of layer 2
             "dropped_fraction": 0.05,
             "num_experts": 4,
             "dead_experts": [[2, 1]],
@@ -112,7 +113,7 @@ def test_text(folder: RunFolder) -> None:
   validation   4.2500 (perplexity 70.10)
   tokens       4,000 (10,000 tokens/s, 100.0 ms per iteration)
   experts      the busiest takes 2.00 times its share (layer 2, 2.50 in a micro-batch), \
-1 of 4 got no token, up to 5.0% of tokens dropped
+1 of 4 got no token, MaxVio of the run 0.50, up to 5.0% of tokens dropped
   trouble      0 iterations without a finite loss, 1 skipped
   checkpoints  2, the newest is checkpoints/iter_0000004
   run folder   {folder.path}

@@ -42,6 +42,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 }
 PER_LAYER = (
     "max_over_mean",
+    "max_vio",
     "dead_fraction",
     "dropped_fraction",
     "router_entropy",
@@ -100,6 +101,11 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
             assert len(each) == ITERATIONS * config.num_microbatches
             expected = statistics.fmean(max(slots) * len(slots) / sum(slots) for slots in each)
             assert layer["microbatch_max_over_mean"] == pytest.approx(expected, rel=1e-12)
+            size = config.num_microbatches
+            batches = [each[start : start + size] for start in range(0, len(each), size)]
+            loads = [[sum(slots) for slots in zip(*batch, strict=True)] for batch in batches]
+            vios = [max(load) * len(load) / sum(load) - 1 for load in loads]
+            assert layer["max_vio"] == pytest.approx(statistics.fmean(vios), rel=1e-12)
     again = interval.layers.values()
     # the next starts at zero
     assert not any(

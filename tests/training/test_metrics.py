@@ -50,6 +50,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
             "tokens_per_expert": [60, 68],
             "max_over_mean": 1.0625,
             "microbatch_max_over_mean": 1.5,
+            "max_vio": 0.25,
             "dead_fraction": 0.0,
             "dropped_fraction": 0.0,
             "router_entropy": 0.69,
@@ -63,6 +64,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
             "tokens_per_expert": [128, 0],
             "max_over_mean": 2.0,
             "microbatch_max_over_mean": 2.0,
+            "max_vio": 1.0,
             "dead_fraction": 0.5,
             "dropped_fraction": 0.0,
             "router_entropy": 0.5,
@@ -142,14 +144,14 @@ def test_train_iterations_without_z_loss_or_experts_have_no_such_value(
 
 
 def test_progress_line() -> None:
-    assert (
-        progress_line(train_record())
-        == "eta 0:01:23, 555600 tokens/s, experts max/mean 2.00 (layer 2), 2.00 within a micro-batch"
+    assert progress_line(train_record()) == (
+        "eta 0:01:23, 555600 tokens/s, experts max/mean 2.00 (layer 2), 2.00 within a micro-batch,"
+        " MaxVio 1.00"
     )
     assert progress_line(train_record(experts=[], eta_seconds=math.inf)) == "555600 tokens/s"
     assert progress_line(
         train_record(experts=[train_record()["experts"][0] | {"dropped_fraction": 0.125}])
-    ).endswith("experts max/mean 1.06 (layer 1), 1.50 within a micro-batch, dropped up to 12.5%")
+    ).endswith("experts max/mean 1.06 (layer 1), 1.50 within a micro-batch, MaxVio 0.25, dropped up to 12.5%")
 
 
 def test_terminal_lines_fit_80_columns() -> None:

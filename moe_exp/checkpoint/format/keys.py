@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.config.choices import LOSS_STATE
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
@@ -29,9 +30,6 @@ from megatron.core.models.gpt import GPTModel
 
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
-# Of global_aux_loss. Where another loss takes its place, or it that of another, they are left out, or begin
-# at zero.
-BATCH_STATISTICS = ".global_tokens_per_expert"
 _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
 
@@ -83,7 +81,8 @@ def model_state(
 def _is_left_out(value: Any, keys: CheckpointKeys) -> bool:
     if isinstance(value, ShardedObject):
         return value.unique_key not in keys.objects
-    return value.key.endswith(BATCH_STATISTICS) and value.key not in keys.tensors
+    # Where another loss takes the place of theirs, they are left out or begin at zero.
+    return value.key.endswith(LOSS_STATE) and value.key not in keys.tensors
 
 
 def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool) -> dict[str, Any]:
@@ -115,7 +114,7 @@ def check_tensors(state: Mapping[str, Any], keys: CheckpointKeys, folder: Path) 
     torch.distributed.all_gather_object(gathered, mine)
     needed = {key: (shape, is_padded) for key, shape, is_padded in set().union(*gathered)}
     found = {**keys.tensors, **keys.optimizer}
-    unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(BATCH_STATISTICS)}
+    unused = {key for key in set(keys.tensors) - set(needed) if not key.endswith(LOSS_STATE)}
     for what, names in (("has no", set(needed) - set(found)), ("has, unlike the model,", unused)):
         if names:
             first = ", ".join(sorted(names)[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -25,12 +25,13 @@ from moe_exp.checkpoint.hf.companions import (
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
 from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES
-from moe_exp.checkpoint.hf.plan import TRAINING_ONLY, Piece, Theirs, misfits, pieces
+from moe_exp.checkpoint.hf.plan import Piece, Theirs, misfits, pieces
 from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
 from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
+from moe_exp.config.choices import LOSS_STATE
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.host.files import write_json
@@ -155,7 +156,7 @@ class _Weights:
             if it and it.shape != needed[key]
         ]
         of_model = {key for key in reader.tensors if not key.startswith(_OPTIMIZER)}
-        unused = sorted(key for key in of_model - set(needed) if not key.endswith(TRAINING_ONLY))
+        unused = sorted(key for key in of_model - set(needed) if not key.endswith(LOSS_STATE))
         if lists := misfits({"missing": missing, "without a use": unused, "of another shape": shapes}):
             raise ValueError(
                 f"checkpoint={reader.folder}: tensors {lists}. Fix: use another checkpoint of the run."

@@ -9,8 +9,6 @@ from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, TensorRule, joined_shape, sizes_of
 from moe_exp.config import Config
 
-TRAINING_ONLY = (".mlp.router.global_tokens_per_expert",)  # counts of the loss `global_aux_loss`
-
 
 @dataclass(frozen=True)
 class Theirs:

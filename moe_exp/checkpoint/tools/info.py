@@ -21,10 +21,11 @@ from moe_exp.checkpoint.format.naming import (
     states,
 )
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.config.choices import LOSS_STATE
 from moe_exp.runs.run_folder import LATEST
 
 # Router buffers, which no optimizer trains and Megatron keeps in fp32.
-BUFFERS = (".router.expert_bias", ".router.global_tokens_per_expert", ".router.local_tokens_per_expert")
+BUFFERS = (".router.expert_bias", ".router.local_tokens_per_expert", *LOSS_STATE)
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp", "device")
 
 

@@ -44,7 +44,7 @@ def device_of_model() -> torch.device:
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
     """Megatron's router settings as ours; `overrides` are fields of RouterConfig."""
-    kinds = [loss.kind for loss in balancing_losses(config)]
+    states = {LOSSES[loss.kind].state for loss in balancing_losses(config)}
     mine = RouterConfig(
         hidden_size=config.hidden_size,
         num_experts=config.num_moe_experts,
@@ -57,7 +57,8 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
         group_topk=config.moe_router_group_topk or 0,
         expert_bias=config.moe_router_enable_expert_bias,
         bias_update_rate=config.moe_router_bias_update_rate,
-        global_fractions=any(LOSSES[kind].needs_fractions for kind in kinds),
+        global_fractions="global_tokens_per_expert" in states,
+        mean_scores_rate=0.01 if "mean_scores" in states else 0.0,
         dtype=config.moe_router_dtype or "fp32",
         jitter=config.moe_input_jitter_eps or 0.0,
         assignment=_assignment(config),
@@ -119,7 +120,7 @@ class MegatronRouter(Router):
 
     def end_of_global_batch(self) -> None:
         """Called by `engine.finite_steps` after Megatron's finalize_model_grads: what that does not know."""
-        self.end_of_quantiles(self.batch_group)
+        self.end_of_own_state(self.batch_group)
 
 
 class MegatronExperts(Experts):

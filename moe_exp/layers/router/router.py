@@ -9,153 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp.config.choices import LOSSES, SCORES
 from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.kernels.choice import takes_kernels
-from moe_exp.layers.kernels.scores import KERNEL_SCORES
-from moe_exp.layers.kernels.topk import SCORE_FUNCTIONS, TopK, router_topk, scores_torch
+from moe_exp.layers.kernels.topk import TopK, router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.router.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
+from moe_exp.layers.router.config import ROUTER_DTYPES, RouterConfig, kernel_problem
 from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
 from moe_exp.layers.router.replay import RoutingReplay
 
-BIAS_RULES = ("sign", "quantile")
-ASSIGNMENTS = ("topk", "sinkhorn", "balanced", "zipf")
-ROUTER_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
-
-
-@dataclass(frozen=True)
-class RouterConfig:
-    """Settings of a router.
-
-    Args:
-        hidden_size: D.
-        num_experts: E.
-        topk: K.
-        score: `softmax`, `sigmoid` (DeepSeek-V3) or `sqrtsoftplus`, the square root of softplus.
-        pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
-        normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid and
-            sqrtsoftplus with K > 1, False for softmax. True with softmax is Qwen3's `norm_topk_prob`.
-        scaling_factor: factor on the weights, after normalization.
-        num_groups: groups of experts for group-limited top-k; 0 for none.
-        group_topk: groups that a token may use.
-        expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights
-            (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
-        bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
-            mean load, `quantile` to the value that would have balanced the batch (router/quantile.py).
-        bias_update_rate: that step (ROUTER_BIAS_UPDATE_RATE).
-        global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
-        dtype: `fp32` or `fp64`, of logits, scores and weights whatever the input dtype.
-        jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
-        assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or for benchmarks `balanced` and `zipf`
-            (FORCE_ROUTING), which ignore the scores.
-        zipf_exponent: with `zipf`, expert e is chosen in proportion to (e + 1)^-exponent.
-        use_kernels: use Triton kernels for the router, drops and row orders, False: plain torch. None:
-            kernels on a CUDA device that can run them. True on a CPU only makes sense in tests: it runs
-            Triton's interpreter with TRITON_INTERPRET=1, else the kernels' plain-torch twins.
-
-    Raises:
-        ValueError: for an invalid value or combination.
-    """
-
-    hidden_size: int
-    num_experts: int
-    topk: int
-    score: str = "softmax"
-    pre_softmax: bool = True
-    normalize: bool | None = None
-    scaling_factor: float = 1.0
-    num_groups: int = 0
-    group_topk: int = 0
-    expert_bias: bool = False
-    bias_rule: str = "sign"
-    bias_update_rate: float = 1e-3
-    global_fractions: bool = False
-    dtype: str = "fp32"
-    jitter: float = 0.0
-    assignment: str = "topk"
-    zipf_exponent: float = 1.0
-    use_kernels: bool | None = None
-
-    def __post_init__(self) -> None:
-        for field, choices in (
-            ("score", ("softmax", *SCORE_FUNCTIONS)),
-            ("assignment", ASSIGNMENTS),
-            ("dtype", tuple(ROUTER_DTYPES)),
-            ("bias_rule", BIAS_RULES),
-        ):
-            value = getattr(self, field)
-            if value not in choices:
-                raise ValueError(
-                    f"{field}={value}: is not one of {', '.join(choices)}. Fix: use one of them."
-                )
-        if not 1 <= self.topk <= self.num_experts:
-            rule = f"is not between 1 and num_experts={self.num_experts}"
-            raise ValueError(
-                f"topk={self.topk}: {rule}. Fix: choose 1 to {self.num_experts} experts per token."
-            )
-        if not 0 <= self.jitter < 1:
-            raise ValueError(
-                f"jitter={self.jitter}: is not in [0, 1). Fix: Switch Transformers used 0.01; 0 for none."
-            )
-        if self.zipf_exponent < 0:
-            raise ValueError(
-                f"zipf_exponent={self.zipf_exponent}: is negative. Fix: 0 is uniform, 1 is Zipf's law."
-            )
-        if self.finds_quantiles and (self.num_groups or self.topk == self.num_experts):
-            rule = "groups have cutoffs of their own" if self.num_groups else "every token gets every expert"
-            raise ValueError(f"bias_rule=quantile: {rule}. Fix: use bias_rule=sign, or no expert bias.")
-        self._check_weights()
-        if self.num_groups:
-            self._check_groups()
-        if self.assignment == "sinkhorn" and (self.num_groups or self.expert_bias):
-            raise ValueError(
-                "assignment=sinkhorn: balances by itself, without groups or expert bias. Fix: use"
-                " assignment=topk, or neither."
-            )
-
-    def _check_weights(self) -> None:
-        constant = self.topk == 1 and (self.normalize or (self.score == "softmax" and not self.pre_softmax))
-        if constant and self.assignment != "sinkhorn":
-            field = "normalize=True" if self.normalize else "pre_softmax=False"
-            raise ValueError(
-                f"{field}: with topk=1 every weight is 1 and the router would not learn. Fix: use"
-                " pre_softmax=True, normalize=False."
-            )
-
-    def _check_groups(self) -> None:
-        groups, used = self.num_groups, self.group_topk
-        if self.num_experts % groups:
-            raise ValueError(
-                f"num_groups={groups}: does not divide num_experts={self.num_experts}. Fix: use a divisor."
-            )
-        if not 1 <= used <= groups:
-            raise ValueError(
-                f"group_topk={used}: is not between 1 and num_groups={groups}. Fix: choose how many groups a"
-                " token may use."
-            )
-        if self.topk > used * (self.num_experts // groups):
-            available = used * (self.num_experts // groups)
-            raise ValueError(
-                f"topk={self.topk}: {used} of {groups} groups have {available} experts. Fix: raise group_topk"
-                " or lower topk."
-            )
-
-    @property
-    def normalizes(self) -> bool:
-        """Whether the chosen weights are divided by their sum."""
-        return (SCORES[self.score].normalizes and self.topk > 1) if self.normalize is None else self.normalize
-
-    @property
-    def finds_quantiles(self) -> bool:
-        """Whether the expert bias is set by quantile balancing."""
-        return self.expert_bias and self.bias_rule == "quantile"
-
-    @property
-    def chooses_by_score(self) -> bool:
-        """Whether the chosen experts are the K of highest score."""
-        return self.assignment == "topk" and not (self.num_groups or self.expert_bias)
+# Buffers that are saved and change once per global batch.
+BATCH_STATE = ("expert_bias", "global_tokens_per_expert", "mean_scores")
 
 
 @dataclass(frozen=True)
@@ -185,6 +50,16 @@ class RoutingDecision:
     sums: TopK | None = None
     use_kernels: bool | None = None
 
+    def for_losses(self) -> tuple[Tensor, Tensor]:
+        """Scores and logits, both [T, E], with zero scores for padding; after a routing kernel the sums of
+        the scores [E] and the log-sum-exp of the logits [T].
+        """
+        if self.sums is not None:
+            return self.sums.score_sums_E, self.sums.lse_T
+        assert self.scores_TE is not None and self.logits_TE is not None
+        scores_TE = self.scores_TE if self.valid_T is None else self.scores_TE * self.valid_T.unsqueeze(1)
+        return scores_TE, self.logits_TE
+
 
 class Router(nn.Module):
     """Scores tokens against experts and picks the top k.
@@ -211,6 +86,8 @@ class Router(nn.Module):
         expert_bias: [E], fp32, if configured.
         gap_counts: [E, B], int64, of the global batch so far, for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before it.
+        mean_scores: [E], fp32, moving average of the mean score of each expert over global batches, zeros
+            before the first.
         replay: RoutingReplay that records or replays decisions, or None.
         needs_scores: scores and logits are needed, not only their sums, so no kernel can route.
     """
@@ -220,6 +97,8 @@ class Router(nn.Module):
     local_tokens_per_expert: Tensor
     global_tokens_per_expert: Tensor
     batch_tokens_per_expert: Tensor
+    mean_scores: Tensor
+    batch_scores: Tensor
 
     def __init__(
         self,
@@ -247,6 +126,10 @@ class Router(nn.Module):
         if config.global_fractions:
             self.register_buffer("global_tokens_per_expert", zeros_E.clone())
             self.register_buffer("batch_tokens_per_expert", zeros_E.clone(), persistent=False)
+        if config.mean_scores_rate:
+            self.register_buffer("mean_scores", zeros_E.clone())
+            # fp64, so that the order of micro-batches and ranks does not matter
+            self.register_buffer("batch_scores", zeros_E.double(), persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -256,10 +139,11 @@ class Router(nn.Module):
             nn.init.zeros_(buffer)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Keeps counters and accumulators in fp32 when the model is cast to bf16."""
+        """Keeps counters and accumulators in their dtype when the model is cast to bf16."""
+        dtypes = {name: buffer.dtype for name, buffer in self.named_buffers(recurse=False)}
         super()._apply(fn, recurse)
-        for name, buffer in self.named_buffers(recurse=False):
-            setattr(self, name, buffer.float() if buffer.is_floating_point() else buffer)
+        for name, dtype in dtypes.items():
+            setattr(self, name, getattr(self, name).to(dtype))
         return self
 
     def forward(self, x_TD: Tensor, padding_mask_T: Tensor | None = None) -> RoutingDecision:
@@ -273,7 +157,7 @@ class Router(nn.Module):
                 else self._route_with_torch(logits_TE, valid_T)
             )
         if self.training and is_counted_forward():
-            self._count(decision.tokens_per_expert_E)
+            self._count(decision)
         return decision
 
     def _takes_kernel(self, logits_TE: Tensor) -> bool:
@@ -325,27 +209,37 @@ class Router(nn.Module):
 
         With the rule `sign` the bias of an expert rises by `bias_update_rate` if it has fewer slots than the
         mean and falls if it has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing
-        (arXiv:2408.15664), algorithm 1. Only for use outside Megatron: in moe_exp's training, Megatron's
-        finalize_model_grads does this.
+        (arXiv:2408.15664), algorithm 1; then it shrinks by `bias_decay`. Only for use outside Megatron: in
+        moe_exp's training, Megatron's finalize_model_grads does this, and `end_of_own_state` the rest.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
         """
-        if self.config.finds_quantiles:
-            self.end_of_quantiles(group)
-        elif self.config.expert_bias:
+        if self.config.expert_bias and not self.config.finds_quantiles:
             counts_E = sum_over(self.local_tokens_per_expert, group)
             self.expert_bias += torch.sign(counts_E.mean() - counts_E) * self.config.bias_update_rate
             self.local_tokens_per_expert.zero_()
         self.end_of_global_fractions(group)
+        self.end_of_own_state(group)
 
     @torch.no_grad()
-    def end_of_quantiles(self, group: ProcessGroup | None = None) -> None:
-        """The part of `end_of_batch` for quantile balancing."""
-        if self.config.finds_quantiles:
+    def end_of_own_state(self, group: ProcessGroup | None = None) -> None:
+        """The part of `end_of_batch` that Megatron does not have: quantile balancing, decay of the bias, and
+        the moving average of the scores.
+        """
+        config = self.config
+        if config.finds_quantiles:
             counts_EB = sum_over(self.gap_counts, group)
-            self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, self.config.topk))
+            self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, config.topk))
             self.gap_counts.zero_()
+        elif config.expert_bias and config.bias_decay:
+            self.expert_bias *= 1 - config.bias_decay
+        if config.mean_scores_rate:
+            sums_E = sum_over(self.batch_scores, group)
+            newest_E = sums_E / sums_E.sum().clamp(min=1e-20)  # a token's scores sum to 1
+            rate = torch.where(self.mean_scores.sum() > 0, config.mean_scores_rate, 1.0)
+            self.mean_scores.lerp_(newest_E.float(), rate)
+            self.batch_scores.zero_()
 
     @torch.no_grad()
     def end_of_global_fractions(self, group: ProcessGroup | None = None) -> None:
@@ -354,11 +248,15 @@ class Router(nn.Module):
             self.global_tokens_per_expert.copy_(sum_over(self.batch_tokens_per_expert, group))
             self.batch_tokens_per_expert.zero_()
 
-    def _count(self, tokens_per_expert_E: Tensor) -> None:
+    @torch.no_grad()
+    def _count(self, decision: RoutingDecision) -> None:
         if self.config.expert_bias and not self.config.finds_quantiles:
-            self.local_tokens_per_expert += tokens_per_expert_E
+            self.local_tokens_per_expert += decision.tokens_per_expert_E
         if self.config.global_fractions:
-            self.batch_tokens_per_expert += tokens_per_expert_E
+            self.batch_tokens_per_expert += decision.tokens_per_expert_E
+        if self.config.mean_scores_rate:
+            scores, _ = decision.for_losses()
+            self.batch_scores += scores.sum(dim=0) if scores.dim() == 2 else scores
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype = ROUTER_DTYPES[self.config.dtype]
@@ -438,22 +336,6 @@ class Router(nn.Module):
         return best_experts(
             choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
         )
-
-
-def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
-    """Why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
-    if config.assignment != "topk":
-        return f"it has top-k alone, not {config.assignment}"
-    if config.num_groups:
-        return "it has no groups of experts"
-    if config.finds_quantiles:
-        return "quantile balancing needs the scores of all experts"
-    if config.dtype != "fp32":
-        return f"it computes in fp32, not in {config.dtype}"
-    if config.score not in KERNEL_SCORES:
-        return f"it has no score {config.score}"
-    by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
-    return f"{' or '.join(by_all)} needs the scores of all experts" if needs_scores else ""
 
 
 def _kept_of_valid(valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:

@@ -273,6 +273,11 @@ MODEL = [
         r"ROUTER_BIAS_UPDATE_RATE=0\.001: ROUTER_BIAS_RULE=quantile has no step size\. Fix: set it to 0\.",
     ),
     (
+        {"router_bias_decay": 0.1},
+        r"ROUTER_BIAS_DECAY=0\.1: there is no expert bias that moves by steps\. Fix: set"
+        r" ROUTER_BIAS_UPDATE_RATE over 0, or ROUTER_BIAS_DECAY=0\.",
+    ),
+    (
         {"router_bias_rule": "quantile", "num_router_groups": 4, "router_group_topk": 2},
         r"ROUTER_BIAS_RULE=quantile: does not go with NUM_ROUTER_GROUPS: .*\. Fix: set it to sign\.",
     ),
