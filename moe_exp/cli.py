@@ -22,6 +22,7 @@ COMMANDS = {
     "ckpt": ("ckpt",),
     "compare": ("compare",),
     "ladder": ("ladder",),
+    "mup": ("mup",),
     "convert": ("convert",),
     "plan": ("plan",),
     "report": ("report",),

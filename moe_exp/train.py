@@ -63,8 +63,7 @@ from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import RunFolder, hold_run_folder, open_run_folder, release_run_folders
 from moe_exp.training.console import end_logging, setup_logging
 from moe_exp.training.dumps import dump, is_dumped
-from moe_exp.training.exchange import IterationEnd, end_of_iteration
-from moe_exp.training.interval import Interval, PhaseTimers, timed
+from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.training.metrics import Metrics
 from moe_exp.training.microbatch import forward_step, read_microbatch

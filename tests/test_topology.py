@@ -56,13 +56,15 @@ KINDS = {
     "dense": {"USE_MOE": False},
     "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 1.0, "ROUTER_BIAS_RULE": "quantile"},
     # With everything that looks at more than one token: losses of every scope, the expert bias, the shared
-    # expert.
+    # expert; with muP every kind of weight has its own learning rate.
     "dmoe": {
         "MOE_TYPE": "dmoe",
         "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss,importance,phi_balancing",
         "AUX_LOSS_COEFF": "0.01,0.01,0.02,0.01,0.01",
         "ROUTER_BIAS_UPDATE_RATE": 0.001,
         "ROUTER_BIAS_DECAY": 0.1,
+        "PARAMETRIZATION": "mup",
+        "MUP_BASE_HIDDEN_SIZE": 16,
         "SHARED_EXPERT_SIZE": 32,
         "SHARED_EXPERT_GATE": True,
         "MBSZ": 2,

@@ -72,6 +72,11 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
         "moe-exp ladder --sizes 16,24,32,48          # scaling laws and effective speedup of dmoe over dense",
         "moe-exp ladder my_ladder.yaml --repeats 5 --dry-run",
     ),
+    "mup check": (
+        "moe-exp mup check                                    # are outputs the same size at every width?",
+        "moe-exp mup check --parametrization standard --experts 4,8,16",
+    ),
+    "mup transfer": ("moe-exp mup transfer --widths 32,64,128 --lrs 0.004,0.008,0.016,0.032,0.064",),
     "convert from-hf": ("moe-exp convert from-hf models/Qwen3-30B-A3B checkpoints/qwen3",),
     "convert to-hf": ("moe-exp convert to-hf runs/NAME exported",),
     "plan": (

@@ -166,6 +166,27 @@ SCHEDULES = {
 
 
 @dataclass(frozen=True)
+class MupRule:
+    """A published muP for MoE layers (see parametrization.py).
+
+    Attributes:
+        text: for the help.
+        expert_down: factor on the initial weights of the experts' second projection, by hidden size, size of
+            an expert and top-k, relative to the base model.
+    """
+
+    text: str
+    expert_down: Callable[[float, float, float], float]
+
+
+MUP_RULES = {
+    "fan_in": MupRule("arXiv:2508.09752", lambda n, m, k: m**-0.5),
+    "mean_field": MupRule("arXiv:2601.20205", lambda n, m, k: n**0.5 / m),
+    "active_width": MupRule("arXiv:2605.23893", lambda n, m, k: (k / m) ** 0.5),
+}
+
+
+@dataclass(frozen=True)
 class OneOf:
     """Validates that a value is one of `others` or a key of `table`, as the table is at that time."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from moe_exp.config.choices import DISPATCHERS, EXPERT_BACKENDS, LOSSES, SCORES, one_of
+from moe_exp.config.choices import DISPATCHERS, EXPERT_BACKENDS, LOSSES, MUP_RULES, SCORES, one_of
 from moe_exp.config.presets import PRESETS
 from moe_exp.config.setting_types import (
     LayerPattern,
@@ -140,6 +140,25 @@ class ModelSettings(BaseModel):
         "normal",
         "distribution of the initial weights; truncated_normal: none further than 3 standard "
         "deviations from 0",
+        costs=False,
+    )
+    parametrization: Literal["standard", "mup"] = model(
+        "standard",
+        "how initial weights, learning rates and weight decay depend on the model's sizes; mup: so that LR "
+        "found on a small model holds for a larger one",
+        costs=False,
+    )
+    mup_base_hidden_size: NonNegative = model(
+        0, "HIDDEN_SIZE for which LR and INIT_STD were found (PARAMETRIZATION=mup)", costs=False
+    )
+    mup_base_moe_ffn_hidden_size: NonNegative = model(
+        0, "its MOE_FFN_HIDDEN_SIZE; 0: in proportion to HIDDEN_SIZE as in this model", costs=False
+    )
+    mup_base_topk: NonNegative = model(0, "its TOPK; 0: as in this model", costs=False)
+    mup_rule: Annotated[str, one_of(MUP_RULES)] = model(
+        "mean_field",
+        "initial weights of the experts' second projection with PARAMETRIZATION=mup; "
+        + ", ".join(f"{name}: {rule.text}" for name, rule in MUP_RULES.items()),
         costs=False,
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.config import Config
+from moe_exp.config.parametrization import factors, kind_of
 from moe_exp.layers.spec import MegatronExperts
 
 from megatron.core.models.gpt import GPTModel
@@ -20,7 +21,7 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
 
     So the initial model does not depend on TP, PP, VPP, EP and ETP. Normal with standard deviation INIT_STD,
     or INIT_STD / sqrt(2 * NUM_LAYERS) for projections into the residual stream (Radford et al. 2019, GPT-2).
-    Norms are 1, biases 0.
+    Norms are 1, biases 0. PARAMETRIZATION=mup has factors of its own on top.
     """
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
@@ -54,8 +55,9 @@ def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> 
 
 
 def _std(key: str, config: Config) -> float:
+    std = config.init_std * factors(config, kind_of(key)).init
     to_residual = key.endswith(("linear_proj.weight", "linear_fc2.weight", "weight2"))
-    return config.init_std / math.sqrt(2 * config.num_layers) if to_residual else config.init_std
+    return std / math.sqrt(2 * config.num_layers) if to_residual else std
 
 
 def _full_shape(local: Tensor, dim: int, world: int) -> list[int]:

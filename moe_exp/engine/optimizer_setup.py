@@ -10,6 +10,7 @@ import torch
 
 from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples
+from moe_exp.config.parametrization import KINDS, Factors, factors, kind_of
 from moe_exp.config.ramp import batch_size_at
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon
@@ -114,13 +115,30 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
 
 
 def _own_learning_rates(config: Config) -> dict[ParamKey, Any]:
-    """Parameter groups of routers and of experts whose learning rate differs from the others'."""
-    multiples = {".router.": config.router_lr_mult, ".mlp.experts.": config.expert_lr_mult}
-    return {
-        ParamKey(name=f"*{part}*"): {"max_lr": config.lr * multiple, "min_lr": config.min_lr * multiple}
-        for part, multiple in multiples.items()
-        if multiple != 1
-    }
+    """Parameter groups whose learning rate differs from LR: ROUTER_LR_MULT, EXPERT_LR_MULT and muP."""
+    groups: dict[ParamKey, Any] = {}
+    for part, of_part in {
+        ".router.": config.router_lr_mult,
+        ".mlp.experts.": config.expert_lr_mult,
+        "": 1.0,
+    }.items():
+        for kind in (*KINDS, ""):  # "": norms and biases
+            factor = factors(config, kind) if kind else Factors()
+            multiple = of_part * factor.lr
+            if multiple == 1:
+                continue
+            key = ParamWithNamePredicate(name=f"{part}{kind}", fn=partial(_is_of, part=part, kind=kind))
+            groups[ParamKey(with_name_predicate=key)] = {
+                "max_lr": config.lr * multiple,
+                "min_lr": config.min_lr * multiple,
+                **({"wd_mult": factor.weight_decay} if factor.lr != 1 else {}),
+            }
+    return groups
+
+
+def _is_of(parameter: torch.Tensor, name: str, *, part: str, kind: str) -> bool:
+    own_part = next((one for one in (".router.", ".mlp.experts.") if one in name), "")
+    return own_part == part and kind == ("" if _is_norm_or_bias(parameter) else kind_of(name))
 
 
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:

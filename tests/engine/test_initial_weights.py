@@ -239,6 +239,20 @@ def test_another_seed_draws_other_weights():
         assert torch.equal(one, other) == (one.dim() == 1), name  # norms begin at 1
 
 
+def test_mup_scales_them():
+    """The weights of a model four times as wide as its base are those of the standard parametrization, times
+    1/2; those of the output layer 1/4, and of the embedding 1.
+    """
+    settings = settings_of("moe_shared", 1, "one")
+    mup = {"parametrization": "mup", "mup_base_hidden_size": 8}
+    ((plain, scaled),) = run_on_ranks(1, build_all, [([settings, settings | mup], free_port())], join=False)[
+        0
+    ]
+    for (name, _, one), (_, _, other) in zip(plain["pieces"], scaled["pieces"], strict=True):
+        factor = 0.25 if "output_layer" in name else 1.0 if "embedding" in name or one.dim() == 1 else 0.5
+        torch.testing.assert_close(other, one * factor, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize(("variant", "num_ranks", "layout"), CASES)
 def test_planner_counts_the_built_model(variant, num_ranks, layout, built):
     config = load_config(settings_of(variant, num_ranks, layout), {})

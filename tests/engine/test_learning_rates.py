@@ -14,6 +14,7 @@ from helpers.checkpoint.legs import MODEL, build_job, write_data
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.config import load_config
+from moe_exp.config.parametrization import KINDS, kind_of
 
 # Without momentum, decay and clipping an update is the gradient times the learning rate.
 SGD: dict[str, Any] = {
@@ -21,6 +22,45 @@ SGD: dict[str, Any] = {
     "weight_decay": 0.0, "clip_grad": 0.0, "shared_expert_size": 24,
 }  # fmt: skip
 MULTIPLES = {"router_lr_mult": 0.25, "expert_lr_mult": 4.0}
+
+
+def test_factors_of_mup_are_in_the_optimizer(tmp_path: Path):
+    """LR and weight decay of every parameter; without it both are those of the run."""
+    settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "shared_expert_size": 24}
+    settings |= {"shared_expert_gate": True, "distributed_optimizer": False, "router_lr_mult": 0.5}
+    mup = {"parametrization": "mup", "mup_base_hidden_size": MODEL["hidden_size"] // 4}
+    (found,) = run_on_ranks(1, rates_of, settings | mup, free_port(), join=False)
+    kinds = {kind_of(name) for name in found if "norm" not in name}
+    assert kinds == set(KINDS)
+    for name, (rate, decay) in found.items():
+        if "norm" in name or "word_embeddings" in name:
+            assert (rate, decay) == (1.0, 0.0 if "norm" in name else 1.0), name
+        else:
+            assert (rate, decay) == (
+                pytest.approx(0.125 if ".router." in name else 0.25),
+                pytest.approx(4.0),
+            ), name
+
+
+def rates_of(settings: dict[str, Any], port: int) -> dict[str, tuple[float, float]]:
+    """Learning rate and weight decay of each parameter, over those of the run."""
+    from moe_exp.engine import runtime
+
+    config = load_config(MODEL | settings, {})
+    os.environ["MASTER_PORT"] = str(port)
+    job = build_job(config, runtime.start(config))
+    groups = {
+        id(parameter): (group["max_lr"] / config.lr, group["wd_mult"])
+        for group in job.trained.optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert all(
+        group["min_lr"] * config.lr == pytest.approx(group["max_lr"] * config.min_lr)
+        for group in job.trained.optimizer.param_groups
+    )
+    return {
+        name.removeprefix("module."): groups[id(one)] for name, one in job.trained.model[0].named_parameters()
+    }
 
 
 def updates_of(jobs: list[tuple[dict[str, Any], int]]) -> list[tuple[dict[str, Tensor], float]]:

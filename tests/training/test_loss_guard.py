@@ -17,7 +17,7 @@ from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.exchange import IterationEnd
+from moe_exp.training.interval import IterationEnd
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.training.spikes import SpikeDetector
 from moe_exp.watch.hangs import heartbeat

@@ -17,7 +17,12 @@ from moe_exp.config.checks.fp8 import check_fp8
 from moe_exp.config.checks.moe import check_moe, check_upcycle
 from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
-from moe_exp.config.checks.training import check_optimizer, check_profiling, check_rampup
+from moe_exp.config.checks.training import (
+    check_optimizer,
+    check_parametrization,
+    check_profiling,
+    check_rampup,
+)
 from moe_exp.config.choices import EXPERT_BACKENDS, SCHEDULES
 from moe_exp.config.setting_types import blend_members, names_text, shown
 from moe_exp.config.settings import Config, problem
@@ -33,6 +38,7 @@ def check_config(config: Config) -> list[str]:
         *_model(config),
         *check_attention(config),
         *check_moe(config),
+        *check_parametrization(config),
         *check_fp8(config),
         *check_upcycle(config),
         *_parallel(config),

@@ -57,6 +57,32 @@ def _step_that_does_not_divide(c: Config, replicas: int) -> str:
     return ""
 
 
+def check_parametrization(c: Config) -> Iterator[str]:
+    """PARAMETRIZATION=mup: what its rules do not cover."""
+    if c.parametrization == "standard":
+        return
+    if not c.mup_base_hidden_size:
+        fix = "set it to the HIDDEN_SIZE for which LR was found"
+        yield problem("mup_base_hidden_size", 0, "PARAMETRIZATION=mup needs the sizes of a base model", fix)
+    others = {
+        f"OPTIMIZER={c.optimizer}, as its rules are for Adam": (
+            OPTIMIZERS[c.optimizer].moments != "adam",
+            "OPTIMIZER=adam",
+        ),
+        "TIE_EMBEDDINGS=true, as embedding and output layer have different rules": (
+            c.tie_embeddings,
+            "TIE_EMBEDDINGS=false",
+        ),
+        "MULTI_LATENT_ATTENTION=true, whose ranks have no rule": (
+            c.multi_latent_attention,
+            "MULTI_LATENT_ATTENTION=false",
+        ),
+    }
+    for other, (is_set, fix) in others.items():
+        if is_set:
+            yield problem("parametrization", "mup", f"does not go with {other}", f"set {fix}")
+
+
 def check_optimizer(c: Config) -> Iterator[str]:
     """OPTIMIZER and its settings; the packages that it needs are seen to by launch/machine_checks.py."""
     if c.distributed_optimizer and not OPTIMIZERS[c.optimizer].is_sharded:

@@ -1,0 +1,258 @@
+"""`moe-exp mup`: whether sizes and the best learning rate hold over models of several sizes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
+from moe_exp.host.files import read_json, write_atomically, write_json
+from moe_exp.host.progress import progress
+
+# Unless set: models that a CPU trains in seconds.
+_SMALL = {
+    "PRESET": "cpu", "HIDDEN_SIZE": "64", "NUM_HEADS": "4", "NUM_QUERY_GROUPS": "4", "FFN_HIDDEN_SIZE": "128",
+    "MOE_FFN_HIDDEN_SIZE": "64", "NUM_LAYERS": "2", "NUM_EXPERTS": "8", "TOPK": "2", "OPTIMIZER": "adam",
+    "PARAMETRIZATION": "mup", "MUP_BASE_HIDDEN_SIZE": "64", "GPUS_PER_NODE": "1", "EVAL_INTERVAL": "0",
+    "ROUTING_KERNELS": "off", "MIN_LR": "0",
+}  # fmt: skip
+# With few tokens the gradient of a weight is that of single tokens, as in a wide model, and not a sum whose
+# terms cancel.
+_CHECK = {
+    "SEQ_LEN": "8",
+    "MBSZ": "1",
+    "GBSZ": "1",
+    "LR": "4e-3",
+    "LR_DECAY_STYLE": "constant",
+    "WARMUP_ITERS": "0",
+}
+_TRANSFER = {"SEQ_LEN": "128", "MBSZ": "8", "GBSZ": "8", "TRAIN_ITERS": "150", "WARMUP_ITERS": "15"}
+
+
+def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds the command."""
+    about = "check a parametrization over sizes: the size of activations, the best learning rate"
+    commands = subparsers.add_parser("mup", help=about, allow_abbrev=False).add_subparsers(
+        dest="mup_command", metavar="command", required=True
+    )
+    check = commands.add_parser(
+        "check",
+        help="coordinate check: initial outputs and their changes by training, over width and experts",
+        description=(
+            "Trains small models of several sizes for a few steps on one micro-batch, and fits how the"
+            " outputs of each part and their changes depend on the size. Under muP they do not. Exit code 1"
+            " if they do."
+        ),
+        allow_abbrev=False,
+    )
+    check.add_argument("--steps", type=int, default=10, help="iterations of each model (default: 10)")
+    check.set_defaults(run=_check)
+    transfer = commands.add_parser(
+        "transfer",
+        help="the best learning rate of models of several sizes, and by how much it moves",
+        description=(
+            "Trains models of several sizes with several learning rates, and compares the best of each size."
+            " The same command again continues with what is left. Exit code 1 if the best rate moves by more"
+            " than a factor of 1.5."
+        ),
+        allow_abbrev=False,
+    )
+    about = "learning rates, with commas (default: LR times 1/8 to 8 by factors of 2)"
+    transfer.add_argument("--lrs", default="", help=about)
+    transfer.add_argument("--jobs", type=int, default=1, help="models trained at a time (default: 1)")
+    transfer.add_argument("--out", default="mup_transfer", help="folder (default: mup_transfer)")
+    transfer.set_defaults(run=_transfer)
+    for parser in (check, transfer):
+        add = parser.add_argument
+        add("--widths", default="64,128,256,512", help="HIDDEN_SIZE of the models (default: 64,128,256,512)")
+        about = "NUM_EXPERTS of the models, at the first width (default: NUM_EXPERTS alone)"
+        add("--experts", default="", help=about)
+        about = "experts split into this many, with as many times TOPK and NUM_EXPERTS, at the first width"
+        add("--granularities", default="", help=about)
+        add("--repeats", type=int, default=3, help="seeds of each model (default: 3)")
+        add_arguments(parser)
+
+
+def _numbers(name: str, text: str, kind: type = int) -> list[Any]:
+    try:
+        found = [kind(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        found = []
+    if not found or min(found) <= 0 or sorted(set(found)) != found or not all(map(math.isfinite, found)):
+        rule = "must be positive numbers with commas, each larger than the one before"
+        raise ConfigError([problem(name, text, rule, "give a list such as 64,128,256")])
+    return found
+
+
+def _models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str, dict[int, Config]]:
+    """The models of each axis by size; an axis of one model is left out."""
+    from moe_exp.studies.mup import resized
+
+    flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
+    base = load_config(flags, {**_SMALL, **defaults, **os.environ})
+    if arguments.repeats < 1:
+        raise ConfigError([problem("repeats", arguments.repeats, "must be 1 or more", "leave it out for 3")])
+    if base.world_size > 1:
+        fix = "set GPUS_PER_NODE=1, NNODES=1"
+        rule = "models are trained by one rank"
+        raise ConfigError([problem("gpus_per_node", base.gpus_per_node, rule, fix)])
+    widths = _numbers("widths", arguments.widths)
+    experts = _numbers("experts", arguments.experts) if arguments.experts else []
+    parts = _numbers("granularities", arguments.granularities) if arguments.granularities else []
+    axes = {
+        "width": {width: resized(base, width=width) for width in widths},
+        "experts": {number: resized(base, width=widths[0], num_experts=number) for number in experts},
+        "granularity": {number: resized(base, width=widths[0], granularity=number) for number in parts},
+    }
+    axes = {axis: models for axis, models in axes.items() if len(models) > 1}
+    if not axes:
+        rule = "there is one model, and nothing to compare it with"
+        raise ConfigError(
+            [problem("widths", arguments.widths, rule, "give two widths or more, or --experts")]
+        )
+    return axes
+
+
+def _with_data(config: Config) -> Config:
+    from moe_exp.data.embedded import ensure_embedded_corpus
+
+    if config.train_data:
+        return config
+    corpus = ensure_embedded_corpus(Path(config.data_dir), config.vocab_size)
+    return config.model_copy(update={"train_data": str(corpus.train_prefix)})
+
+
+def _seeds(config: Config, repeats: int) -> Iterator[Config]:
+    for number in range(repeats):
+        yield config.model_copy(update={"seed": config.seed + number})
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from moe_exp.studies.mup import LARGEST_SLOPE, growth_rows, growths
+
+    axes = _models(arguments, _CHECK)
+    if arguments.steps < 1:
+        raise ConfigError([problem("steps", arguments.steps, "must be 1 or more", "leave it out for 10")])
+    from moe_exp.training.proxy import coordinates
+
+    ended_flat = True
+    total = sum(len(models) for models in axes.values()) * arguments.repeats
+    with progress("coordinate check", total, unit="models") as advance:
+        for axis, models in axes.items():
+            measured: dict[int, list[Any]] = {}
+            for size, model in models.items():
+                for config in _seeds(_with_data(model), arguments.repeats):
+                    measured.setdefault(size, []).append(coordinates(config, arguments.steps))
+                    advance(1)
+            found = growths(measured)
+            ended_flat &= all(one.is_flat for one in found)
+            sizes = ", ".join(map(str, measured))
+            title = f"{model.parametrization}, {axis} {sizes}: slopes of log2 |outputs| over log2 {axis}"
+            _print_table(title, ["part", "initial", "change by training", "verdict"], growth_rows(found))
+    print(f"flat: slopes are within {LARGEST_SLOPE} of 0")
+    return 0 if ended_flat else 1
+
+
+def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+
+    table = Table(*header, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def _train(config: Config) -> float:
+    """Mean loss of the last tenth of a run; inf if it diverged."""
+    from moe_exp.training.proxy import Proxy
+
+    proxy = Proxy(config)
+    losses = [proxy.step() for _ in range(config.train_iters)]
+    last = losses[-max(1, config.train_iters // 10) :]
+    mean = sum(last) / len(last)
+    return mean if math.isfinite(mean) else math.inf
+
+
+def _transfer(arguments: argparse.Namespace) -> int:
+    from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, moved, optimum
+
+    axes = _models(arguments, _TRANSFER)
+    base = _first(axes)
+    rates = [base.lr * 2.0**k for k in range(-3, 4)]
+    if arguments.lrs:
+        rates = _numbers("lrs", arguments.lrs, float)
+    folder = Path(arguments.out)
+    losses = _losses(arguments, folder, axes, rates)
+    lines, ended = [], True
+    for axis, models in axes.items():
+        by_model = {
+            f"{axis} {size}": [
+                [losses[_key(model, rate, seed)] for rate in rates] for seed in range(arguments.repeats)
+            ]
+            for size, model in models.items()
+        }
+        optima = [optimum(name, rates, by_seed) for name, by_seed in by_model.items()]
+        factor = moved(optima)
+        ended &= factor < LARGEST_MOVE and not any(one.at_edge for one in optima)
+        title = f"{base.parametrization}: the best LR moves by a factor of {factor:.2f} over {axis}"
+        rows = [
+            [one.name, f"{one.rate:.3g}{' (edge)' if one.at_edge else ''}", f"x/ {one.factor:.2f}",
+             f"{min(sum(column) / len(column) for column in zip(*by_model[one.name], strict=True)):.4f}"]
+            for one in optima
+        ]  # fmt: skip
+        _print_table(title, ["model", "best LR", "seeds", "lowest loss"], rows)
+        lines += [title, *("  " + "  ".join(row) for row in rows)]
+        draw_transfer(folder / f"{axis}.png", title, rates, by_model)
+    write_atomically(folder / "transfer.txt", "\n".join(lines) + "\n")
+    print(f"{folder}/transfer.txt, losses.json, " + ", ".join(f"{axis}.png" for axis in axes))
+    return 0 if ended else 1
+
+
+def _key(config: Config, rate: float, seed: int) -> str:
+    experts = f"{config.num_experts} experts of {config.expert_ffn_size}, top-{config.topk}"
+    return f"width {config.hidden_size}, {experts}, LR {rate:.6g}, seed {seed}"
+
+
+def _first(axes: dict[str, dict[int, Config]]) -> Config:
+    return next(iter(next(iter(axes.values())).values()))
+
+
+def _losses(
+    arguments: argparse.Namespace, folder: Path, axes: dict[str, dict[int, Config]], rates: Sequence[float]
+) -> dict[str, float]:
+    """Losses of all runs by `_key`; those that folder/losses.json has are not run again."""
+    kept = _first(axes).model_dump(mode="json", exclude={"lr", "data_dir", "num_experts", "topk"})
+    path, known = folder / "losses.json", {}
+    if path.exists():
+        before = read_json(path)
+        if before["settings"] != kept:
+            names = [name for name in kept if before["settings"].get(name) != kept[name]]
+            rule = f"has runs with another {names[0].upper() if names else 'model'}"
+            raise ConfigError([problem("out", str(folder), rule, "give another folder")])
+        known = before["losses"]
+    jobs = {}
+    for model in (model for models in axes.values() for model in models.values()):
+        for rate in rates:
+            for seed, config in enumerate(_seeds(_with_data(model), arguments.repeats)):
+                floor = config.min_lr / config.lr if config.lr else 0.0
+                job = config.model_copy(update={"lr": rate, "min_lr": rate * floor})
+                jobs[_key(model, rate, seed)] = job
+    left = {key: job for key, job in jobs.items() if key not in known}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        progress("training", len(jobs), unit="models", done=len(jobs) - len(left)) as advance,
+        ProcessPoolExecutor(max(1, arguments.jobs), multiprocessing.get_context("spawn")) as pool,
+    ):
+        for key, loss in zip(left, pool.map(_train, left.values()), strict=True):
+            known[key] = loss
+            write_json(path, {"settings": kept, "losses": known})
+            advance(1, key)
+    return {key: float(known[key]) for key in jobs}

@@ -1,0 +1,191 @@
+"""Models of other sizes for `moe-exp mup`, slopes over their sizes, and the best learning rate of each.
+Pure functions; no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.checks.checks import check_config
+
+LARGEST_SLOPE = 0.1
+LARGEST_MOVE = 1.5
+# A part whose initial outputs may fall with the width: its initial weights do by n^-1, not n^(-1/2).
+_FALLING = "output layer"
+_WITH_WIDTH = (
+    "num_heads",
+    "num_query_groups",
+    "ffn_hidden_size",
+    "moe_ffn_hidden_size",
+    "shared_expert_size",
+)
+
+
+def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
+    """`base` with another HIDDEN_SIZE, and in proportion to it the number of heads and the widths of dense
+    MLPs and experts; with another NUM_EXPERTS, unless 0; with experts split into `granularity` parts, of
+    which a token gets as many times more.
+
+    Raises:
+        ConfigError: a size would be no whole number, or the model could not run.
+    """
+    ratio = Fraction(width, base.hidden_size)
+    sizes = {name: getattr(base, name) * ratio for name in _WITH_WIDTH}
+    sizes["moe_ffn_hidden_size"] = base.expert_ffn_size * ratio / granularity
+    for name, size in sizes.items():
+        if size.denominator != 1:
+            rule = f"in proportion to HIDDEN_SIZE={width} it is {size}, no whole number"
+            raise ConfigError([problem(name, getattr(base, name), rule, "give other widths")])
+    changes: dict[str, Any] = {name: int(size) for name, size in sizes.items()}
+    changes |= {"hidden_size": width, "head_dim": base.kv_channels, "topk": base.topk * granularity}
+    changes["num_experts"] = (num_experts or base.num_experts) * granularity
+    # What the settings say of their base, or the model that they describe.
+    changes["mup_base_hidden_size"] = base_width = base.mup_base_hidden_size or base.hidden_size
+    in_proportion = base.expert_ffn_size * base_width // base.hidden_size
+    changes["mup_base_moe_ffn_hidden_size"] = base.mup_base_moe_ffn_hidden_size or in_proportion
+    changes["mup_base_topk"] = base.mup_base_topk or base.topk
+    config = base.model_copy(update=changes)
+    if problems := check_config(config):
+        raise ConfigError(problems)
+    return config
+
+
+# Coordinate check
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a part's outputs depend on a size of the model: slopes of log2 outputs over log2 size.
+
+    Attributes:
+        initial: of the outputs' mean absolute value before training.
+        change: of the mean absolute change by training.
+    """
+
+    part: str
+    initial: float
+    change: float
+
+    @property
+    def is_flat(self) -> bool:
+        initial = max(0.0, self.initial) if self.part == _FALLING else self.initial
+        return max(abs(initial), abs(self.change)) <= LARGEST_SLOPE
+
+
+Coordinates = Sequence[Mapping[str, tuple[float, float]]]
+
+
+def growths(measured: Mapping[int, Sequence[Coordinates]]) -> list[Growth]:
+    """Slopes over the sizes of `measured`, which has coordinates by step and part for several seeds each; the
+    change is that after the last step.
+    """
+    sizes = np.log2(list(measured))
+    found = []
+    for part in next(iter(measured.values()))[0][0]:
+        initial = [fmean(run[0][part][0] for run in runs) for runs in measured.values()]
+        change = [fmean(run[-1][part][1] for run in runs) for runs in measured.values()]
+        found.append(Growth(part, _slope(sizes, initial), _slope(sizes, change)))
+    return found
+
+
+def _slope(log2_sizes: Any, outputs: Sequence[float]) -> float:
+    return float(np.polyfit(log2_sizes, np.log2(np.maximum(outputs, 1e-30)), 1)[0])
+
+
+def growth_rows(found: Sequence[Growth]) -> list[list[str]]:
+    """Cells of a table: part, slopes of initial outputs and of changes, verdict."""
+    return [
+        [one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", "flat" if one.is_flat else "NOT FLAT"]
+        for one in found
+    ]
+
+
+# Transfer of the learning rate
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """The best learning rate of one model.
+
+    Attributes:
+        name: of the model.
+        log2_rates: log2 of the best learning rate, one per seed.
+        at_edge: it is the smallest or largest one tried, so it may lie outside.
+    """
+
+    name: str
+    log2_rates: tuple[float, ...]
+    at_edge: bool
+
+    @property
+    def rate(self) -> float:
+        return float(2 ** fmean(self.log2_rates))
+
+    @property
+    def factor(self) -> float:
+        """One standard deviation over seeds, as a factor."""
+        return float(2 ** stdev(self.log2_rates)) if len(self.log2_rates) > 1 else 1.0
+
+
+def best_rate(rates: Sequence[float], losses: Sequence[float]) -> tuple[float, bool]:
+    """log2 of the best learning rate, and whether it is at the edge: the lowest point of the parabola through
+    the lowest loss and its two neighbours over log2 of the rate.
+    """
+    logs = np.log2(rates)
+    place = int(np.argmin(losses))
+    if place in (0, len(rates) - 1):
+        return float(logs[place]), True
+    below, above = logs[place] - logs[place - 1], logs[place + 1] - logs[place]
+    fall, rise = (losses[place] - losses[place - 1]) / below, (losses[place + 1] - losses[place]) / above
+    if not (math.isfinite(rise) and math.isfinite(fall)) or rise <= fall:
+        return float(logs[place]), False
+    # zero of the derivative, which goes from `fall` to `rise` between the middles of the two intervals
+    share = -fall / (rise - fall)
+    return float(logs[place] - below / 2 + share * (below + above) / 2), False
+
+
+def optimum(name: str, rates: Sequence[float], losses_by_seed: Sequence[Sequence[float]]) -> Optimum:
+    """The best learning rate of one model; `losses_by_seed`: a loss for each rate, inf where it diverged."""
+    found = [best_rate(rates, losses) for losses in losses_by_seed]
+    return Optimum(name, tuple(log for log, _ in found), any(at_edge for _, at_edge in found))
+
+
+def moved(optima: Sequence[Optimum]) -> float:
+    """Factor between the largest and the smallest of the best learning rates."""
+    rates = [one.rate for one in optima]
+    return max(rates) / min(rates)
+
+
+def draw_transfer(
+    path: Path, title: str, rates: Sequence[float], losses: Mapping[str, Sequence[Sequence[float]]]
+) -> None:
+    """Draws loss over learning rate, a line per model with its range over seeds, as PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), dpi=130, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for name, by_seed in losses.items():
+        table = np.where(np.isfinite(by_seed), by_seed, np.nan)
+        means = table.mean(axis=0)
+        (line,) = axes.plot(rates, means, marker="o", label=name)
+        axes.fill_between(rates, table.min(axis=0), table.max(axis=0), color=line.get_color(), alpha=0.15)
+        if np.isfinite(means).any():
+            best = int(np.nanargmin(means))
+            axes.plot(rates[best], means[best], marker="*", markersize=14, color=line.get_color())
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("LR")
+    axes.set_ylabel("training loss at the end, nats per token")
+    axes.legend()
+    axes.set_title(title, fontsize=10, loc="left", parse_math=False)
+    figure.savefig(path, format="png")

@@ -1,0 +1,150 @@
+"""A small model trained by this process alone, without a run folder, and the sizes of what it computes: for
+`moe-exp mup`.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moe_exp.config import Config
+from moe_exp.engine.finite_steps import skip_steps_not_finite
+from moe_exp.engine.model import build_model
+from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.engine.runtime import share_alone
+from moe_exp.layers.router import Router
+from moe_exp.training.microbatch import forward_step, read_microbatch
+from moe_exp.training.samples import build_data
+
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from megatron.core.utils import get_model_config
+
+
+class Proxy:
+    """Trains as `train.py` does: Megatron's model, schedule and optimizer, the samples of the settings."""
+
+    def __init__(self, config: Config):
+        self.config, self._runtime = config, share_alone(config)
+        self.model = build_model(config, self._runtime)
+        self._optimizer = build_optimizer(config, self.model)
+        self._scheduler = build_scheduler(config, self._optimizer)
+        settings = get_model_config(self.model[0])
+        settings.finalize_model_grads_func = finalize_model_grads
+        settings.grad_scale_func = self._optimizer.scale_loss
+        skip_steps_not_finite(self._optimizer, self.model)
+        self._samples, _ = build_data(config)
+        self._batches = BatchSchedule(config)
+        self._consumed_samples = 0
+
+    def microbatches(self, count: int) -> list[dict[str, Any]]:
+        """The next micro-batches."""
+        first = self._consumed_samples
+        return [
+            read_microbatch(self.config, self._runtime, self._samples, first, index) for index in range(count)
+        ]
+
+    def step(self, batch: dict[str, Any] | None = None) -> float:
+        """One iteration on the next samples, or on one micro-batch; its loss, nats per token."""
+        count, _, batch_size = self._batches.at(self._consumed_samples)
+        microbatches = self.microbatches(count) if batch is None else [batch]
+        self.model[0].zero_grad_buffer()
+        self._optimizer.zero_grad()
+        outputs = get_forward_backward_func()(
+            forward_step_func=forward_step,
+            data_iterator=iter(microbatches),
+            model=self.model[0],
+            num_microbatches=len(microbatches),
+            seq_length=self.config.seq_len,
+            micro_batch_size=self.config.mbsz,
+            forward_only=False,
+        )
+        updated, _, _ = self._optimizer.step()
+        self._consumed_samples += batch_size
+        if updated:
+            self._scheduler.step(increment=batch_size)
+        return float(torch.stack([_loss_of(output) for output in outputs]).mean())
+
+
+def _loss_of(output: dict[str, Tensor]) -> Tensor:
+    (loss,) = output.values()
+    return loss.detach()
+
+
+def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, float]]]:
+    """Sizes of what a model computes from one micro-batch before and after each of its first steps on it.
+
+    Returns:
+        For each step from 0, by the name of a part: mean absolute value of its outputs, and of what training
+        has changed in them, means over layers. For router and output layer, whose initial weights are smaller
+        in a wider model, that is what the change of their weights contributes.
+    """
+    proxy = Proxy(config)
+    batch = proxy.microbatches(1)[0]
+    recorder = _Recorder(proxy.model[0])
+    first = recorder.outputs(batch)
+    steps = []
+    for step in range(num_steps + 1):
+        outputs = recorder.outputs(batch)
+        changes = {name: output - first[name] for name, output in outputs.items()} | recorder.learned
+        steps.append({name: (_size(output), _size(changes[name])) for name, output in outputs.items()})
+        if step < num_steps:
+            proxy.step(batch)
+    return steps
+
+
+def _size(output: Tensor) -> float:
+    return float(output.abs().mean())
+
+
+class _Recorder:
+    """Records the outputs of the parts of a model.
+
+    Attributes:
+        learned: of the last outputs of routers and output layer, what their weights add since the start.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+        self._found: dict[str, list[Tensor]] = defaultdict(list)
+        self._learned: dict[str, list[Tensor]] = defaultdict(list)
+        for path, module in model.named_modules():
+            if path.endswith("embedding.word_embeddings"):
+                self._record(module, "embedding")
+            elif isinstance(module, TransformerLayer):
+                self._record(module.self_attention, "attention")
+                self._record(module.mlp, "experts" if hasattr(module.mlp, "router") else "dense MLP")
+                self._record(module, "residual stream")
+            elif isinstance(module, Router):
+                self._record(module, "router logits", module.weight.detach().clone())
+            elif path.endswith("output_layer"):
+                self._record(module, "output layer", module.weight.detach().clone())
+
+    @torch.no_grad()
+    def outputs(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """Outputs for a micro-batch, by part, [number of such parts, ...]."""
+        self._found.clear()
+        self._learned.clear()
+        self._model.eval()
+        self._model(batch["tokens"], batch["position_ids"], attention_mask=None)
+        self._model.train()
+        return {name: torch.stack(outputs) for name, outputs in self._found.items()}
+
+    @property
+    def learned(self) -> dict[str, Tensor]:
+        return {name: torch.stack(outputs) for name, outputs in self._learned.items()}
+
+    def _record(self, module: nn.Module, name: str, first_weight: Tensor | None = None) -> None:
+        def hook(module: Any, inputs: Any, output: Any) -> None:
+            if self._model.training:
+                return
+            output = output.logits_TE if isinstance(module, Router) else output
+            output = output[0] if isinstance(output, tuple) else output
+            self._found[name].append(output.float().clone())  # what follows may write into it
+            if first_weight is not None:
+                change = (module.weight - first_weight).float()
+                self._learned[name].append(nn.functional.linear(inputs[0].float(), change))
+
+        module.register_forward_hook(hook)
