@@ -77,7 +77,7 @@ def interrupted(
 @pytest.mark.parametrize(
     ("name", "saved_at", "loaded_at"),
     [
-        ("sgd", "TP2", ["PP2"]),
+        pytest.param("sgd", "TP2", ["PP2"], marks=pytest.mark.slow),
         pytest.param("sgd", "DP2 not distributed", ["DP1", "DP2", "EP2", "TP2"], marks=pytest.mark.slow),
         pytest.param("sgd without momentum", "DP2", ["TP2"], marks=pytest.mark.slow),
         ("bf16 moments", "DP2", ["TP2"]),

@@ -57,11 +57,13 @@ if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
     ("number", "to_all", "settings"),
     [
         pytest.param(
-            signal.SIGTERM, True, {"GPUS_PER_NODE": 2, "EP": 2, "NUM_WORKERS": 1}, id="SIGTERM-all-processes"
+            signal.SIGTERM,
+            True,
+            {"GPUS_PER_NODE": 2, "EP": 2, "NUM_WORKERS": 1},
+            id="SIGTERM-all-processes",
+            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            signal.SIGUSR1, False, {"GPUS_PER_NODE": 1}, id="SIGUSR1-launcher", marks=pytest.mark.slow
-        ),
+        pytest.param(signal.SIGUSR1, False, {"GPUS_PER_NODE": 1}, id="SIGUSR1-launcher"),
         pytest.param(
             signal.SIGINT, False, {"GPUS_PER_NODE": 1}, id="SIGINT-launcher", marks=pytest.mark.slow
         ),
@@ -308,6 +310,7 @@ def test_what_a_user_can_fix_is_one_line_of_all_ranks(num_ranks, by_script, runs
     assert not [event for event in run.records("event") if event["event"] in ("rank_failed", "restart")]
 
 
+@pytest.mark.slow
 def test_killed_agent(runs):
     """kill -9 of torchrun's agent, between the launcher and the ranks: these save, and their code counts."""
     process = runs.start("orphans", GPUS_PER_NODE=2, TRAIN_ITERS=2000)
