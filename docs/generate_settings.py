@@ -111,6 +111,7 @@ MEGATRON_FLAGS = {
     "warmup_iters": "--lr-warmup-iters",
     "decay_iters": "--lr-decay-iters",
     "wsd_decay_iters": "--lr-wsd-decay-iters",
+    "wsd_decay_style": "--lr-wsd-decay-style",
     "deterministic": "--deterministic-mode",
     "optimizer_state_dtype": "--exp-avg-dtype --exp-avg-sq-dtype",
     "dtype": "--bf16, --fp16",

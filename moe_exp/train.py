@@ -480,7 +480,7 @@ def log(job: Job, progress: Progress, interval: Interval, metrics: Metrics | Non
     """Writes the record of the interval that ends with `step`. Called by every rank."""
     record = interval.record(
         progress,
-        learning_rate=base_learning_rate(job.trained.optimizer),
+        learning_rate=base_learning_rate(job.trained.scheduler),
         grad_norm=step.done.grad_norm,
         num_zeros=step.num_zeros,
         loss_scale=float(job.trained.optimizer.get_loss_scale()),

@@ -10,13 +10,13 @@ import torch
 from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.optimizer_state import optimizer_groups, optimizer_shards
 from moe_exp.config import Config
+from moe_exp.engine.optimizer_setup import LearningRateScheduler
 from moe_exp.engine.runtime import Runtime
 
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_attr_wrapped_model
 
 # fully_reshardable: one layout-independent tensor per parameter and optimizer moment.
@@ -57,7 +57,7 @@ class Trained:
 
     model: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
+    scheduler: LearningRateScheduler
 
 
 @contextlib.contextmanager

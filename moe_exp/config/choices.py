@@ -144,24 +144,41 @@ OPTIMIZERS = {
 }
 
 
+# Decay to its shape: the share of the way down that is left after this share of its length. The formulas of
+# Megatron's lr_wsd_decay_style; its `exponential` is 2 * 0.5^x - 1, so that it ends at 0.
+DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda share: 1 - share,
+    "cosine": lambda share: 0.5 * (math.cos(math.pi * share) + 1),
+    "exponential": lambda share: 2 * 0.5**share - 1,
+    "minus_sqrt": lambda share: 1 - math.sqrt(share),
+}
+# Parts of a composed schedule: decays, and what needs no end to aim at.
+PIECES = (*DECAYS, "constant", "inverse-square-root", "power")
+
+
 @dataclass(frozen=True)
 class Schedule:
-    """A learning-rate schedule, by Megatron's OptimizerParamScheduler.
+    """A learning-rate schedule; config/schedule.py takes it apart.
 
     Attributes:
-        has_final_decay: it is constant until its last WSD_DECAY_ITERS iterations.
-        remaining: share of LR - MIN_LR that is left after this share of the decay; None: no decay.
+        has_final_decay: its last WSD_DECAY_ITERS iterations decay in the shape of WSD_DECAY_STYLE.
+        needs_it: WSD_DECAY_ITERS must not be 0.
+        ends_at_lr: it never decays.
     """
 
     has_final_decay: bool
-    remaining: Callable[[float], float] | None = None
+    needs_it: bool = True
+    ends_at_lr: bool = False
 
 
 SCHEDULES = {
-    "cosine": Schedule(has_final_decay=False, remaining=lambda share: 0.5 * (math.cos(math.pi * share) + 1)),
-    "linear": Schedule(has_final_decay=False, remaining=lambda share: 1 - share),
-    "constant": Schedule(has_final_decay=False),
-    "WSD": Schedule(has_final_decay=True, remaining=lambda share: 1 - share),
+    "cosine": Schedule(has_final_decay=False),
+    "linear": Schedule(has_final_decay=False),
+    "constant": Schedule(has_final_decay=False, ends_at_lr=True),
+    "inverse-square-root": Schedule(has_final_decay=False),
+    "WSD": Schedule(has_final_decay=True),
+    "WSD-S": Schedule(has_final_decay=True),
+    "power": Schedule(has_final_decay=True, needs_it=False),
 }
 
 
@@ -188,10 +205,14 @@ MUP_RULES = {
 
 @dataclass(frozen=True)
 class OneOf:
-    """Validates that a value is one of `others` or a key of `table`, as the table is at that time."""
+    """Validates that a value is one of `others` or a key of `table`, as the table is at that time.
+
+    `read` returns the text of a value that is something else, written in a syntax of its own, or None.
+    """
 
     table: Collection[str]
     others: tuple[str, ...] = ()
+    read: Callable[[str], str | None] = lambda value: None
 
     @property
     def names(self) -> list[str]:
@@ -199,15 +220,19 @@ class OneOf:
 
     def __call__(self, value: Any) -> Any:
         if value not in self.names:
+            if (text := self.read(str(value))) is not None:
+                return text
             *most, last = map(repr, self.names)
             expected = f"{', '.join(most)} or {last}" if most else last
             raise PydanticCustomError("literal_error", "Input should be {expected}", {"expected": expected})
         return value
 
 
-def one_of(table: Collection[str], *others: str) -> BeforeValidator:
-    """Validator for `Annotated[str, one_of(TABLE, "auto")]`."""
-    return BeforeValidator(OneOf(table, others))
+def one_of(
+    table: Collection[str], *others: str, read: Callable[[str], str | None] = lambda value: None
+) -> BeforeValidator:
+    """Validator for `Annotated[str, one_of(TABLE, "auto")]`; `read` as in `OneOf`."""
+    return BeforeValidator(OneOf(table, others, read))
 
 
 def choices_of(field: Any) -> list[str]:

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS
 from moe_exp.config.data_stages import read_stages
+from moe_exp.config.schedule import read_points
 from moe_exp.host.files import is_url
 
 # Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
@@ -312,6 +313,7 @@ WholeNumbers = Annotated[str, BeforeValidator(_whole_numbers)]
 StageLayers = Annotated[str, BeforeValidator(_stage_layers)]
 Timeout = Annotated[str, BeforeValidator(_timeout)]
 Iterations = Annotated[str, BeforeValidator(_iterations)]
+IterationsOrShares = Annotated[str, BeforeValidator(read_points)]
 PathText = Annotated[str, AfterValidator(_path)]
 Stages = Annotated[str, BeforeValidator(read_stages)]
 Blend = Annotated[str, AfterValidator(_blend)]

@@ -11,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from moe_exp.config.choices import NO_LOSS, OPTIMIZERS, SCHEDULES, SCORES, one_of
+from moe_exp.config.choices import DECAYS, NO_LOSS, OPTIMIZERS, SCHEDULES, SCORES, one_of
 from moe_exp.config.model_settings import ModelSettings
+from moe_exp.config.schedule import read_composed
 from moe_exp.config.setting_types import (
     Blend,
     Iterations,
+    IterationsOrShares,
     NonNegative,
     NumRanks,
     OptionalNumbers,
@@ -106,8 +108,11 @@ class Config(ModelSettings):
     min_lr: Rate = learning(6e-05, "final learning rate", costs=False)
     router_lr_mult: float = learning(1.0, "LR and MIN_LR of routers, as a multiple", gt=0, costs=False)
     expert_lr_mult: float = learning(1.0, "LR and MIN_LR of routed experts, as a multiple", gt=0, costs=False)
-    lr_decay_style: Annotated[str, one_of(SCHEDULES)] = learning(
-        "cosine", "learning-rate schedule", costs=False, measured="constant"
+    lr_decay_style: Annotated[str, one_of(SCHEDULES, read=read_composed)] = learning(
+        "cosine",
+        "learning-rate schedule; or its pieces: 'constant:80%,linear' (docs/learning_rate.md)",
+        costs=False,
+        measured="constant",
     )
     mbsz: Positive = learning(8, "micro-batch size, samples")
     gbsz: Positive = learning(64, "global batch size, samples")
@@ -122,8 +127,23 @@ class Config(ModelSettings):
         0, "iteration at which MIN_LR is reached; 0: TRAIN_ITERS", costs=False, measured=0
     )
     wsd_decay_iters: NonNegative = learning(
-        0, "iterations of the final decay (LR_DECAY_STYLE=WSD)", costs=False
+        0,
+        "iterations of the final decay (LR_DECAY_STYLE=WSD, power), and of every decay (WSD-S)",
+        costs=False,
     )
+    wsd_decay_style: Annotated[str, one_of(DECAYS)] = learning(
+        "linear", "shape of these decays; minus_sqrt: 1 - sqrt", costs=False
+    )
+    wsd_decay_ends: IterationsOrShares = learning(
+        "",
+        "iterations, or shares such as 25%,50%, with which decays before the final one end; after each "
+        "the rate is LR again (LR_DECAY_STYLE=WSD-S)",
+        costs=False,
+    )
+    lr_power_a: float = learning(
+        4.0, "A of LR_DECAY_STYLE=power: at most LR, and at most GBSZ * A * tokens^B", gt=0, costs=False
+    )
+    lr_power_b: float = learning(-0.51, "B of LR_DECAY_STYLE=power", lt=0, costs=False)
     rampup_batch_size: str = learning(
         "", "'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ", costs=False, measured=""
     )

@@ -1,6 +1,6 @@
 """Parameter groups, Megatron's (distributed) optimizer, learning-rate schedule and batch ramp-up."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -10,6 +10,7 @@ import torch
 
 from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples
+from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parametrization import KINDS, Factors, factors, kind_of
 from moe_exp.config.ramp import batch_size_at
 from moe_exp.engine.model import DTYPES
@@ -183,34 +184,47 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     return optimizer
 
 
-def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Megatron's schedule. It counts samples, so that a ramped-up batch does not bend the curve."""
-    if config.lr_decay_style not in ("cosine", "linear", "constant", "WSD"):
-        rule = "Megatron's scheduler has no such style"
-        raise ValueError(f"lr_decay_style={config.lr_decay_style}: {rule}. Fix: use cosine.")
-    batch = config.gbsz
-    return OptimizerParamScheduler(
-        optimizer,
-        init_lr=0.0,
-        max_lr=config.lr,
-        min_lr=config.min_lr,
-        lr_warmup_steps=config.warmup_iters * batch,
-        lr_decay_steps=config.decay_end * batch,
-        lr_decay_style=config.lr_decay_style,
-        start_wd=config.weight_decay,
-        end_wd=config.weight_decay,
-        wd_incr_steps=config.train_iters * batch,
-        wd_incr_style="constant",
-        use_checkpoint_opt_param_scheduler=False,
-        override_opt_param_scheduler=True,
-        wsd_decay_steps=config.wsd_decay_iters * batch or None,
-        lr_wsd_decay_style="linear",
-    )
+class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]
+    """Megatron's scheduler, with its state in checkpoints, and the rates of `config.learning_rate`.
+
+    It counts samples, so that a ramped-up batch does not bend the curve. Each parameter group has the
+    schedule between its own `max_lr` and `min_lr`.
+    """
+
+    def __init__(self, config: Config, optimizer: MegatronOptimizer):
+        self._config, batch = config, config.gbsz  # before Megatron's constructor, which asks for rates
+        super().__init__(
+            optimizer,
+            init_lr=0.0,
+            max_lr=config.lr,
+            min_lr=config.min_lr,
+            lr_warmup_steps=config.warmup_iters * batch,
+            lr_decay_steps=config.decay_end * batch,
+            lr_decay_style=config.lr_decay_style,
+            start_wd=config.weight_decay,
+            end_wd=config.weight_decay,
+            wd_incr_steps=config.train_iters * batch,
+            wd_incr_style="constant",
+            use_checkpoint_opt_param_scheduler=False,
+            override_opt_param_scheduler=True,
+            wsd_decay_steps=config.wsd_decay_iters * batch,
+            lr_wsd_decay_style=config.wsd_decay_style,
+        )
+
+    def get_lr(self, param_group: Mapping[str, Any]) -> float:
+        """The rate of a parameter group after the samples so far."""
+        bounds = {name: param_group[name] for name in ("max_lr", "min_lr") if name in param_group}
+        return learning_rate(self._config, self.num_steps, **bounds)
 
 
-def base_learning_rate(optimizer: MegatronOptimizer) -> float:
-    """The learning rate of the groups without their own, see ROUTER_LR_MULT and EXPERT_LR_MULT."""
-    return next(group["lr"] for group in optimizer.param_groups if group["default_config"])
+def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> LearningRateScheduler:
+    """The schedule of LR_DECAY_STYLE over the groups of `optimizer`."""
+    return LearningRateScheduler(config, optimizer)
+
+
+def base_learning_rate(scheduler: LearningRateScheduler) -> float:
+    """The learning rate of groups without their own, also if every parameter has its own (LR_GROUPS)."""
+    return scheduler.get_lr({})
 
 
 class BatchSchedule:

@@ -9,7 +9,7 @@ import pytest
 
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.choices import SCHEDULES
+from moe_exp.config.choices import DECAYS
 from moe_exp.config.learning_rate import learning_rate, learning_rate_text, schedule_warnings
 
 
@@ -17,19 +17,128 @@ def config(**settings):
     return load_config({"preset": "reference", "gpus_per_node": 1, **settings}, {})
 
 
-@pytest.mark.parametrize("warmup", [0, 7])
-@pytest.mark.parametrize("style", SCHEDULES)
-def test_it_is_megatrons(style, warmup):
-    from moe_exp.engine.optimizer_setup import build_scheduler
+# Of everything that Megatron's scheduler has, and of what it does not have.
+MEGATRONS = [{"lr_decay_style": style} for style in ("cosine", "linear", "constant", "inverse-square-root")]
+MEGATRONS += [{"lr_decay_style": "WSD", "wsd_decay_style": decay} for decay in DECAYS]
+MEGATRONS += [{"lr_decay_style": "WSD", "wsd_decay_iters": 38}]  # begins in the warm-up
+OURS = [
+    {"lr_decay_style": "WSD-S", "wsd_decay_ends": "20,75%", "wsd_decay_iters": 8},
+    {"lr_decay_style": "power", "lr_power_a": 1e-3},
+    {"lr_decay_style": "constant:15:80%,cosine:20:10%,linear:50%:100%,inverse-square-root:90%,minus_sqrt"},
+]
 
-    c = config(train_iters=50, warmup_iters=warmup, decay_iters=40, lr_decay_style=style, wsd_decay_iters=12)
-    optimizer = SimpleNamespace(param_groups=[{}])
-    scheduler = build_scheduler(c, optimizer)
+
+def megatrons_scheduler(c, groups):
+    """Megatron's own scheduler, with the settings that it had here before it got its rates from us."""
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    end, batch = c.decay_iters or c.train_iters, c.gbsz
+    return OptimizerParamScheduler(
+        SimpleNamespace(param_groups=groups), init_lr=0.0, max_lr=c.lr, min_lr=c.min_lr,
+        lr_warmup_steps=c.warmup_iters * batch, lr_decay_steps=end * batch, lr_decay_style=c.lr_decay_style,
+        start_wd=c.weight_decay, end_wd=c.weight_decay, wd_incr_steps=c.train_iters * batch,
+        wd_incr_style="constant", use_checkpoint_opt_param_scheduler=False, override_opt_param_scheduler=True,
+        wsd_decay_steps=c.wsd_decay_iters * batch, lr_wsd_decay_style=c.wsd_decay_style,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("warmup", [0, 7])
+@pytest.mark.parametrize("style", MEGATRONS, ids=lambda style: "-".join(map(str, style.values())))
+def test_it_is_megatrons(style, warmup):
+    settings = {"train_iters": 50, "decay_iters": 40, "wsd_decay_iters": 12, "warmup_iters": warmup}
+    c = config(**settings | style)
+    groups = [{}, {"max_lr": 2 * c.lr, "min_lr": 0.0}]
+    scheduler = megatrons_scheduler(c, groups)
     for iteration in range(51):
-        assert learning_rate(c, iteration * c.gbsz) == pytest.approx(
-            optimizer.param_groups[0]["lr"], rel=1e-12
-        )
+        samples = iteration * c.gbsz
+        assert learning_rate(c, samples) == pytest.approx(groups[0]["lr"], rel=1e-12)
+        own = learning_rate(c, samples, max_lr=2 * c.lr, min_lr=0.0)
+        assert own == pytest.approx(groups[1]["lr"], rel=1e-12)
         scheduler.step(c.gbsz)
+
+
+@pytest.mark.parametrize("style", MEGATRONS + OURS, ids=lambda style: style["lr_decay_style"])
+def test_training_has_these_rates_in_a_ramp_and_after_a_resume_in_any_iteration(style):
+    from moe_exp.config.ramp import batch_size_at
+    from moe_exp.engine.optimizer_setup import base_learning_rate, build_scheduler
+
+    settings = {"train_iters": 50, "warmup_iters": 7, "wsd_decay_iters": 12, "rampup_batch_size": "16 16 900"}
+    c = config(**settings | style)
+    assert check_config(c) == []
+    group = {"max_lr": c.lr / 4, "min_lr": c.min_lr / 4, "wd_mult": 0.5}
+    optimizer = SimpleNamespace(param_groups=[group])
+    scheduler, samples, rates = build_scheduler(c, optimizer), 0, []
+    assert scheduler.state_dict().keys() == megatrons_scheduler(config(), []).state_dict().keys()
+    while samples <= 50 * c.gbsz:
+        assert base_learning_rate(scheduler) == learning_rate(c, samples)
+        assert group["lr"] == learning_rate(c, samples, max_lr=c.lr / 4, min_lr=c.min_lr / 4)
+        assert group["lr"] == pytest.approx(learning_rate(c, samples) / 4, rel=1e-12)
+        assert group["weight_decay"] == c.weight_decay / 2
+        for other in (c, config(train_iters=80)):  # the same schedule, and another one
+            resumed = build_scheduler(other, SimpleNamespace(param_groups=[{}]))
+            resumed.load_state_dict(scheduler.state_dict())
+            assert base_learning_rate(resumed) == learning_rate(other, samples)
+        rates.append(group["lr"])
+        scheduler.step(batch_size_at(c, samples))
+        samples += batch_size_at(c, samples)
+    assert len(rates) > 50 and len(set(rates)) > 7
+
+
+# Iteration to rate. LR=1e-3, MIN_LR=1e-4, 100 iterations of warm-up, and 1000 in all: docs/learning_rate.md.
+EXAMPLES = [
+    ({"lr_decay_style": "constant"}, {0: 0.0, 50: 5e-4, 100: 1e-3, 1000: 1e-3, 2000: 1e-3}),
+    ({"lr_decay_style": "linear"}, {100: 1e-3, 550: 5.5e-4, 1000: 1e-4, 2000: 1e-4}),
+    ({"lr_decay_style": "cosine"}, {100: 1e-3, 400: 7.75e-4, 550: 5.5e-4, 1000: 1e-4}),
+    ({"lr_decay_style": "inverse-square-root"}, {50: 5e-4, 400: 5e-4, 900: 3.33333e-4, 1001: 1e-4}),
+    ({"lr_decay_style": "WSD"}, {100: 1e-3, 800: 1e-3, 850: 7.75e-4, 900: 5.5e-4, 1000: 1e-4}),
+    ({"lr_decay_style": "WSD", "wsd_decay_style": "cosine"}, {850: 8.68198e-4, 900: 5.5e-4, 1000: 1e-4}),
+    ({"lr_decay_style": "WSD", "wsd_decay_style": "exponential"}, {850: 7.13614e-4, 900: 4.72792e-4}),
+    ({"lr_decay_style": "WSD", "wsd_decay_style": "minus_sqrt"}, {850: 5.5e-4, 900: 3.63604e-4, 1000: 1e-4}),
+    (
+        {"lr_decay_style": "WSD-S", "wsd_decay_ends": "500"},
+        {300: 1e-3, 400: 5.5e-4, 499: 1.045e-4, 500: 1e-3, 800: 1e-3, 900: 5.5e-4, 1000: 1e-4, 1001: 1e-4},
+    ),
+    (
+        {"lr_decay_style": "constant:50%,cosine:700:20%,constant:800,linear"},
+        {500: 1e-3, 600: 6e-4, 700: 2e-4, 799: 2e-4, 900: 1.5e-4, 1000: 1e-4, 1001: 1e-4},
+    ),
+    # Warm-up to the rate of the first piece, a jump, and up again.
+    (
+        {"lr_decay_style": "constant:200:60%,constant:400:20%,linear:600:100%,constant"},
+        {50: 3e-4, 100: 6e-4, 199: 6e-4, 200: 2e-4, 500: 6e-4, 600: 1e-3, 2000: 1e-3},
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("style", "rates"), EXAMPLES, ids=lambda value: "-".join(map(str, value))[:40])
+def test_worked_examples(style, rates):
+    c = config(**{"lr": 1e-3, "min_lr": 1e-4, "train_iters": 1000, "warmup_iters": 100,
+                  "wsd_decay_iters": 200} | style)  # fmt: skip
+    assert check_config(c) == []
+    found = {iteration: learning_rate(c, iteration * c.gbsz) for iteration in rates}
+    assert found == pytest.approx(rates, rel=1e-5)
+
+
+def test_power_counts_tokens():
+    """GBSZ * A * tokens^B = 2^10 * 4 / sqrt(iteration * 2^20) = 4 / sqrt(iteration), at most 0.2."""
+    c = config(
+        lr=0.2, min_lr=0.0, train_iters=10000, warmup_iters=100, wsd_decay_iters=1000, lr_decay_style="power",
+        gbsz=1024, seq_len=1024, lr_power_a=4.0, lr_power_b=-0.5,
+    )  # fmt: skip
+    rates = {50: 0.1, 100: 0.2, 400: 0.2, 1600: 0.1, 6400: 0.05, 9000: 0.0421637, 9500: 0.0210819, 10000: 0}
+    assert {i: learning_rate(c, i * 1024) for i in rates} == pytest.approx(rates, rel=1e-5)
+    # Half the rates with half of LR; not below MIN_LR.
+    half = {i: learning_rate(c, i * 1024, max_lr=0.1, min_lr=0.03) for i in (50, 1600, 6400)}
+    assert half == pytest.approx({50: 0.05, 1600: 0.05, 6400: 0.03})
+
+
+def test_power_is_that_of_the_paper():
+    """Shen et al. 2024, section 3.2: "10 trillion token corpus and a batch size 1024 [...] 0.0011"."""
+    c = config(
+        lr=0.02, lr_decay_style="power", gbsz=1024, seq_len=4096, lr_power_a=4.6, min_lr=0.0,
+        train_iters=10**7, warmup_iters=1000,
+    )  # fmt: skip
+    assert learning_rate(c, 10**13 // 4096) == pytest.approx(0.0011, abs=5e-5)
 
 
 def schedule(**settings):
@@ -56,6 +165,16 @@ def test_the_text_has_five_points():
     assert text == (
         "learning rate after iteration (linear): 0 at 0 (0%), 0.000833 at 250 (25%), 0.000556 at 500 (50%),"
         " 0.000278 at 750 (75%), 0 at 1000 (100%)"
+    )
+
+
+def test_the_text_has_the_pieces():
+    text = learning_rate_text(
+        config(train_iters=1000, lr_decay_style="constant:80%,linear", lr=1e-3, min_lr=0.0)
+    )
+    assert text == (
+        "learning rate after iteration (constant:80%,linear; constant until 800, linear until 1000): 0 at 0"
+        " (0%), 0.001 at 250 (25%), 0.001 at 500 (50%), 0.001 at 750 (75%), 0 at 1000 (100%)"
     )
 
 

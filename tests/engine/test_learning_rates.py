@@ -82,7 +82,7 @@ def _update(settings: dict[str, Any], port: int) -> tuple[dict[str, Tensor], flo
     parameters = dict(job.trained.model[0].named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
     train.train_step(job, Progress(), Interval(config, rank, job.trained.model), count_zeros=False)
-    rate = base_learning_rate(job.trained.optimizer)
+    rate = base_learning_rate(job.trained.scheduler)
     runtime.stop()
     return {name: parameter.detach() - before[name] for name, parameter in parameters.items()}, rate
 

@@ -14,6 +14,7 @@ from moe_exp.config.checks.data import check_packing, check_stages
 from moe_exp.config.checks.divisors import multiples as _multiples
 from moe_exp.config.checks.divisors import must_divide as _must_divide
 from moe_exp.config.checks.fp8 import check_fp8
+from moe_exp.config.checks.learning import check_schedule
 from moe_exp.config.checks.moe import check_moe, check_upcycle
 from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
@@ -23,7 +24,7 @@ from moe_exp.config.checks.training import (
     check_profiling,
     check_rampup,
 )
-from moe_exp.config.choices import EXPERT_BACKENDS, SCHEDULES
+from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.setting_types import blend_members, names_text, shown
 from moe_exp.config.settings import Config, problem
 from moe_exp.host.files import is_url
@@ -44,7 +45,7 @@ def check_config(config: Config) -> list[str]:
         *_parallel(config),
         *check_pipeline(config),
         *_batch(config),
-        *_schedule(config),
+        *check_schedule(config),
         *check_optimizer(config),
         *check_profiling(config),
         *_data(config),
@@ -166,30 +167,6 @@ def _batch(c: Config) -> Iterator[str]:
             fix += f", or MBSZ to {math.gcd(c.mbsz, c.gbsz // replicas)}"
         yield problem("gbsz", c.gbsz, f"is not a multiple of {of}", fix)
     yield from check_rampup(c, replicas)
-
-
-def _schedule(c: Config) -> Iterator[str]:
-    decay_name, decay = "DECAY_ITERS" if c.decay_iters else "TRAIN_ITERS", c.decay_end
-    if c.warmup_iters >= decay:
-        fix = f"set WARMUP_ITERS below {decay}, or raise {decay_name}"
-        yield problem(
-            "warmup_iters", c.warmup_iters, f"is not below {decay_name}={decay}, where the decay ends", fix
-        )
-    if c.min_lr > c.lr:
-        yield problem(
-            "min_lr",
-            c.min_lr,
-            f"is over LR={c.lr}",
-            f"set MIN_LR to at most {c.lr}, for instance {c.lr / 10:g}",
-        )
-    if SCHEDULES[c.lr_decay_style].has_final_decay and not 1 <= c.wsd_decay_iters <= decay:
-        fix = f"set WSD_DECAY_ITERS to 1 to {decay}, or another LR_DECAY_STYLE"
-        yield problem(
-            "wsd_decay_iters",
-            c.wsd_decay_iters,
-            f"LR_DECAY_STYLE={c.lr_decay_style} decays over 1 to {decay_name}={decay} iterations",
-            fix,
-        )
 
 
 def _data(c: Config) -> Iterator[str]:

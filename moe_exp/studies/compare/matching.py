@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.schedule import scaled_points
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.compare.variants import Variant, reference_of
@@ -15,6 +16,8 @@ from moe_exp.studies.compare.variants import Variant, reference_of
 Match = Literal["flops", "active-params", "time"]
 MATCHES: tuple[Match, ...] = ("flops", "active-params", "time")
 
+# Settings that name points of the schedule, as iterations or as shares.
+POINTS = ("lr_decay_style", "wsd_decay_ends")
 # GEMMs are faster at round widths; an error up to this share is fine.
 _ROUND_WIDTHS, _CLOSE = (64, 8), 2e-3
 
@@ -108,7 +111,11 @@ def with_iterations(variant: Variant, iterations: int) -> Variant:
     last = decay or iterations
     warmup = min(before.warmup_iters, last - 1)
     wsd = min(scaled(before.wsd_decay_iters), last)
-    return variant.having(train_iters=iterations, decay_iters=decay, warmup_iters=warmup, wsd_decay_iters=wsd)
+    texts = {name: scaled_points(getattr(before, name), iterations / before.train_iters) for name in POINTS}
+    texts = {name: text for name, text in texts.items() if text != getattr(before, name)}
+    return variant.having(
+        train_iters=iterations, decay_iters=decay, warmup_iters=warmup, wsd_decay_iters=wsd, **texts
+    )
 
 
 def iterations_of_time(seconds: float, seconds_per_iteration: float) -> int:

@@ -22,7 +22,7 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.child_runs import given_settings
 from moe_exp.studies.compare.comparison import Comparison, Options
-from moe_exp.studies.compare.matching import apart, with_iterations
+from moe_exp.studies.compare.matching import POINTS, apart, with_iterations
 from moe_exp.studies.compare.variants import Variant
 
 PUBLISHED = Path(__file__).parents[1] / "ladders"
@@ -271,6 +271,7 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
         "min_lr": float(f"{base.min_lr * rate:.3g}"),
         "warmup_iters": round(base.warmup_iters * iterations / base.train_iters),
         **{name: getattr(lengths, name) for name in ("train_iters", "decay_iters", "wsd_decay_iters")},
+        **{name: text for name in POINTS if (text := getattr(lengths, name)) != getattr(base, name)},
     }
 
 

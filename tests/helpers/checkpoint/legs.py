@@ -134,7 +134,7 @@ def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:
 
     record = interval.record(
         progress,
-        learning_rate=base_learning_rate(job.trained.optimizer),
+        learning_rate=base_learning_rate(job.trained.scheduler),
         grad_norm=grad_norm,
         num_zeros=None,
         loss_scale=1.0,

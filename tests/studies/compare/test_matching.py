@@ -141,6 +141,19 @@ def test_the_schedule_goes_with_the_iterations():
     assert with_iterations(no_decay, 50).config.decay_iters == 0
 
 
+def test_points_of_the_schedule_go_with_the_iterations():
+    settings = CPU | {"train_iters": 100, "decay_iters": 0, "warmup_iters": 10, "wsd_decay_iters": 10}
+    pieces = {"lr_decay_style": "constant:40,cosine:70%:10%,linear:90:50%,linear"}
+    longer = with_iterations(Variant.of("a", {}, settings | pieces), 150)
+    assert longer.config.lr_decay_style == "constant:60,cosine:70%:10%,linear:135:50%,linear"
+    cycles = {"lr_decay_style": "WSD-S", "wsd_decay_ends": "30,50%,75"}
+    longer = with_iterations(Variant.of("a", {}, settings | cycles), 150)
+    assert longer.config.wsd_decay_ends == "45,50%,112"
+    assert check_config(longer.config) == [] and longer.flags["lr_decay_style"] == "WSD-S"
+    shares = with_iterations(Variant.of("a", {}, settings), 150)
+    assert {"lr_decay_style", "wsd_decay_ends"}.isdisjoint(shares.flags.keys() - CPU.keys())
+
+
 def test_one_iteration_is_possible():
     variant = Variant.of("a", {}, CPU)
     assert check_config(with_iterations(variant, 2).config) == []
