@@ -110,6 +110,7 @@ MEGATRON_FLAGS = {
     "gbsz": "--global-batch-size",
     "warmup_iters": "--lr-warmup-iters",
     "decay_iters": "--lr-decay-iters",
+    "lr_groups": "--decoupled-lr --decoupled-min-lr (embedding and output layer)",
     "wsd_decay_iters": "--lr-wsd-decay-iters",
     "wsd_decay_style": "--lr-wsd-decay-style",
     "deterministic": "--deterministic-mode",

@@ -38,6 +38,7 @@ from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.config.loading import given_values
+from moe_exp.config.parameter_groups import group_lines
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import prepared_by_launcher
 from moe_exp.data.samples.dataset import Samples
@@ -197,6 +198,8 @@ def log_start(job: Job, progress: Progress, metrics: Metrics) -> None:
     embedded = "the embedded corpus, sources of Python (PSF-2.0) and torch (BSD-3-Clause)"
     logger.info("training data: %s", config.train_data or embedded)
     logger.info("%s", startup_report(config))
+    for line in group_lines(config):
+        logger.info("%s", line)
     backends = backends_of(config, job.runtime.device.type, job.kernel_failures)
     for part, (name, reason) in backends.items():
         logger.info("%s: %s (%s)", part, name, reason)

@@ -23,9 +23,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from moe_exp.config.choices import MUP_RULES
-from moe_exp.config.settings import Config
+
+if TYPE_CHECKING:
+    from moe_exp.config.settings import Config
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ KINDS = ("embedding", "output", "router", "expert_down", "hidden")
 
 
 def kind_of(name: str) -> str:
-    """The row of the table for a matrix, by its name."""
+    """The row of the table for a matrix, by its name in the model or in checkpoints."""
     if ".word_embeddings." in name:
         return "embedding"
     if "output_layer." in name:
@@ -52,7 +55,8 @@ def kind_of(name: str) -> str:
     if ".router." in name or name.endswith("shared_experts.gate_weight"):
         return "router"
     is_expert = ".mlp.experts." in name
-    return "expert_down" if is_expert and name.endswith("weight2") else "hidden"
+    is_second = name.endswith(("weight2", "linear_fc2.weight"))
+    return "expert_down" if is_expert and is_second else "hidden"
 
 
 def factors(config: Config, kind: str) -> Factors:

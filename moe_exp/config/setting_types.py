@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS
 from moe_exp.config.data_stages import read_stages
+from moe_exp.config.parameter_groups import read_groups
 from moe_exp.config.schedule import read_points
 from moe_exp.host.files import is_url
 
@@ -316,6 +317,7 @@ Iterations = Annotated[str, BeforeValidator(_iterations)]
 IterationsOrShares = Annotated[str, BeforeValidator(read_points)]
 PathText = Annotated[str, AfterValidator(_path)]
 Stages = Annotated[str, BeforeValidator(read_stages)]
+ParameterGroups = Annotated[str, BeforeValidator(read_groups)]
 Blend = Annotated[str, AfterValidator(_blend)]
 RankList = Annotated[str, BeforeValidator(_ranks)]
 OptionalPositive = Annotated[Positive | None, BeforeValidator(_none_or_int)]

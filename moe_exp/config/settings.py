@@ -22,6 +22,7 @@ from moe_exp.config.setting_types import (
     NumRanks,
     OptionalNumbers,
     OptionalPositive,
+    ParameterGroups,
     PathText,
     Positive,
     Probability,
@@ -108,6 +109,12 @@ class Config(ModelSettings):
     min_lr: Rate = learning(6e-05, "final learning rate", costs=False)
     router_lr_mult: float = learning(1.0, "LR and MIN_LR of routers, as a multiple", gt=0, costs=False)
     expert_lr_mult: float = learning(1.0, "LR and MIN_LR of routed experts, as a multiple", gt=0, costs=False)
+    lr_groups: ParameterGroups = learning(
+        "",
+        "multiples of LR and MIN_LR (lr) and of WEIGHT_DECAY (wd) by names of parameters: "
+        "'*.router.*:lr=0.5,wd=0;*embedding*:lr=2'; the first pattern counts (docs/learning_rate.md)",
+        costs=False,
+    )
     lr_decay_style: Annotated[str, one_of(SCHEDULES, read=read_composed)] = learning(
         "cosine",
         "learning-rate schedule; or its pieces: 'constant:80%,linear' (docs/learning_rate.md)",

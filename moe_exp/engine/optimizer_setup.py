@@ -1,6 +1,7 @@
 """Parameter groups, Megatron's (distributed) optimizer, learning-rate schedule and batch ramp-up."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -11,8 +12,9 @@ import torch
 from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples
 from moe_exp.config.learning_rate import learning_rate
-from moe_exp.config.parametrization import KINDS, Factors, factors, kind_of
+from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
 from moe_exp.config.ramp import batch_size_at
+from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
@@ -20,10 +22,12 @@ from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allo
 import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
 from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_attr_wrapped_model
 
 # Transformer Engine's or Apex's, if one of them is installed.
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
@@ -115,31 +119,41 @@ def _is_matrix(parameter: torch.Tensor, name: str, *, axis: int) -> bool:
     return axis == (split - 2 if split >= 0 else 0)
 
 
-def _own_learning_rates(config: Config) -> dict[ParamKey, Any]:
-    """Parameter groups whose learning rate differs from LR: ROUTER_LR_MULT, EXPERT_LR_MULT and muP."""
-    groups: dict[ParamKey, Any] = {}
-    for part, of_part in {
-        ".router.": config.router_lr_mult,
-        ".mlp.experts.": config.expert_lr_mult,
-        "": 1.0,
-    }.items():
-        for kind in (*KINDS, ""):  # "": norms and biases
-            factor = factors(config, kind) if kind else Factors()
-            multiple = of_part * factor.lr
-            if multiple == 1:
-                continue
-            key = ParamWithNamePredicate(name=f"{part}{kind}", fn=partial(_is_of, part=part, kind=kind))
-            groups[ParamKey(with_name_predicate=key)] = {
-                "max_lr": config.lr * multiple,
-                "min_lr": config.min_lr * multiple,
-                **({"wd_mult": factor.weight_decay} if factor.lr != 1 else {}),
-            }
-    return groups
+def parameter_names(model: list[DistributedDataParallel]) -> dict[int, str]:
+    """Name in checkpoints of this rank's parameters by their id, with the number of the layer: the same in
+    every layout, and of a tied output layer that of the embedding.
+    """
+    names = {}
+    metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    for chunk in model:
+        inner = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+        for own, shard in inner.sharded_state_dict(metadata=metadata).items():
+            if isinstance(shard, ShardedTensor | ShardedTensorFactory):
+                layer = ".".join(global_name(inner, own).split(".")[:3])
+                # Megatron's key has no number if all layers are alike.
+                names[id(shard.data)] = re.sub(r"^decoder\.layers(?=\.\D)", layer, shard.key)
+    return names
 
 
-def _is_of(parameter: torch.Tensor, name: str, *, part: str, kind: str) -> bool:
-    own_part = next((one for one in (".router.", ".mlp.experts.") if one in name), "")
-    return own_part == part and kind == ("" if _is_norm_or_bias(parameter) else kind_of(name))
+def _own_groups(config: Config, model: list[DistributedDataParallel]) -> dict[ParamKey, Any]:
+    """Parameter groups with another learning rate or weight decay, see `config.parameter_groups`."""
+    if are_alike(config):
+        return {}
+    found: dict[Multiples, set[int]] = {}
+    for parameter, name in parameter_names(model).items():
+        found.setdefault(multiples_of(config, name), set()).add(parameter)
+    overrides = {}
+    for own, parameters in found.items():
+        rates = {"max_lr": config.lr * own.lr, "min_lr": config.min_lr * own.lr} if own.lr != 1 else {}
+        decay = {"wd_mult": own.wd} if own.wd != 1 else {}
+        if rates or decay:
+            among = ParamPredicate(name=str(own), fn=partial(_is_among, ids=parameters))
+            overrides[ParamKey(predicate=among)] = rates | decay
+    return overrides
+
+
+def _is_among(parameter: torch.Tensor, *, ids: Container[int]) -> bool:
+    return id(parameter) in ids
 
 
 def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> MegatronOptimizer:
@@ -163,7 +177,7 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     )
     # By dimension, not name: a norm in the decayed group makes the loss jump at a restart.
     norms_and_biases = ParamKey(predicate=ParamPredicate(name="norms_and_biases", fn=_is_norm_or_bias))
-    overrides = {norms_and_biases: {"wd_mult": 0.0}} | _own_learning_rates(config)
+    overrides = {norms_and_biases: {"wd_mult": 0.0}} | _own_groups(config, model)
     if config.optimizer == "muon":
         overrides |= _matrices()
     with _megatron_builds(config):

@@ -17,6 +17,7 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.misspelt import warn_of_misspelt
+from moe_exp.config.parameter_groups import group_lines
 from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import as_given
 from moe_exp.config.settings_file import read_settings
@@ -297,7 +298,8 @@ def dry_run_text(
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     folder = f"run folder: {RunFolder.of(config).path}"
-    return "\n".join([*lines, "", folder, command, "", startup_report(config), learning_rate_text(config)])
+    report = [startup_report(config), learning_rate_text(config), *group_lines(config)]
+    return "\n".join([*lines, "", folder, command, "", *report])
 
 
 def _source(

@@ -18,9 +18,9 @@ from packaging.version import Version
 
 from moe_exp.checkpoint.remote import ahead_problem, find_there
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
+from moe_exp.config.checks.determinism import environment_problems
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.data_stages import stages_of
-from moe_exp.config.determinism import environment_problems
 from moe_exp.config.setting_types import is_prepared_first, names_text
 from moe_exp.data.own_text.settings import text_problems
 from moe_exp.data.tokens.document_ends import check_ends

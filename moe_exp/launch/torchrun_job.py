@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from moe_exp.config import Config, problem
-from moe_exp.config.determinism import deterministic_environment
+from moe_exp.config.checks.determinism import deterministic_environment
 from moe_exp.host.devices import KEEP_FREED_MEMORY, count_gpus
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, alive_file, complain
 from moe_exp.host.processes import (

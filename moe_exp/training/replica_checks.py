@@ -30,7 +30,9 @@ from torch import Tensor
 from moe_exp.checkpoint.format.fingerprints import multilinear_sum
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
+from moe_exp.config.parameter_groups import Multiples, are_alike, is_norm_or_bias, multiples_of
 from moe_exp.engine.initial_weights import global_name
+from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.engine.runtime import Runtime
 from moe_exp.training.metrics import Metrics
 from moe_exp.watch.hangs import heartbeat
@@ -97,7 +99,7 @@ def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list
     with parameters_in_sync(trained.model):
         prints = {kind: _prints(tensors) for kind, tensors in _tensors(config, runtime, trained).items()}
     groups, stepped = (
-        group_problems(trained.model, trained.optimizer),
+        group_problems(config, trained.model, trained.optimizer),
         stepped_values(trained.model, trained.optimizer),
     )
     sizes = {name: parameter.numel() for name, parameter in named_parameters(trained.model)}
@@ -320,15 +322,14 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
         )
 
 
-def is_norm_or_bias(name: str) -> bool:
-    """Matches names such as `...pre_mlp_layernorm.weight`, `...linear_qkv.layer_norm_weight`, `...bias1`."""
-    *_, module, last = ("", *name.split("."))
-    return "norm" in last or "norm" in module or last.rstrip("12").endswith("bias")
-
-
-def group_problems(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> list[str]:
-    """A line for each parameter that wrongly decays, or has values stepped on more than once or never."""
+def group_problems(
+    config: Config, model: list[DistributedDataParallel], optimizer: MegatronOptimizer
+) -> list[str]:
+    """A line for each parameter that wrongly decays, has the learning rate or weight decay of another group,
+    or has values stepped on more than once or never.
+    """
     names = {id(parameter): name for name, parameter in named_parameters(model)}
+    in_checkpoints = names if are_alike(config) else parameter_names(model)
     problems = []
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
@@ -338,17 +339,24 @@ def group_problems(model: list[DistributedDataParallel], optimizer: MegatronOpti
             for stepped in group["params"]:
                 groups.setdefault(id(stepped), []).append(group)
         for parameter, stepped in _pairs(part):
-            name, found = (
-                names.get(id(parameter), "a tensor that is no parameter"),
-                groups.get(id(stepped), []),
-            )
+            name = names.get(id(parameter), "a tensor that is no parameter")
+            found = groups.get(id(stepped), [])
             if len(found) != 1:
                 problems.append(f"{name} is in {len(found)} parameter groups of the optimizer instead of one")
-            elif is_norm_or_bias(name) and any(group.get("weight_decay") for group in found):
-                problems.append(
-                    f"{name} is a norm or bias and decays (weight_decay {found[0]['weight_decay']:g})"
-                )
+            else:
+                own = multiples_of(config, in_checkpoints.get(id(parameter), name))
+                problems += _problems_in_group(config, name, found[0], own)
     return sorted(set(problems))
+
+
+def _problems_in_group(config: Config, name: str, group: Mapping[str, Any], own: Multiples) -> Iterator[str]:
+    """Problems of a parameter with the group that it is in; `own` by the settings."""
+    if is_norm_or_bias(name) and group.get("weight_decay"):
+        yield f"{name} is a norm or bias and decays (weight_decay {group['weight_decay']:g})"
+    elif group["wd_mult"] != own.wd:
+        yield f"{name} has {group['wd_mult']:g} times WEIGHT_DECAY instead of {own.wd:g} times"
+    if group["max_lr"] != config.lr * own.lr or group["min_lr"] != config.min_lr * own.lr:
+        yield f"{name} has a schedule from {group['max_lr']:g} instead of {config.lr * own.lr:g}"
 
 
 def stepped_values(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Counter[str]:

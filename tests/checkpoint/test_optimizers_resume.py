@@ -36,7 +36,7 @@ for size in ({"tp": 2}, {"pp": 2}, {"ep": 2}, {"tp": 2, "etp": 2}):
 SGD: dict[str, Any] = {"optimizer": "sgd", "lr": 0.5, "min_lr": 0.0, "warmup_iters": 0, "weight_decay": 0.01}
 MUON: dict[str, Any] = {"optimizer": "muon", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "muon": MUON | {"router_lr_mult": 0.5, "expert_lr_mult": 2.0},
+    "muon": MUON | {"lr_groups": "*.router.*:lr=0.5;*.layers.3.*:lr=0.7,wd=3", "expert_lr_mult": 2.0},
     "sgd": SGD,
     "sgd without momentum": SGD | {"sgd_momentum": 0.0},
     "bf16 moments": {"optimizer_state_dtype": "bf16", "lr": 5e-3, "min_lr": 0.0, "warmup_iters": 0},

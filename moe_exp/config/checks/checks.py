@@ -14,7 +14,7 @@ from moe_exp.config.checks.data import check_packing, check_stages
 from moe_exp.config.checks.divisors import multiples as _multiples
 from moe_exp.config.checks.divisors import must_divide as _must_divide
 from moe_exp.config.checks.fp8 import check_fp8
-from moe_exp.config.checks.learning import check_schedule
+from moe_exp.config.checks.learning import check_groups, check_schedule
 from moe_exp.config.checks.moe import check_moe, check_upcycle
 from moe_exp.config.checks.pipeline import check_pipeline
 from moe_exp.config.checks.pipeline import num_replicas as _replicas
@@ -46,6 +46,7 @@ def check_config(config: Config) -> list[str]:
         *check_pipeline(config),
         *_batch(config),
         *check_schedule(config),
+        *check_groups(config),
         *check_optimizer(config),
         *check_profiling(config),
         *_data(config),

@@ -1,10 +1,18 @@
-"""Constraints on the learning-rate schedule. Returns lines as checks.py does."""
+"""Constraints on the learning-rate schedule and on parameter groups. Returns lines as checks.py does."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from moe_exp.config.choices import SCHEDULES
+from moe_exp.config.parameter_groups import (
+    Rule,
+    close_names,
+    deciding_rules,
+    is_norm_or_bias,
+    parameter_sizes,
+    rules_of,
+)
 from moe_exp.config.schedule import decay_ends, is_composed, pieces_of
 from moe_exp.config.settings import Config, problem
 
@@ -77,3 +85,39 @@ def _pieces(c: Config, decay_name: str) -> Iterator[str]:
     if pieces[0].style == "inverse-square-root" and not c.warmup_iters:
         rule = "an inverse square root falls from the end of the warm-up on"
         yield problem("warmup_iters", 0, rule, "set WARMUP_ITERS to 1 or more")
+
+
+def check_groups(c: Config) -> Iterator[str]:
+    """Every line of LR_GROUPS, ROUTER_LR_MULT and EXPERT_LR_MULT has an effect on some parameter."""
+    if not (rules := rules_of(c)):
+        return
+    names = list(parameter_sizes(c))
+    deciding = {name: deciding_rules(rules, name) for name in names}
+    used = [
+        {id(found[index]) for name, found in deciding.items() if not index or not is_norm_or_bias(name)}
+        for index in (0, 1)
+    ]
+    for rule in rules:
+        value = rule.pattern if rule.setting == "lr_groups" else getattr(c, rule.setting)
+        matching = [name for name in names if rule.matches(name)]
+        if not matching:
+            if rule.setting == "lr_groups":
+                fix = f"write it as in {', '.join(close_names(rule.pattern, names))}"
+                yield problem(rule.setting, value, "matches no parameter of this model", fix)
+            continue
+        yield from (problem(rule.setting, value, *text) for text in _unused(rule, matching, used))
+
+
+def _unused(
+    rule: Rule, matching: Sequence[str], used: Sequence[Collection[int]]
+) -> Iterator[tuple[str, str]]:
+    """Rule and fix of a problem for each multiple of a line that has no effect."""
+    for key, by in zip(("lr", "wd"), used, strict=True):
+        if getattr(rule, key) is None or id(rule) in by:
+            continue
+        if key == "wd" and all(map(is_norm_or_bias, matching)):
+            yield "has a wd, but matches norms and biases only, which never decay", "leave out the wd"
+        else:
+            where = "an earlier pattern" if rule.setting == "lr_groups" else "LR_GROUPS"
+            fix = "put this pattern before it" if rule.setting == "lr_groups" else "leave out one of the two"
+            yield f"{where} has the {key} of every parameter that it is for", fix

@@ -119,3 +119,58 @@ def test_schedules_that_cannot_run(settings, expected):
 )
 def test_schedules_that_can_run(settings):
     assert problems(**settings) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_groups": "*.router.*"}, r"LR_GROUPS=\*\.router\.\*: must be PATTERN:lr=NUMBER,wd=NUMBER .*"),
+        ({"lr_groups": "*:lr=2,lr=3"}, r"LR_GROUPS=\*:lr=2,lr=3: must be PATTERN:lr=NUMBER,wd=NUMBER .*"),
+        ({"lr_groups": "*:mult=2"}, r"LR_GROUPS=\*:mult=2: must be PATTERN:lr=NUMBER,wd=NUMBER .*"),
+        ({"lr_groups": "*:lr=-1"}, r"LR_GROUPS=\*:lr=-1: lr=-1 must be a number of at least 0\. Fix: .*"),
+        ({"lr_groups": "*:wd=inf"}, r"LR_GROUPS=\*:wd=inf: wd=inf must be a number of at least 0\. Fix: .*"),
+        (
+            {"lr_groups": "*.router.*:lr=2;*.roter.weight:lr=2"},
+            (
+                r"LR_GROUPS=\*\.roter\.weight: matches no parameter of this model\. Fix: write it as in"
+                r" decoder\.layers\.mlp\.router\.weight, .*, .*\."
+            ),
+        ),
+        (
+            {"lr_groups": "*.experts.5.*:lr=2"},
+            r"LR_GROUPS=.*: matches no .* in decoder\.layers\.mlp\.experts\.experts\.linear_fc1\.weight, .*",
+        ),
+        ({"lr_groups": "decoder.layers.9.*:lr=2"}, r"LR_GROUPS=decoder\.layers\.9\.\*: matches no .*"),
+        (
+            {"lr_groups": "*:lr=2;*.router.*:lr=3,wd=1"},
+            (
+                r"LR_GROUPS=\*\.router\.\*: an earlier pattern has the lr of every parameter that it is"
+                r" for\. Fix: put this pattern before it\."
+            ),
+        ),
+        (
+            {"lr_groups": "*router*:lr=2", "router_lr_mult": 0.5},
+            r"ROUTER_LR_MULT=0\.5: LR_GROUPS has the lr of .* Fix: leave out one of the two\.",
+        ),
+        (
+            {"lr_groups": "*norm*:wd=1,lr=2"},
+            r"LR_GROUPS=\*norm\*: has a wd, but matches norms and biases only, .* Fix: leave out the wd\.",
+        ),
+    ],
+)  # fmt: skip
+def test_groups_that_have_no_effect(settings, expected):
+    (line,) = problems(**settings)
+    assert re.fullmatch(expected, line), line
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"lr_groups": "*.router.*:lr=3,wd=1;*:lr=2"},
+        {"lr_groups": "*.router.*:wd=0", "router_lr_mult": 0.5, "expert_lr_mult": 2.0},
+        {"lr_groups": "decoder.layers.mlp.router.weight:lr=2; decoder.layers.[01].*: lr=2, wd=0 ;"},
+        {"use_moe": False, "router_lr_mult": 0.5, "expert_lr_mult": 2.0},  # a dense run of a comparison
+    ],
+)  # fmt: skip
+def test_groups_that_can_run(settings):
+    assert problems(**settings) == []
