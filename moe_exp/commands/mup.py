@@ -70,14 +70,14 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     transfer.add_argument("--jobs", type=int, default=1, help="models trained at a time (default: 1)")
     transfer.add_argument("--out", default="mup_transfer", help="folder (default: mup_transfer)")
     transfer.set_defaults(run=_transfer)
-    for parser in (check, transfer):
+    for parser, repeats in ((check, 12), (transfer, 3)):
         add = parser.add_argument
         add("--widths", default="64,128,256,512", help="HIDDEN_SIZE of the models (default: 64,128,256,512)")
         about = "NUM_EXPERTS of the models, at the first width (default: NUM_EXPERTS alone)"
         add("--experts", default="", help=about)
         about = "experts split into this many, with as many times TOPK and NUM_EXPERTS, at the first width"
         add("--granularities", default="", help=about)
-        add("--repeats", type=int, default=3, help="seeds of each model (default: 3)")
+        add("--repeats", type=int, default=repeats, help=f"seeds of each model (default: {repeats})")
         add_arguments(parser)
 
 
@@ -99,7 +99,7 @@ def _models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
     base = load_config(flags, {**_SMALL, **defaults, **os.environ})
     if arguments.repeats < 1:
-        raise ConfigError([problem("repeats", arguments.repeats, "must be 1 or more", "leave it out for 3")])
+        raise ConfigError([problem("repeats", arguments.repeats, "must be 1 or more", "leave it out")])
     if base.world_size > 1:
         fix = "set GPUS_PER_NODE=1, NNODES=1"
         rule = "models are trained by one rank"
