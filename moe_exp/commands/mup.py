@@ -98,8 +98,9 @@ def _models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
     base = load_config(flags, {**_SMALL, **defaults, **os.environ})
-    if arguments.repeats < 1:
-        raise ConfigError([problem("repeats", arguments.repeats, "must be 1 or more", "leave it out")])
+    for name in {"repeats", "steps", "jobs"} & vars(arguments).keys():
+        if (value := getattr(arguments, name)) < 1:
+            raise ConfigError([problem(name, value, "must be 1 or more", "leave it out")])
     if base.world_size > 1:
         fix = "set GPUS_PER_NODE=1, NNODES=1"
         rule = "models are trained by one rank"
@@ -118,16 +119,17 @@ def _models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str
         raise ConfigError(
             [problem("widths", arguments.widths, rule, "give two widths or more, or --experts")]
         )
-    return axes
+    data = {"train_data": base.train_data or _embedded_corpus(base)}
+    return {
+        axis: {size: model.model_copy(update=data) for size, model in models.items()}
+        for axis, models in axes.items()
+    }
 
 
-def _with_data(config: Config) -> Config:
+def _embedded_corpus(config: Config) -> str:
     from moe_exp.data.embedded import ensure_embedded_corpus
 
-    if config.train_data:
-        return config
-    corpus = ensure_embedded_corpus(Path(config.data_dir), config.vocab_size)
-    return config.model_copy(update={"train_data": str(corpus.train_prefix)})
+    return str(ensure_embedded_corpus(Path(config.data_dir), config.vocab_size).train_prefix)
 
 
 def _seeds(config: Config, repeats: int) -> Iterator[Config]:
@@ -139,8 +141,6 @@ def _check(arguments: argparse.Namespace) -> int:
     from moe_exp.studies.mup import LARGEST_SLOPE, growth_rows, growths
 
     axes = _models(arguments, _CHECK)
-    if arguments.steps < 1:
-        raise ConfigError([problem("steps", arguments.steps, "must be 1 or more", "leave it out for 10")])
     from moe_exp.training.proxy import coordinates
 
     ended_flat = True
@@ -149,7 +149,7 @@ def _check(arguments: argparse.Namespace) -> int:
         for axis, models in axes.items():
             measured: dict[int, list[Any]] = {}
             for size, model in models.items():
-                for config in _seeds(_with_data(model), arguments.repeats):
+                for config in _seeds(model, arguments.repeats):
                     measured.setdefault(size, []).append(coordinates(config, arguments.steps))
                     advance(1)
             found = growths(measured)
@@ -182,6 +182,7 @@ def _train(config: Config) -> float:
 
 
 def _transfer(arguments: argparse.Namespace) -> int:
+    from moe_exp.studies.child_runs import held
     from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, moved, optimum
 
     axes = _models(arguments, _TRANSFER)
@@ -190,7 +191,8 @@ def _transfer(arguments: argparse.Namespace) -> int:
     if arguments.lrs:
         rates = _numbers("lrs", arguments.lrs, float)
     folder = Path(arguments.out)
-    losses = _losses(arguments, folder, axes, rates)
+    with held(folder, f"OUT={folder}", "transfer"):
+        losses = _losses(arguments, folder, axes, rates)
     lines, ended = [], True
     for axis, models in axes.items():
         by_model = {
@@ -229,30 +231,30 @@ def _losses(
     arguments: argparse.Namespace, folder: Path, axes: dict[str, dict[int, Config]], rates: Sequence[float]
 ) -> dict[str, float]:
     """Losses of all runs by `_key`; those that folder/losses.json has are not run again."""
-    kept = _first(axes).model_dump(mode="json", exclude={"lr", "data_dir", "num_experts", "topk"})
+    kept = _first(axes).model_dump(mode="json", exclude={"lr", "num_experts", "topk"})
     path, known = folder / "losses.json", {}
     if path.exists():
         before = read_json(path)
-        if before["settings"] != kept:
-            names = [name for name in kept if before["settings"].get(name) != kept[name]]
-            rule = f"has runs with another {names[0].upper() if names else 'model'}"
+        there = before.get("settings") if isinstance(before, dict) else None
+        if there != kept:
+            names = [name for name in kept if not isinstance(there, dict) or there.get(name) != kept[name]]
+            rule = f"has runs with another {(names or ['model'])[0].upper()}"
             raise ConfigError([problem("out", str(folder), rule, "give another folder")])
         known = before["losses"]
     jobs = {}
     for model in (model for models in axes.values() for model in models.values()):
         for rate in rates:
-            for seed, config in enumerate(_seeds(_with_data(model), arguments.repeats)):
+            for seed, config in enumerate(_seeds(model, arguments.repeats)):
                 floor = config.min_lr / config.lr if config.lr else 0.0
                 job = config.model_copy(update={"lr": rate, "min_lr": rate * floor})
                 jobs[_key(model, rate, seed)] = job
     left = {key: job for key, job in jobs.items() if key not in known}
-    folder.mkdir(parents=True, exist_ok=True)
     with (
         progress("training", len(jobs), unit="models", done=len(jobs) - len(left)) as advance,
         ProcessPoolExecutor(max(1, arguments.jobs), multiprocessing.get_context("spawn")) as pool,
     ):
         for key, loss in zip(left, pool.map(_train, left.values()), strict=True):
-            known[key] = loss
+            known[key] = loss if math.isfinite(loss) else None  # diverged
             write_json(path, {"settings": kept, "losses": known})
             advance(1, key)
-    return {key: float(known[key]) for key in jobs}
+    return {key: math.inf if known[key] is None else float(known[key]) for key in jobs}

@@ -98,7 +98,17 @@ def test_coordinates_are_flat_under_mup_alone(alone: Path, run_command: Any):
 
 @pytest.mark.slow
 def test_transfer_continues_with_what_is_left(alone: Path, run_command: Any):
-    flags = ["transfer", "--widths", "32,64", "--train-data", str(alone), "--train-iters", "12"]
+    flags = [
+        "transfer",
+        "--widths",
+        "32,64",
+        "--train-data",
+        str(alone),
+        "--train-iters",
+        "12",
+        "--warmup-iters",
+        "2",
+    ]
     code, text = run_command([*flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016"])
     assert code in (0, 1) and "the best LR moves by a factor of" in text
     again, second = run_command([*flags, "--repeats", "1", "--lrs", "0.001,0.004,0.016"])
