@@ -46,6 +46,7 @@ from moe_exp.data.samples.order import Change
 from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.engine import faults, runtime
+from moe_exp.engine.averaged_weights import averaged_weights, update_average
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
 from moe_exp.engine.kernel_checks import KernelFailure, check_run
@@ -382,8 +383,18 @@ def train_step(job: Job, progress: Progress, interval: Interval, *, count_zeros:
     )
     if updated:
         job.trained.scheduler.step(increment=batch_size)
+        average_weights(job, progress, interval)
     done = Iteration(progress.iteration, first_sample, batch_size, bool(updated), _number(grad_norm))
     return Step(done, num_microbatches, losses, _number(num_zeros))
+
+
+def average_weights(job: Job, progress: Progress, interval: Interval) -> None:
+    """Takes the weights into their average after every AVERAGE_EVERY-th step (EMA_DECAY)."""
+    config = job.config
+    if config.ema_decay and progress.num_steps % config.average_every == 0:
+        progress.num_averaged += 1
+        with timed(interval.timers, "optimizer"):
+            update_average(job.trained.optimizer, decay=config.ema_decay, number=progress.num_averaged)
 
 
 def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -> IterationEnd:
@@ -432,27 +443,21 @@ def forward_backward(
 @heartbeat.during("evaluation")
 @torch.no_grad()
 def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[float, float]:
-    """Mean loss over the first EVAL_ITERS global batches of the validation data, the same ones every time.
+    """Writes the validation loss, of the weights and of their average if there is one.
 
     Returns:
-        The loss in nats per token, the same on every rank, and the seconds that this took.
+        The loss of the weights in nats per token, the same on every rank, and the seconds that this took.
     """
-    assert job.valid_stream is not None
-    start, config = time.monotonic(), job.config
-    total = torch.zeros((), dtype=torch.float64, device=job.runtime.device)
-    for chunk in job.trained.model:
+    start, model, ema_loss = time.monotonic(), job.trained.model, None
+    for chunk in model:
         chunk.eval()
-    with parameters_in_sync(job.trained.model):
-        for index in range(config.eval_iters):
-            losses = forward_backward(
-                job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
-            )
-            if losses and job.runtime.groups.tp.rank() == 0:
-                total += torch.stack(losses).double().sum()
-    for chunk in job.trained.model:
+    with parameters_in_sync(model):
+        loss = mean_valid_loss(job)
+        if progress.num_averaged:
+            with averaged_weights(job.trained.optimizer, model):
+                ema_loss = mean_valid_loss(job)
+    for chunk in model:
         chunk.train()
-    torch.distributed.all_reduce(total)
-    loss = total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
     if metrics is not None:
         metrics.valid(
             iteration=progress.iteration,
@@ -460,9 +465,26 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
             consumed_tokens=progress.consumed_tokens,
             consumed_flops=progress.consumed_flops,
             lm_loss=loss,
+            ema_lm_loss=ema_loss,
             bytes_per_token=job.bytes_per_token,
         )
     return loss, time.monotonic() - start
+
+
+def mean_valid_loss(job: Job) -> float:
+    """Mean over the first EVAL_ITERS global batches of the validation data, the same ones every time, on
+    every rank.
+    """
+    assert job.valid_stream is not None
+    config, total = job.config, torch.zeros((), dtype=torch.float64, device=job.runtime.device)
+    for index in range(config.eval_iters):
+        losses = forward_backward(
+            job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
+        )
+        if losses and job.runtime.groups.tp.rank() == 0:
+            total += torch.stack(losses).double().sum()
+    torch.distributed.all_reduce(total)
+    return total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
 
 
 def log_stage(job: Job, step: Step, metrics: Metrics) -> None:

@@ -1,5 +1,6 @@
 """Loads this package's checkpoints, and the weights in Megatron-LM's. Called by every rank."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,13 @@ from moe_exp.checkpoint.state import (
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.model_changes import optimizer_change, refuse_other_model
+from moe_exp.engine.averaged_weights import restart_average
 from moe_exp.engine.runtime import Runtime
 from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
 
 from megatron.core.distributed import DistributedDataParallel
+
+logger = logging.getLogger(__name__)
 
 
 def saved_progress(path: Path) -> Progress | None:
@@ -55,7 +59,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         load_weights(runtime, folder, trained)
         if config.fingerprints:
             compare_restored(runtime, folder, trained, optimizer=False)
-        return Progress()
+        return Progress(num_averaged=int(config.ema_decay > 0))
     _refuse_other_model(config, folder, common)
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
@@ -76,7 +80,20 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     if "rng_state" in state:
         set_rng_state(loaded["rng_state"][0])
     torch.distributed.barrier()
-    return _progress(config, common)
+    progress = _progress(config, common)
+    progress.num_averaged = _num_averaged(config, progress, has_average=request.has_average)
+    return progress
+
+
+def _num_averaged(config: Config, progress: Progress, *, has_average: bool) -> int:
+    """Updates of the average of the weights; of one that starts here the weights count as the first."""
+    if config.ema_decay and not has_average:
+        logger.info("EMA_DECAY=%g: the average starts with the weights of the checkpoint", config.ema_decay)
+        return 1
+    if has_average and not config.ema_decay:
+        logger.info("EMA_DECAY=0: the checkpoint's average of the weights is dropped")
+        return 0
+    return progress.num_averaged
 
 
 def _progress(config: Config, common: dict[str, Any]) -> Progress:
@@ -114,6 +131,7 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
         _load_model(state, folder, trained)
         # The optimizer has copies of its own of the weights that were there before.
         trained.optimizer.reload_model_params()
+        restart_average(trained.optimizer)
 
 
 def _load_model(state: dict[str, Any], folder: Path, trained: Trained) -> dict[str, Any]:

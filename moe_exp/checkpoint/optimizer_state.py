@@ -3,7 +3,8 @@ no others.
 
 A checkpoint has the same whatever keeps it: `optimizer.state.param.K` (main weights) and the moments, of Adam
 `optimizer.state.exp_avg.K` and `optimizer.state.exp_avg_sq.K`, of SGD `optimizer.state.momentum_buffer.K`,
-fp32, of the shape of the parameter with the key K; and Adam's number of steps in common.pt.
+fp32, of the shape of the parameter with the key K; with EMA_DECAY `optimizer.state.ema.K`, the average of the
+weights; and Adam's number of steps in common.pt.
 
 Megatron's distributed optimizer gives each data parallel rank a range of the values of a parameter, counted
 in memory order. Megatron writes these keys too (`fully_reshardable`), but gathers all state of the model on
@@ -36,7 +37,8 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format.boxes import Box, box_at, boxes_of_range, first_value, intersection, slices
 from moe_exp.checkpoint.format.keys import CheckpointKeys
-from moe_exp.engine.optimizer_classes import moments, set_moments
+from moe_exp.engine.averaged_weights import restart_average, update_model_weights
+from moe_exp.engine.optimizer_classes import AVERAGE, MOMENTS, moments, set_moments
 
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
@@ -44,7 +46,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
 _MAIN_WEIGHTS = ("optimizer.state.param.", "optimizer.state.fp32_param.")
 
@@ -56,7 +58,7 @@ class Owned:
     parameter: Tensor  # of the model
     start: int
     stop: int
-    values: Mapping[str, Tensor]  # `param` and the moments by name, fp32 [stop - start]
+    values: Mapping[str, Tensor]  # `param`, the moments and `ema` by name, fp32 [stop - start]
     # which set of data parallel ranks, that share a parameter's values, this one is in; None: each keeps all
     instance: int | None
     is_converted: bool  # the moments are copies: the optimizer keeps them in bf16 or 8 bits
@@ -98,7 +100,8 @@ def _owned(
     start, stop, instance = place
     found, kept = moments(optimizer, main), optimizer.state[main]
     is_converted = any(kept.get(name) is not value for name, value in found.items())
-    values = {name: value.detach().view(-1) for name, value in {"param": main, **found}.items()}
+    average = {AVERAGE: kept[AVERAGE]} if AVERAGE in kept else {}
+    values = {name: value.detach().view(-1) for name, value in {"param": main, **found, **average}.items()}
     keep = partial(set_moments, optimizer, main, found)
     return Owned(parameter, start, stop, values, instance, is_converted, keep)
 
@@ -200,7 +203,8 @@ def _steps(saved: Any) -> Iterator[int]:
 class OptimizerRequest:
     """The optimizer's state as it is asked of a checkpoint with `keys`, and what is to be done when it is
     there; the load overwrites it. `weights` is the model's state under those keys. Without `with_moments` (of
-    another optimizer) the main weights are taken, and moments and steps begin at zero.
+    another optimizer) the main weights are taken, and moments and steps begin at zero. Without an average of
+    the weights there (`has_average`), this run's begins with the weights.
     """
 
     def __init__(
@@ -215,6 +219,7 @@ class OptimizerRequest:
         self._keep: list[Callable[[], None]] = []
         self._main_weights: list[tuple[Tensor, Tensor]] = []
         self._has_main_weights = any(key.startswith(_MAIN_WEIGHTS) for key in keys.optimizer)
+        self.has_average = any(key.startswith(_written(AVERAGE, "")) for key in keys.optimizer)
         # what the optimizer keeps in another type than it is read in: moments, as they are read
         self.converted: list[Owned] = []
         key_of, described = partial(_present, keys), _described(owned_state(optimizer), weights)
@@ -222,11 +227,12 @@ class OptimizerRequest:
         self.shards = _numbered(chain.from_iterable(asked))
 
     def _asked(self, owned: Owned) -> Owned:
-        main = owned.values["param"]
-        others = {name: value for name, value in owned.values.items() if name != "param"}
-        others = others if self._with_moments else {}
+        main, with_moments = owned.values["param"], self._with_moments
+        others = {name: owned.values[name] for name in MOMENTS if with_moments and name in owned.values}
         self._keep += [owned.keep] if others else []
         self.converted += [replace(owned, values=others)] if others and owned.is_converted else []
+        if self.has_average and AVERAGE in owned.values:
+            others = others | {AVERAGE: owned.values[AVERAGE]}
         if not self._has_main_weights:
             self._main_weights.append((main, owned.parameter.detach().view(-1)[owned.start : owned.stop]))
             return replace(owned, values=others)
@@ -248,12 +254,9 @@ class OptimizerRequest:
             weights.copy_(loaded)
         for keep in self._keep:
             keep()
-        for part in self.optimizer.chained_optimizers:
-            if not isinstance(part, FP32Optimizer) and not part.is_stub_optimizer:
-                part._copy_main_params_to_model_params()
-        if model[0].ddp_config.use_distributed_optimizer:
-            for chunk in model:
-                chunk.start_param_sync(force_sync=True)
+        if not self.has_average:
+            restart_average(self.optimizer)
+        update_model_weights(self.optimizer, model)
         step = max(_steps(saved), default=0) if self._with_moments else 0
         self._set_step(step, next(_scalers(saved), None))
 

@@ -22,6 +22,7 @@ from moe_exp.checkpoint.format.keys import sharded_tensors
 from moe_exp.checkpoint.optimizer_state import Owned, owned_state, shards_of
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, weights_state
 from moe_exp.config import ConfigError
+from moe_exp.engine.optimizer_classes import MOMENTS
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED
 from moe_exp.runs.run_folder import LATEST
@@ -118,7 +119,9 @@ def _pieces(
     shards = sharded_tensors(weights)
     if optimizer:
         exact = (
-            replace(owned, values={"param": owned.values["param"]}) if owned.is_converted else owned
+            replace(owned, values={n: v for n, v in owned.values.items() if n not in MOMENTS})
+            if owned.is_converted
+            else owned
             for owned in owned_state(trained.optimizer)
         )
         shards = chain(shards, shards_of([*exact, *converted], weights))

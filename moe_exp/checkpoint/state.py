@@ -39,8 +39,14 @@ class Progress:
     consumed_flops: int = 0  # of the model, likewise
     # [first, end) of those that are left out of the order, see `data.skipping`
     skipped_samples: list[list[int]] = field(default_factory=list)
+    num_averaged: int = 0  # updates of the average of the weights (EMA_DECAY); 0: there is none yet
     # `SpikeDetector.state`, so that a spike right after a resume is seen; None: nothing is known
     spike_windows: dict[str, Any] | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the optimizer until now."""
+        return self.iteration - self.skipped_iterations
 
     def add(self, config: Config, batch_size: int, *, flops: int, skipped: bool) -> None:
         """Counts one iteration of `batch_size` samples, which took `flops` of the model."""

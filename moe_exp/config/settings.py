@@ -173,6 +173,14 @@ class Config(ModelSettings):
     adam_beta2: Probability = learning(0.95, "AdamW beta 2", costs=False)
     adam_eps: float = learning(1e-08, "AdamW epsilon", gt=0, costs=False)
     clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping", costs=False)
+    ema_decay: Probability = learning(
+        0.0,
+        "decay of an exponential moving average of the weights, such as 0.999; it is fp32, in checkpoints, and "
+        "validated as ema_lm_loss; 0: none",
+    )
+    average_every: Positive = learning(
+        1, "with EMA_DECAY: optimizer steps between updates of the average", costs=False
+    )
     seed: Seed = learning(1234, "seed of weights, data order and dropout", costs=False)
     deterministic: bool = learning(
         False,

@@ -18,6 +18,7 @@ from torch.optim.adamw import adamw
 from moe_exp.host.megatron_versions import refuse_cuda_graphs
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+AVERAGE = "ema"  # one more state of a parameter, which no optimizer uses: see averaged_weights.py
 BLOCK = 256  # values that share a scale in 8 bits, as in the kernels of bitsandbytes
 # Smaller tensors keep fp32 moments, as in bitsandbytes: norms are sensitive and cost nothing.
 SMALL = 4096

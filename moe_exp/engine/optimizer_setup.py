@@ -14,6 +14,7 @@ from moe_exp.config.data_stages import microbatch_samples
 from moe_exp.config.learning_rate import learning_rate
 from moe_exp.config.parameter_groups import Multiples, are_alike, multiples_of
 from moe_exp.config.ramp import batch_size_at
+from moe_exp.engine.averaged_weights import allocate_average
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon
@@ -194,6 +195,8 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
                 allocate_moments(part.optimizer)
             else:
                 part.init_state_fn(part.optimizer, part.config)
+    if config.ema_decay:
+        allocate_average(optimizer)
     share_loss_scale(optimizer)
     return optimizer
 

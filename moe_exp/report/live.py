@@ -288,7 +288,9 @@ def _validation(valid: Mapping[str, Any]) -> str:
         return _NOTHING
     ppl = number(valid.get("lm_loss_ppl"))
     perplexity = f" (perplexity {ppl:,.2f})" if ppl else ""
-    return f"{_number(valid.get('lm_loss'), '.4f')}{perplexity} at iteration {valid['iteration']:,}"
+    ema = number(valid.get("ema_lm_loss"))
+    averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
+    return f"{_number(valid.get('lm_loss'), '.4f')}{perplexity}{averaged} at iteration {valid['iteration']:,}"
 
 
 def _throughput(train: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ _ASSETS = Path(__file__).parent / "assets"
 _GENERATOR = '<meta name="generator" content="moe-exp report">'
 MOST_BYTES = 5_000_000
 _SCRIPTS = ("format", "series", "chart", "tools", "heatmap", "page")
-_LOSS_CHARTS = ("loss", "valid", "minus", "valid-minus", "ppl", "bits")
+_LOSS_CHARTS = ("loss", "valid", "ema", "minus", "valid-minus", "ppl", "bits")
 _TRAINING_CHARTS = ("grad_norm", "learning_rate", "tokens_per_second", "tflops_per_gpu", "memory_bytes")
 _DETAILS = (1.0, 0.5, 0.2, 0.05)
 

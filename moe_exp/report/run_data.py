@@ -34,7 +34,7 @@ CURVES = (
     "tflops_per_gpu", "elapsed_time_per_iteration_ms", "peak_memory_bytes", "memory_allocated_bytes",
 )  # fmt: skip
 _COUNTS = ("consumed_samples", "skipped_iterations", "nan_iterations")
-VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte")
+VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss")
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
 _LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
 _MOST_TEXT = 200_000  # characters of notes.md and of generated.jsonl

@@ -97,6 +97,7 @@ VALID_KEYS = {
     "lm_loss_bits_per_byte": (
         "lm_loss / ln 2 / UTF-8 bytes per token of the validation data, or null without a known tokenizer"
     ),
+    "ema_lm_loss": "lm_loss with the average of the weights (EMA_DECAY), or null without one",
 }
 EVENTS = {
     "start": "training begins at iteration 0",

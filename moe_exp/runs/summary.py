@@ -97,6 +97,7 @@ def summarize(
         "min_lm_loss_iteration": lowest.get("iteration"),
         "last_valid_lm_loss": valid[-1]["lm_loss"] if valid else None,
         "last_valid_ppl": valid[-1]["lm_loss_ppl"] if valid else None,
+        "last_valid_ema_lm_loss": valid[-1].get("ema_lm_loss") if valid else None,
         "consumed_samples": last.get("consumed_samples", 0),
         "consumed_tokens": last.get("consumed_tokens", 0),
         "wall_seconds": round(wall_seconds, 3),
@@ -195,9 +196,10 @@ def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | No
 def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = [f"lm loss      {_loss_text(summary)}"]
     if summary["last_valid_lm_loss"] is not None:
-        lines.append(
-            f"validation   {summary['last_valid_lm_loss']:.4f} (perplexity {summary['last_valid_ppl']:.2f})"
-        )
+        ema = summary["last_valid_ema_lm_loss"]
+        averaged = f", averaged weights {ema:.4f}" if ema is not None else ""
+        perplexity = f"(perplexity {summary['last_valid_ppl']:.2f})"
+        lines.append(f"validation   {summary['last_valid_lm_loss']:.4f} {perplexity}{averaged}")
     logged = summary["logged_iteration"]
     until = f" until iteration {logged}, the last that was logged" if logged < summary["iteration"] else ""
     lines.append(f"tokens       {summary['consumed_tokens']:,}{until}{_speed_text(summary)}")

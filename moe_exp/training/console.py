@@ -57,6 +57,8 @@ def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
         parts.append(f"perplexity {record['lm_loss_ppl']:.2f}")
         if (bits := record["lm_loss_bits_per_byte"]) is not None:
             parts.append(f"{bits:.3f} bits per byte")
+        if (averaged := record.get("ema_lm_loss")) is not None:
+            parts.append(f"averaged weights {averaged:.4f}")
     else:
         parts += _skipped_texts(record) + _speed_texts(record) + _balance_texts(record)
     while len(line := "  ".join(parts)) > _TERMINAL_COLUMNS:
@@ -129,6 +131,8 @@ def validation_lines(record: Mapping[str, Any]) -> list[str]:
     """Megatron's validation line between its two rulers."""
     line = f" validation loss at iteration {record['iteration']} | lm loss value: {record['lm_loss']:.6E} | "
     line += f"lm loss PPL: {record['lm_loss_ppl']:.6E} | "
+    if (averaged := record.get("ema_lm_loss")) is not None:
+        line += f"ema lm loss value: {averaged:.6E} | "
     ruler = "-" * (len(line) + 1)
     return [ruler, line, ruler]
 

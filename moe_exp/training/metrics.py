@@ -97,9 +97,10 @@ class Metrics:
         consumed_tokens: int,
         consumed_flops: int,
         lm_loss: float,
+        ema_lm_loss: float | None = None,
         bytes_per_token: float | None = None,
     ) -> None:
-        """Writes a valid record; `lm_loss` in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
+        """Writes a valid record; losses in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
         ppl = math.exp(min(lm_loss, 20.0))  # this order keeps NaN
         record: Record = {"kind": "valid", "iteration": iteration, "consumed_samples": consumed_samples}
         record |= {
@@ -110,6 +111,7 @@ class Metrics:
             "lm_loss_ppl": ppl,
         }
         record["lm_loss_bits_per_byte"] = lm_loss / math.log(2) / bytes_per_token if bytes_per_token else None
+        record["ema_lm_loss"] = ema_lm_loss
         self._write(record)
         self._log(validation_lines(record), terminal_line(record, self._config.train_iters))
         self._mirror(record)

@@ -25,8 +25,9 @@ FRACTIONS = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "1": {},
     "EP=2": {"gpus_per_node": 2, "ep": 2, "router_bias_rule": "quantile"} | FRACTIONS,
-    "EP=2, whole optimizer": {"gpus_per_node": 2, "ep": 2, "distributed_optimizer": False, "clip_grad": 0.0},
-    "PP=2": {"gpus_per_node": 2, "pp": 2, "overlap": "true"},
+    "EP=2, whole optimizer": {"gpus_per_node": 2, "ep": 2, "distributed_optimizer": False, "clip_grad": 0.0}
+    | {"ema_decay": 0.7},
+    "PP=2": {"gpus_per_node": 2, "pp": 2, "overlap": "true", "ema_decay": 0.7},
     "TP=2, bf16": {"gpus_per_node": 2, "tp": 2, "dtype": "bf16"},
     "Muon": {"gpus_per_node": 2, "optimizer": "muon", "distributed_optimizer": False},
     "EP=2, PP=2": {"gpus_per_node": 4, "ep": 2, "pp": 2, "router_bias_update_rate": 0.01} | FRACTIONS,

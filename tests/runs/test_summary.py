@@ -82,6 +82,7 @@ def test_summary(folder: RunFolder) -> None:
         "min_lm_loss_iteration": 3,
         "last_valid_lm_loss": 4.25,
         "last_valid_ppl": 70.1,
+        "last_valid_ema_lm_loss": None,
         "consumed_samples": 32,
         "consumed_tokens": 4000,
         "wall_seconds": 12.346,
@@ -124,6 +125,13 @@ What to try next
   moe-exp train --use-moe false   # the dense baseline
   moe-exp train --ep 2 --gpus-per-node 2   # experts spread over two ranks"""
     )
+
+
+def test_the_loss_of_averaged_weights_is_in_the_text(folder: RunFolder) -> None:
+    records = [r | {"ema_lm_loss": 4.125} if r["kind"] == "valid" else r for r in RECORDS]
+    summary = summarize(config(), records, folder, 12.3, "finished")
+    assert summary["last_valid_ema_lm_loss"] == 4.125
+    assert "(perplexity 70.10), averaged weights 4.1250\n" in summary_text(summary, config())
 
 
 def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> None:

@@ -175,12 +175,17 @@ def test_terminal_lines_fit_80_columns() -> None:
     assert terminal_line(valid | {"lm_loss_bits_per_byte": 1.25}, 300) == (
         "step  40/300  validation loss 4.5000  perplexity 90.02  1.250 bits per byte"
     )
+    assert terminal_line(valid | {"lm_loss_bits_per_byte": None, "ema_lm_loss": 4.25}, 300) == (
+        "step  40/300  validation loss 4.5000  perplexity 90.02  averaged weights 4.2500"
+    )
 
 
 def test_validation_lines_are_megatrons() -> None:
     line = " validation loss at iteration 100 | lm loss value: 4.512345E+00 | lm loss PPL: 9.113000E+01 | "
     lines = validation_lines({"iteration": 100, "lm_loss": 4.512345, "lm_loss_ppl": 91.13})
     assert lines == ["-" * (len(line) + 1), line, "-" * (len(line) + 1)]
+    averaged = {"iteration": 100, "lm_loss": 4.512345, "lm_loss_ppl": 91.13, "ema_lm_loss": 4.25}
+    assert validation_lines(averaged)[1] == line + "ema lm loss value: 4.250000E+00 | "
 
 
 def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config, folder: RunFolder) -> None:
@@ -192,6 +197,7 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
         consumed_tokens=5242880,
         consumed_flops=9 * 10**15,
         lm_loss=2.0,
+        ema_lm_loss=1.5,
         bytes_per_token=4.0,
     )
     writer.event("checkpoint", 40, path="iter_0000040")
@@ -204,7 +210,7 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
     assert valid == {
         "kind": "valid", "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, **consumed,
         "lm_loss": 2.0, "lm_loss_ppl": math.exp(2),
-        "lm_loss_bits_per_byte": 0.5 / math.log(2),
+        "lm_loss_bits_per_byte": 0.5 / math.log(2), "ema_lm_loss": 1.5,
     }  # fmt: skip
     assert set(valid) == {"kind", *records.VALID_KEYS}
     assert (

@@ -7,7 +7,8 @@ A logical tensor has one name whatever the style: `decoder.layers.3.self_attenti
 is in no layer under its own key. It is a box of one stored tensor, or two of them that are joined (the gate's
 half and the other), and is read alone.
 
-Of the optimizer the same names are given to `param` (the fp32 main weights), `exp_avg` and `exp_avg_sq`.
+The same names are given to the optimizer's `param` (the fp32 main weights), `exp_avg`, `exp_avg_sq` and `ema`
+(the average of the weights).
 """
 
 from __future__ import annotations

@@ -93,6 +93,11 @@ def check_optimizer(c: Config) -> Iterator[str]:
         yield problem(
             "distributed_optimizer", "true", rule, "set DISTRIBUTED_OPTIMIZER=false, or OPTIMIZER=adam"
         )
+    if c.ema_decay and c.average_every > c.train_iters:
+        rule = (
+            f"with TRAIN_ITERS={c.train_iters} the average of EMA_DECAY={c.ema_decay:g} would have no weights"
+        )
+        yield problem("average_every", c.average_every, rule, f"set it to at most {c.train_iters}")
     if c.optimizer_state_dtype == "fp32":
         return
     if not OPTIMIZERS[c.optimizer].has_bf16:

@@ -11,7 +11,8 @@
 fp32 weights need no main copy: they are the weights that are trained. 8-bit moments have an fp32 scale for
 every block of 256 values (Dettmers et al. 2022, arXiv:2110.02861, section 2; the block of bitsandbytes). Muon
 keeps one moment of matrices; embedding and output layer, which it leaves to Adam, have
-`embedding_moment_bytes` more a parameter; norms and routers, which are small, are counted as matrices.
+`embedding_moment_bytes` more a parameter; norms and routers, which are small, are counted as matrices. With
+EMA_DECAY the average of the weights adds 4.
 """
 
 from __future__ import annotations
@@ -23,16 +24,21 @@ QUANTIZED_BLOCK = 256  # values that share a scale
 
 
 def optimizer_state_bytes(config: Config) -> float:
-    """Bytes per parameter of main weight and moments, of a rank that holds all of them.
+    """Bytes per parameter of main weight, moments and average, of a rank that holds all of them.
 
     Weight and gradient are not counted: see `planner.params`.
     """
-    return main_weight_bytes(config) + moment_bytes(config)
+    return main_weight_bytes(config) + moment_bytes(config) + average_bytes(config)
 
 
 def main_weight_bytes(config: Config) -> int:
     """Bytes per parameter of the fp32 copy of the weight."""
     return 0 if config.dtype == "fp32" else 4
+
+
+def average_bytes(config: Config) -> int:
+    """Bytes per parameter of the average of the weights, fp32, in memory and in a checkpoint."""
+    return 4 if config.ema_decay else 0
 
 
 def num_moments(config: Config) -> int:

@@ -15,7 +15,12 @@ from moe_exp.config import Config
 from moe_exp.host.files import count_text
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.flops import flops_per_iteration
-from moe_exp.planner.costs.optimizer_bytes import embedding_moment_bytes, num_moments, optimizer_state_bytes
+from moe_exp.planner.costs.optimizer_bytes import (
+    average_bytes,
+    embedding_moment_bytes,
+    num_moments,
+    optimizer_state_bytes,
+)
 
 MEBIBYTE = 2**20
 
@@ -128,14 +133,14 @@ def weight_and_optimizer_bytes(config: Config, rank: RankParameters) -> float:
 
 
 def checkpoint_bytes(config: Config) -> int:
-    """Bytes of one checkpoint of the whole model: weights, fp32 main weights and the optimizer's moments.
+    """Bytes of one checkpoint of the whole model: weights, fp32 main weights, moments and average.
 
     Main weights are written in fp32 as well, and moments as fp32 whatever they are in memory: a checkpoint
     fits every layout.
     """
     count, weight = count_parameters(config), 4 if config.dtype == "fp32" else 2
     tables = count.embedding * embedding_moment_bytes(config)
-    return count.total * (weight + 4 + 4 * num_moments(config)) + tables
+    return count.total * (weight + 4 + 4 * num_moments(config) + average_bytes(config)) + tables
 
 
 def _bytes_per_parameter(config: Config, num_replicas: int) -> float:

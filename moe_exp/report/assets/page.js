@@ -49,6 +49,7 @@
   const charts = {
     loss: { title: `Training loss, ${data.unit}`, series: losses, exact, smooth: true, keep: true, height: 340 },
     valid: { title: `Validation loss, ${data.unit}`, series: validated, exact, keep: true },
+    ema: { title: `Validation loss of the averaged weights, ${data.unit}`, series: ofValidation("ema_lm_loss", run => run.bits_per_nat), exact, keep: true },
     minus: { title: () => `Training loss minus that of ${baselineName()}`, series: minusBaseline(losses), exact, smooth: true, signed: true, keep: true },
     "valid-minus": { title: () => `Validation loss minus that of ${baselineName()}`, series: minusBaseline(validated), exact, signed: true, keep: true },
     ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl"), keep: true },

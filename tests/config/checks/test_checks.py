@@ -539,6 +539,10 @@ OPTIMIZER = [
             r" ADAM_BETA2 to at most 0\.996, or .*=fp32\."
         ),
     ),
+    (
+        {"ema_decay": 0.99, "average_every": 11, "train_iters": 10, "warmup_iters": 0},
+        r"AVERAGE_EVERY=11: with TRAIN_ITERS=10 the average .* no weights\. Fix: set it to at most 10\.",
+    ),
 ]
 
 BATCH = [

@@ -50,6 +50,16 @@ def test_bytes_per_parameter(values, moments, saved):
     assert weight_and_optimizer_bytes(alone, rank) == (2 + 4 + 4 + moments) * rank.total
 
 
+def test_the_average_of_the_weights_adds_four():
+    plain, averaged = settings(), settings(ema_decay=0.999)
+    assert optimizer_state_bytes(averaged) == optimizer_state_bytes(plain) + 4
+    rank, num_parameters = rank_parameters(plain), count_parameters(plain).total
+    # divided like the moments
+    added = weight_and_optimizer_bytes(averaged, rank) - weight_and_optimizer_bytes(plain, rank)
+    assert added == 4 / 2 * rank.total
+    assert checkpoint_bytes(averaged) == checkpoint_bytes(plain) + 4 * num_parameters
+
+
 def test_muon_leaves_the_embedding_to_adam():
     config = settings(optimizer="muon", distributed_optimizer=False)
     count = count_parameters(config)

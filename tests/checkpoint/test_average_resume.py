@@ -1,0 +1,244 @@
+"""The average of the weights (EMA_DECAY) in checkpoints is that of the weights of all iterations, and a
+resume continues it in any layout.
+
+`pytest -m "" tests/checkpoint/test_average_resume.py` runs all layouts and optimizers.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.checkpoint.legs import Leg, run_legs, write_data
+from helpers.relative_error import relative_error
+from moe_exp import train
+from moe_exp.checkpoint.format.naming import KEEP_BYTES, logical_tensors
+from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.load import _num_averaged
+from moe_exp.checkpoint.state import Progress
+from moe_exp.checkpoint.tools.diff import compare
+from moe_exp.checkpoint.tools.layouts import Layout
+from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
+from moe_exp.checkpoint.tools.soundness import Verification
+from moe_exp.launch.machine_checks import bitsandbytes_problem
+from moe_exp.planner.costs.params import checkpoint_bytes
+
+STEPS, SAVED, DECAY = 6, 3, 0.7
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one": {"gpus_per_node": 1},
+    "DP2": {"gpus_per_node": 2},
+    "DP2 whole": {"gpus_per_node": 2, "distributed_optimizer": False},
+    "TP2_ETP2": {"gpus_per_node": 2, "tp": 2, "etp": 2},
+    "EP2": {"gpus_per_node": 2, "ep": 2},
+    "PP2_VPP2": {"gpus_per_node": 2, "pp": 2, "vpp": 2},
+    "EP4": {"gpus_per_node": 4, "ep": 4},
+    "TP2_EP2_ETP2": {"gpus_per_node": 4, "tp": 2, "ep": 2, "etp": 2},
+    "PP2_EP2": {"gpus_per_node": 4, "pp": 2, "ep": 2},
+}
+SLOW = pytest.mark.slow
+
+
+def read(checkpoints: Path, iteration: int, state: str = "ema") -> dict[str, Tensor]:
+    reader = CheckpointReader(checkpoints / f"iter_{iteration:07d}", keep_bytes=KEEP_BYTES)
+    return {name: tensor.read() for name, tensor in logical_tensors(reader, state).items()}
+
+
+def deviation(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest relative error of a tensor."""
+    assert found.keys() == expected.keys() and len(found) > 30
+    assert {tensor.dtype for tensor in found.values()} == {torch.float32}
+    return max(relative_error(found[name], expected[name]) for name in found)
+
+
+def averaged(checkpoints: Path, iterations: list[int]) -> dict[str, Tensor]:
+    """By the formula, from the fp32 weights of every iteration that is averaged."""
+    weights = [read(checkpoints, iteration, "param") for iteration in iterations]
+    shares = DECAY ** torch.arange(len(weights) - 1, -1, -1, dtype=torch.float64)
+    shares /= shares.sum()
+    return {
+        name: sum(share * one[name].double() for share, one in zip(shares, weights, strict=True))
+        for name in weights[0]
+    }
+
+
+def num_averaged(checkpoints: Path, iteration: int) -> int:
+    common = CheckpointReader(checkpoints / f"iter_{iteration:07d}").common()
+    return common["progress"]["num_averaged"]
+
+
+def settings_of(folder: Path, layout: str, **changes: Any) -> dict[str, Any]:
+    return {"train_data": str(write_data(folder)), "ema_decay": DECAY, **LAYOUTS[layout], **changes}
+
+
+def resumed(folder: Path, source: Path, layouts: list[str], **changes: Any) -> dict[str, Path]:
+    """Checkpoints of runs that continue from `source` to the last step in other layouts."""
+    legs = {
+        name: Leg(settings_of(folder, name, **changes), source, STEPS - SAVED, {STEPS: folder / name})
+        for name in layouts
+    }
+    for size in {leg.config.world_size for leg in legs.values()}:
+        run_legs([leg for leg in legs.values() if leg.config.world_size == size])
+    return {name: folder / name for name in layouts}
+
+
+def whole_run(folder: Path, layout: str, **changes: Any) -> Path:
+    """Checkpoints of a run that is not interrupted, half way and at its end."""
+    saves = dict.fromkeys((SAVED, STEPS), folder / "whole")
+    run_legs([Leg(settings_of(folder, layout, **changes), None, STEPS, saves)])
+    return folder / "whole"
+
+
+def test_resumed_and_reshaped(tmp_path):
+    settings = settings_of(tmp_path, "DP2")
+    whole = tmp_path / "whole"
+    run_legs([Leg(settings, None, STEPS, dict.fromkeys(range(1, STEPS + 1), whole))])
+    for iteration in range(1, STEPS + 1):
+        found = read(whole, iteration)
+        assert deviation(found, averaged(whole, list(range(1, iteration + 1)))) < 1e-6
+        assert num_averaged(whole, iteration) == iteration
+        if iteration > 1:
+            assert deviation(found, read(whole, iteration, "param")) > 1e-4
+    source = whole / f"iter_{SAVED:07d}"
+    assert list(Verification(source).findings()) == []
+    other = reshape(source, tmp_path / "reshaped", Reshaping(Layout(tp=2, etp=2), experts="single")).folder
+    same = compare(source, other, optimizer=True)
+    assert same.is_within(0.0)
+    assert sum(tensor.name.startswith("ema of ") for tensor in same.tensors) > 30
+    legs = [
+        Leg(settings, source, STEPS - SAVED, {STEPS: tmp_path / "again"}),
+        Leg(settings_of(tmp_path, "TP2_ETP2"), other, STEPS - SAVED, {STEPS: tmp_path / "moved"}),
+    ]
+    run_legs(legs)
+    assert deviation(read(tmp_path / "again", STEPS), read(whole, STEPS)) == 0
+    assert deviation(read(tmp_path / "moved", STEPS), read(whole, STEPS)) < 1e-6
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("saved_at", "loaded_at"),
+    [
+        ("one", ["one", "DP2", "EP2", "EP4", "TP2_EP2_ETP2"]),
+        ("TP2_EP2_ETP2", ["one", "PP2_VPP2", "PP2_EP2", "TP2_EP2_ETP2"]),
+        ("PP2_EP2", ["TP2_ETP2", "DP2 whole", "EP4", "PP2_EP2"]),
+        ("DP2 whole", ["DP2 whole", "DP2", "EP4"]),
+        ("PP2_VPP2", ["one", "EP2", "PP2_VPP2"]),
+    ],
+)
+def test_every_layout(saved_at, loaded_at, tmp_path, record_property):
+    whole = whole_run(tmp_path, saved_at)
+    for name, folder in resumed(tmp_path, whole / f"iter_{SAVED:07d}", loaded_at).items():
+        found = deviation(read(folder, STEPS), read(whole, STEPS))
+        record_property(name, found)
+        assert found == 0 if name == saved_at else found < 1e-6
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16"},
+    "bf16 moments": {"dtype": "bf16", "optimizer_state_dtype": "bf16"},
+    "sgd": {"optimizer": "sgd", "lr": 0.5},
+    "sgd without momentum": {"optimizer": "sgd", "lr": 0.5, "sgd_momentum": 0.0, "dtype": "bf16"},
+    "muon": {"optimizer": "muon", "distributed_optimizer": False},
+    # wide enough for tensors of more than 4096 values, which have codes
+    "adam8bit": {"optimizer": "adam8bit", "hidden_size": 64, "ffn_hidden_size": 96},
+}
+
+
+@SLOW
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer(name, tmp_path):
+    """What a moved run has is the average of the weights before and of its own after."""
+    if name == "adam8bit" and (reason := bitsandbytes_problem("CPU")):
+        pytest.skip(reason)
+    # fp16 begins with steps that are skipped, until the loss scale fits
+    first = 24 if name == "fp16" else 0
+    changes = {"warmup_iters": 0} | OPTIMIZERS[name]
+    settings = settings_of(tmp_path, "DP2", **changes)
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    end, saved = first + STEPS, first + SAVED
+    run_legs([Leg(settings, None, end, dict.fromkeys(range(end + 1), whole))])
+    source = whole / f"iter_{saved:07d}"
+    assert list(Verification(source).findings()) == []
+    run_legs([
+        Leg(settings, source, STEPS - SAVED, {end: tmp_path / "again"}),
+        Leg(settings_of(tmp_path, "TP2_ETP2", **changes), source, STEPS - SAVED,
+            dict.fromkeys(range(saved + 1, end + 1), moved)),
+    ])  # fmt: skip
+    counts = [num_averaged(whole, iteration) for iteration in range(end + 1)]
+    steps = [iteration for iteration in range(1, end + 1) if counts[iteration] > counts[iteration - 1]]
+    assert counts[-1] == len(steps) and len(steps) >= STEPS
+    assert (len(steps) < end) == (name == "fp16")
+    assert deviation(read(whole, end), averaged(whole, steps)) < 1e-6
+    # scales of 8-bit moments are found again but for rounding
+    assert deviation(read(tmp_path / "again", end), read(whole, end)) <= 1e-6 * (name == "adam8bit")
+    before = averaged(whole, [iteration for iteration in steps if iteration <= saved])
+    share = sum(DECAY**n for n in range(SAVED, len(steps))) / sum(DECAY**n for n in range(len(steps)))
+    after = averaged(moved, list(range(saved + 1, end + 1)))
+    expected = {key: share * before[key] + (1 - share) * after[key] for key in after}
+    assert deviation(read(moved, end), expected) < 1e-6
+
+
+def test_newly_set_and_dropped(tmp_path):
+    """A start without an average takes the weights of the checkpoint as its first; one without EMA_DECAY
+    drops it; another optimizer keeps it.
+    """
+    plain, settings = settings_of(tmp_path, "one", ema_decay=0.0), settings_of(tmp_path, "one")
+    other = settings | {"optimizer": "sgd", "allow_other_optimizer": True}
+    folders = {name: tmp_path / name for name in ("before", "set", "dropped", "other")}
+    run_legs([
+        Leg(plain, None, 2, {2: folders["before"]}),
+        Leg(settings, folders["before"], 2, dict.fromkeys((2, 3, 4), folders["set"])),
+        Leg(plain, folders["set"], 0, {4: folders["dropped"]}),
+        Leg(other, folders["set"], 0, {4: folders["other"]}),
+    ])  # fmt: skip
+    assert num_averaged(folders["before"], 2) == 0
+    assert deviation(read(folders["set"], 2), read(folders["before"], 2, "param")) == 0
+    assert deviation(read(folders["set"], 4), averaged(folders["set"], [2, 3, 4])) < 1e-6
+    assert num_averaged(folders["set"], 4) == 3
+    assert read(folders["dropped"], 4) == {} and num_averaged(folders["dropped"], 4) == 0
+    assert deviation(read(folders["other"], 4), read(folders["set"], 4)) == 0
+    assert num_averaged(folders["other"], 4) == 3
+    sizes = {}
+    for name, iteration in (("set", 4), ("dropped", 4)):
+        reader = CheckpointReader(folders[name] / f"iter_{iteration:07d}")
+        sizes[name] = sum(one.num_bytes for key, one in reader.tensors.items() if "rng_state" not in key)
+    expected = [checkpoint_bytes(Leg(one).config) for one in (settings, plain)]
+    assert [sizes["set"], sizes["dropped"]] == expected
+
+
+@pytest.mark.parametrize(
+    ("decay", "has_average", "line", "number"),
+    [
+        (0.9, False, "EMA_DECAY=0.9: the average starts with the weights of the checkpoint", 1),
+        (0.0, True, "EMA_DECAY=0: the checkpoint's average of the weights is dropped", 0),
+        (0.9, True, None, 7),
+        (0.0, False, None, 7),
+    ],
+)
+def test_one_line_says_so(decay, has_average, line, number, caplog):
+    config = Leg({"ema_decay": decay, "gpus_per_node": 1}).config
+    with caplog.at_level(logging.INFO):
+        assert _num_averaged(config, Progress(num_averaged=7), has_average=has_average) == number
+    assert caplog.messages == ([line] if line else [])
+
+
+def test_every_second_step_is_averaged_and_skipped_ones_do_not_count(monkeypatch):
+    """Steps are made at iterations 1, 3, 4, 5 and 6: the second is 3, and the fourth 5."""
+    numbers = []
+    monkeypatch.setattr(train, "update_average", lambda optimizer, **given: numbers.append(given))
+    config = Leg({"ema_decay": 0.5, "average_every": 2, "gpus_per_node": 1}).config
+    job = SimpleNamespace(config=config, trained=SimpleNamespace(optimizer=None))
+    progress, averaged_at = Progress(), []
+    for iteration in range(1, 7):
+        progress.add(config, 8, flops=1, skipped=iteration == 2)
+        if iteration != 2:
+            train.average_weights(job, progress, SimpleNamespace(timers=None))
+            averaged_at += [iteration] if len(numbers) > len(averaged_at) else []
+    assert averaged_at == [3, 5] and progress.num_averaged == 2
+    assert numbers == [{"decay": 0.5, "number": 1}, {"decay": 0.5, "number": 2}]
