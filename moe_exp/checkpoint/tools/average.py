@@ -1,4 +1,5 @@
-"""`moe-exp ckpt average`: the weighted average of the weights of checkpoints, as one without optimizer.
+"""`moe-exp ckpt average`: the weighted average of the weights of checkpoints, as one without optimizer; for
+Hugging Face folders see checkpoint/hf/averaging.py.
 
 The average of the last checkpoints of a run with a constant learning rate takes the place of its decay (Tian
 et al. 2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of the checkpoints t_0 ... t_k it is t_0 plus
@@ -9,11 +10,11 @@ c_k = w_k, c_i = w_i - w_{i+1} and c_0 = 1 - w_1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from moe_exp.checkpoint.tools.info import chosen, iteration_of
 from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, Written, reshape
 from moe_exp.config import problem
+from moe_exp.engine.optimizer_classes import AVERAGE
 
 # w_i by i and the number of checkpoints
 _DECAYS: dict[str, Callable[[int, int], float]] = {
@@ -94,7 +96,14 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
     return found
 
 
-def average(sources: Sequence[Path], target: Path, layout: Layout, weights: Sequence[float]) -> Written:
+def average(
+    sources: Sequence[Path],
+    target: Path,
+    layout: Layout,
+    weights: Sequence[float],
+    *,
+    of_ema: bool = False,
+) -> Written:
     """Writes the average of the weights as a checkpoint without optimizer, of the last one's iteration.
 
     Values are added in fp64 and rounded once; where all checkpoints have fp32 main weights, those are added.
@@ -105,16 +114,22 @@ def average(sources: Sequence[Path], target: Path, layout: Layout, weights: Sequ
         target: checkpoints folder to make.
         layout: of the ranks that will load it.
         weights: one for each.
+        of_ema: take the averages that the run kept (EMA_DECAY) in place of the weights. The routers' expert
+            bias, which has none, is the checkpoints' own.
 
     Raises:
-        ValueError: the checkpoints are not of one model, or as of `reshape`.
+        ValueError: the checkpoints are not of one model, or have no such average, or as of `reshape`.
     """
     keep_bytes = KEEP_BYTES // len(sources)
     readers = [CheckpointReader(source, keep_bytes=keep_bytes) for source in sources]
     stored = [logical_tensors(reader) for reader in readers]
-    main = [logical_tensors(reader, "param") for reader in readers]
+    main = [logical_tensors(reader, AVERAGE if of_ema else "param") for reader in readers]
+    for reader in readers if of_ema else ():
+        if not reader.common().get("progress", {}).get("num_averaged"):
+            fix = "leave --ema out, or name a checkpoint of a run with EMA_DECAY"
+            raise ValueError(problem("SRC", reader.folder, "has no average of the weights", fix))
     for source, tensors in zip(sources, stored, strict=True):
-        _check_same_model(sources[-1], stored[-1], source, tensors)
+        check_same_shapes(sources[-1], stored[-1], source, tensors)
     values: dict[str, LogicalTensor] = {}
     for name in stored[-1]:
         of_each = main if all(name in one for one in main) else stored
@@ -122,6 +137,7 @@ def average(sources: Sequence[Path], target: Path, layout: Layout, weights: Sequ
         values[name] = _Averaged(name, parts[-1].boxes, readers[-1], parts, tuple(weights))
     facts: list[dict[str, Any]] = [
         {"checkpoint": str(source), "iteration": iteration_of(source, reader.common()), "weight": weight}
+        | ({"state": AVERAGE} if of_ema else {})
         for source, reader, weight in zip(sources, readers, weights, strict=True)
     ]
     changes = Reshaping(layout, weights_only=True)
@@ -130,14 +146,20 @@ def average(sources: Sequence[Path], target: Path, layout: Layout, weights: Sequ
     )
 
 
-def _check_same_model(
-    last: Path, expected: dict[str, LogicalTensor], source: Path, found: dict[str, LogicalTensor]
+class _Shaped(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+def check_same_shapes(
+    reference: Path, expected: Mapping[str, _Shaped], source: Path, found: Mapping[str, _Shaped]
 ) -> None:
+    """Raises a ValueError if tensors of `source` differ from those of `reference` in name or shape."""
     for name in sorted(expected.keys() | found.keys()):
         shapes = [list(one[name].shape) if name in one else None for one in (found, expected)]
         if shapes[0] != shapes[1]:
-            rule = f"has {name} of shape {shapes[0]}, {last} of shape {shapes[1]}"
-            raise ValueError(problem("SRC", source, rule, "average checkpoints of one model"))
+            rule = f"has {name} of shape {shapes[0]}, {reference} of shape {shapes[1]}"
+            raise ValueError(problem("SRC", source, rule, "average weights of one model"))
 
 
 @dataclass(frozen=True)
@@ -150,14 +172,17 @@ class _Averaged(LogicalTensor):
     def read(self, offsets: tuple[int, ...] = (), sizes: tuple[int, ...] = ()) -> Tensor:
         """Its values, or a box of them; the sum is rounded once."""
         values = [part.read(offsets, sizes).contiguous() for part in self.parts]
-        result = values[-1]
-        if not result.is_floating_point():
-            return result
-        flat = [one.view(-1) for one in values]
-        for block in zip(*(one.split(_BLOCK) for one in flat), strict=True):
-            # a sum that begins with 0 would lose the sign of -0
-            total = block[0].to(torch.float64).mul_(self.weights[0])
-            for one, weight in zip(block[1:], self.weights[1:], strict=True):
-                total.add_(one.to(torch.float64), alpha=weight)
-            block[-1].copy_(total)
-        return result
+        if values[-1].is_floating_point():
+            add_weighted(values, self.weights, out=values[-1])
+        return values[-1]
+
+
+def add_weighted(values: Sequence[Tensor], weights: Sequence[float], *, out: Tensor) -> None:
+    """Sets `out`, which may be one of `values`, to their weighted sum, added in fp64 and rounded once."""
+    flat = [one.view(-1).split(_BLOCK) for one in (*values, out)]
+    for *block, rounded in zip(*flat, strict=True):
+        # a sum that begins with 0 would lose the sign of -0
+        total = block[0].to(torch.float64).mul_(weights[0])
+        for one, weight in zip(block[1:], weights[1:], strict=True):
+            total.add_(one.to(torch.float64), alpha=weight)
+        rounded.copy_(total)

@@ -138,6 +138,46 @@ def test_whole_numbers_are_those_of_the_last(tmp_path):
     assert torch.equal(reader.read(counts), drawn[1][counts])
 
 
+def with_ema(seed: int, iteration: int, folder: Path, num_averaged: int = 3) -> Path:
+    """A checkpoint with an average of the weights, which is drawn."""
+    tensors = drawn_state(seed)
+    ema = {f"optimizer.state.ema.{key}": torch.randn(tensors[key].shape) for key in (*STACKED, *WHOLE)}
+    common = common_state(iteration)
+    common["progress"]["num_averaged"] = num_averaged
+    return write_checkpoint(folder, iteration, tensors=tensors | ema, common=common)
+
+
+def test_the_average_that_a_run_has_kept(tmp_path):
+    sources = [with_ema(n, n + 1, tmp_path / "run" / "checkpoints") for n in range(2)]
+    run = str(tmp_path / "run")
+    assert main(["ckpt", "average", run, str(tmp_path / "out"), "--ema"]) == 0
+    assert (
+        main(["ckpt", "average", run, str(tmp_path / "two"), "--ema", "--last", "2", "--weights", "1,3"]) == 0
+    )
+    one, two = (CheckpointReader(tmp_path / name / "iter_0000002") for name in ("out", "two"))
+    stored = [CheckpointReader(source) for source in sources]
+    assert set(one.tensors) == set(two.tensors) == {*STACKED, *WHOLE, BIAS}
+    for key in (*STACKED, *WHOLE):
+        ema = [reader.read(f"optimizer.state.ema.{key}") for reader in stored]
+        dtype = stored[1].tensors[key].dtype
+        assert torch.equal(one.read(key), ema[1].to(dtype)), key
+        assert torch.equal(two.read(key), (0.25 * ema[0].double() + 0.75 * ema[1].double()).to(dtype)), key
+    assert torch.equal(one.read(BIAS), stored[1].read(BIAS))
+    assert list(Verification(tmp_path / "out" / "iter_0000002").findings()) == []
+    manifest = Manifest.read(tmp_path / "out" / "iter_0000002")
+    assert manifest and [one["state"] for one in manifest.facts["averaged_from"]] == ["ema"]
+
+
+def test_a_run_that_has_kept_none(tmp_path, capsys):
+    """Or has not averaged yet: AVERAGE_EVERY steps are not over."""
+    folders = [write_checkpoint(tmp_path / "plain"), with_ema(0, 5, tmp_path / "early", num_averaged=0)]
+    for folder in folders:
+        assert main(["ckpt", "average", str(folder), str(tmp_path / "out"), "--ema"]) == 1
+        line = f"SRC={folder}: has no average of the weights. Fix: leave --ema out, or name a checkpoint of a"
+        assert line in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def some_run(folder: Path) -> Path:
     for n in range(1, 5):
         write_checkpoint(folder / "checkpoints", n, tensors=drawn_state(n), latest=n <= 3)

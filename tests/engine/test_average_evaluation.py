@@ -1,0 +1,145 @@
+"""The average of the weights (EMA_DECAY) while training: evaluating it changes nothing, and its loss is that
+of a model with these weights.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.checkpoint.small_job import small_settings, write_tokens
+from helpers.ranks import free_port, in_turn, run_on_ranks
+from moe_exp.config import load_config
+
+DECAY = 0.6
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "one, fp32": {},
+    "DP2, bf16, overlapped": {"gpus_per_node": 2, "dtype": "bf16", "overlap": "true"},
+    "DP2, fp32": {"gpus_per_node": 2},
+    "DP2, whole, bf16": {"gpus_per_node": 2, "dtype": "bf16", "distributed_optimizer": False},
+    "TP2, Muon": {"gpus_per_node": 2, "tp": 2, "optimizer": "muon", "distributed_optimizer": False},
+    "PP2, fp32, overlapped": {"gpus_per_node": 2, "pp": 2, "overlap": "true", "tie_embeddings": True},
+    "EP2, fp16": {"gpus_per_node": 2, "ep": 2, "dtype": "fp16"},
+    "CP2": {"gpus_per_node": 2, "cp": 2},
+    "PP2_EP2, biased": {"gpus_per_node": 4, "pp": 2, "ep": 2, "router_bias_update_rate": 0.01},
+}
+
+
+def build(settings: dict[str, Any], port: int) -> tuple[Any, Any]:
+    from moe_exp import train
+    from moe_exp.engine import runtime
+
+    os.environ["MASTER_PORT"] = str(port)
+    config = load_config(settings, {})
+    return train.build(config, runtime.start(config))
+
+
+class Records:
+    """In place of Metrics, on every rank."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[float, float | None]] = []
+
+    def valid(self, *, lm_loss: float, ema_lm_loss: float | None, **others: Any) -> None:
+        self.losses.append((lm_loss, ema_lm_loss))
+
+
+def state_of(job: Any) -> dict[str, list[bytes]]:
+    """Weights, the optimizer's state and the random streams, to the bit."""
+    from moe_exp.checkpoint.optimizer_state import owned_state
+    from moe_exp.checkpoint.state import parameters_in_sync, rng_state
+
+    with parameters_in_sync(job.trained.model):
+        weights = [parameter.detach() for chunk in job.trained.model for parameter in chunk.parameters()]
+    owned = [
+        value
+        for one in owned_state(job.trained.optimizer)
+        for name, value in one.values.items()
+        if name != "ema"
+    ]
+    found = {"weights": [one.float().numpy().tobytes() for one in weights]}
+    found["optimizer"] = [one.numpy().tobytes() for one in owned]
+    found["random"] = [rng_state(job.runtime).data[0]["cpu"].numpy().tobytes()]
+    return found
+
+
+def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
+    """On one rank: some iterations with an evaluation after each second, and perhaps a save."""
+    from moe_exp import train
+    from moe_exp.checkpoint.save import save
+    from moe_exp.engine import runtime
+    from moe_exp.training.interval import Interval
+
+    job, progress = build(settings, port)
+    interval, records, norms = Interval(job.config, job.runtime, job.trained.model), Records(), []
+    # fp16 begins with steps that are skipped, until the loss scale fits
+    for iteration in range(1, 30 if job.config.dtype == "fp16" else 6):
+        step = train.train_step(job, progress, interval, count_zeros=False)
+        norms.append((step.done.grad_norm, [float(loss) for loss in step.losses]))
+        if iteration % 2 == 1:
+            train.validate(job, progress, records)
+    if folder:
+        save(job.config, job.runtime, Path(folder), job.trained, progress)
+    found = state_of(job) | {"norms": norms, "losses": records.losses, "num_averaged": progress.num_averaged}
+    runtime.stop()
+    return found
+
+
+def validated(settings: dict[str, Any], port: int, folder: str) -> float:
+    """On one rank: the loss of what `moe-exp ckpt average --ema` makes of a checkpoint, as a start."""
+    from moe_exp import train
+    from moe_exp.checkpoint.format.folders import one_checkpoint
+    from moe_exp.checkpoint.tools.average import average
+    from moe_exp.checkpoint.tools.layouts import Layout
+    from moe_exp.engine import runtime
+
+    if int(os.environ["RANK"]) == 0:
+        average([one_checkpoint(Path(folder))], Path(folder) / "mean", Layout(), [1.0], of_ema=True)
+        (Path(folder) / "done").touch()
+    while not (Path(folder) / "done").exists():
+        time.sleep(0.01)
+    job, progress = build(settings | {"load_dir": f"{folder}/mean"}, port)
+    records = Records()
+    train.validate(job, progress, records)
+    runtime.stop()
+    return records.losses[0][0]
+
+
+def both_and_loaded(settings: dict[str, Any], ports: list[int], folder: str) -> tuple[Any, Any, float]:
+    with_average = settings | {"ema_decay": DECAY, "run_name": "averaged"}
+    plain, averaged = in_turn(trained, [(settings, ports[0], ""), (with_average, ports[1], folder)])
+    (loss,) = in_turn(validated, [(settings | {"run_name": "loaded"}, ports[2], folder)])
+    return plain, averaged, loss
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        name if name == "DP2, bf16, overlapped" else pytest.param(name, marks=pytest.mark.slow)
+        for name in LAYOUTS
+    ],
+)
+def test_evaluating_the_average_changes_nothing_of_training(layout, tmp_path):
+    """To the bit: weights, moments, random streams, losses and gradients."""
+    tokens = write_tokens(tmp_path)
+    settings = small_settings(tmp_path, "plain", valid_data=str(tokens), eval_interval=1, eval_iters=2)
+    settings |= LAYOUTS[layout] | {"lr": 0.01, "warmup_iters": 0}
+    ports = [free_port() for _ in range(3)]
+    found = run_on_ranks(
+        settings["gpus_per_node"], both_and_loaded, settings, ports, str(tmp_path / "saved"), join=False
+    )
+    for plain, averaged, loss in found:
+        for name in ("weights", "optimizer", "random", "norms"):
+            assert plain[name] == averaged[name], name
+        assert [one[0] for one in plain["losses"]] == [one[0] for one in averaged["losses"]]
+        assert {one[1] for one in plain["losses"]} == {None}
+        first, last = averaged["losses"][0], averaged["losses"][-1]
+        # one update: the weights themselves
+        assert first == ((first[0], None) if settings["dtype"] == "fp16" else (first[0], first[0]))
+        assert averaged["num_averaged"] >= 5
+        assert abs(last[0] - last[1]) > 1e-6
+        assert loss == last[1]
