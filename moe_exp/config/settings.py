@@ -175,7 +175,7 @@ class Config(ModelSettings):
     clip_grad: Rate = learning(1.0, "maximum gradient norm; 0: no clipping", costs=False)
     ema_decay: Probability = learning(
         0.0,
-        "decay of an exponential moving average of the weights, such as 0.999; it is fp32, in checkpoints, and "
+        "decay of an exponential moving average of the weights, such as 0.999, in fp32 and in checkpoints, "
         "validated as ema_lm_loss; 0: none",
     )
     average_every: Positive = learning(

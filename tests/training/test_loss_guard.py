@@ -14,6 +14,7 @@ from helpers.ranks import free_port, run_on_ranks
 from helpers.token_files import GBSZ, corrupt, spiking_settings, write_corpus
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.tools.diff import compare
 from moe_exp.config import Config
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
@@ -23,8 +24,8 @@ from moe_exp.training.spikes import SpikeDetector
 from moe_exp.watch.hangs import heartbeat
 
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "1 rank": {"async_save": True},
-    "EP=2": {"gpus_per_node": 2, "ep": 2},
+    "1 rank": {"async_save": True, "ema_decay": 0.9},
+    "EP=2": {"gpus_per_node": 2, "ep": 2, "ema_decay": 0.9},
 }
 CORRUPT = 61  # iteration
 
@@ -116,6 +117,10 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     run_on_ranks(settings["gpus_per_node"], run_without, reference, 236, 244, free_port(), join=False)
     assert curve(folder.path) == curve(tmp_path / "reference")
     assert len(curve(folder.path)) == 80
+    ends = (iteration_folder(path / "checkpoints", 80) for path in (folder.path, tmp_path / "reference"))
+    same = compare(*ends, optimizer=True)
+    assert same.is_within(0.0)
+    assert any(tensor.name.startswith("ema of ") for tensor in same.tensors)
     # The skips are in the checkpoints: without the file the next start reads the same samples.
     folder.skipped_samples.unlink()
     iteration_folder(folder.checkpoints, 80).rename(tmp_path / "away")
