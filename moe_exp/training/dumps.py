@@ -6,7 +6,7 @@ RUN_DIR/RUN_NAME/dumps/iter_0000010/rank_00003.safetensors, after the optimizer'
     NAME                         a parameter of the model, this rank's part; layers count over all stages
     gradient of NAME             as the optimizer used it: reduced over the replicas, clipped
     main weights of NAME         fp32, with DTYPE=bf16 and fp16
-    exp_avg of NAME, ...         moments, fp32
+    exp_avg of NAME, ...         moments, and with EMA_DECAY the average of the weights (ema), fp32
 
 With the distributed optimizer, all but parameters cover only this rank's range of a parameter, in memory
 order: `exp_avg of NAME[128:256]`. Data-parallel ranks then share no such name; two runs of one layout do.

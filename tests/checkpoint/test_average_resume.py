@@ -29,7 +29,7 @@ from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
 
-STEPS, SAVED, DECAY = 6, 3, 0.7
+STEPS, SAVED, DECAY = 4, 2, 0.7
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"gpus_per_node": 1},
     "DP2": {"gpus_per_node": 2},
@@ -98,12 +98,11 @@ def test_resumed_and_reshaped(tmp_path):
     settings = settings_of(tmp_path, "DP2")
     whole = tmp_path / "whole"
     run_legs([Leg(settings, None, STEPS, dict.fromkeys(range(1, STEPS + 1), whole))])
-    for iteration in range(1, STEPS + 1):
+    for iteration in (1, STEPS):
         found = read(whole, iteration)
         assert deviation(found, averaged(whole, list(range(1, iteration + 1)))) < 1e-6
         assert num_averaged(whole, iteration) == iteration
-        if iteration > 1:
-            assert deviation(found, read(whole, iteration, "param")) > 1e-4
+    assert deviation(found, read(whole, STEPS, "param")) > 1e-4
     source = whole / f"iter_{SAVED:07d}"
     assert list(Verification(source).findings()) == []
     other = reshape(source, tmp_path / "reshaped", Reshaping(Layout(tp=2, etp=2), experts="single")).folder
