@@ -11,24 +11,58 @@ axes, such as our experts, to Adam.
 Embedding, output layer, norms and biases use AdamW (Jordan 2024) with Adam's settings, and so do routers:
 Muon trains them worse (docs/recipes.md). The query, key and value projections are one matrix as stored, and
 so are gate and up projection.
+
+Ranks that hold the same matrices share the work, as in Jordan's and Liu et al.'s (section 2.3): each matrix,
+and each expert's, is orthogonalized by one of them, its owner, and its update is all-gathered: all ranks add
+the same bits. Every rank keeps the whole running mean, 4 bytes per parameter, so that checkpoints do not
+depend on owners. During the step a rank also has the updates of its own matrices, 4 bytes per parameter over
+the number of ranks, and a bucket of 256 MiB.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import heapq
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moe_exp.engine.optimizer_classes import MOMENTS, Adam
+from moe_exp.host.gloo import all_gather
 
 # In a parameter group of matrices: the axis split over tensor parallel ranks (-2 or -1), or 0.
 AXIS = "muon_axis"
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _NUM_STEPS = 5
 _EPSILON = 1e-7
+# Values of all ranks that are gathered at once.
+_BUCKET = 1 << 26
+
+
+class Ranks(NamedTuple):
+    """Process groups of some matrices.
+
+    Attributes:
+        split: ranks that have a part of each matrix; None: it is whole.
+        shared: ranks that have the same matrices or parts, and share the work; None: only this one.
+    """
+
+    split: dist.ProcessGroup | None = None
+    shared: dist.ProcessGroup | None = None
+
+
+class _Matrices(NamedTuple):
+    """A parameter [rows, columns] or [experts, rows, columns] of this step."""
+
+    parameter: Tensor
+    mean: Tensor
+    group: Mapping[str, Any]
+
+
+# Matrices of a parameter, by their number in it.
+_Owned = tuple[_Matrices, list[int]]
 
 
 class Muon(Adam):
@@ -36,22 +70,15 @@ class Muon(Adam):
 
     Args:
         momentum: decay of Muon's running mean.
-        tp_group: ranks that split the matrices of dense groups.
-        etp_group: ranks that split those of groups with `is_expert_parallel`, [experts, rows, columns] each.
+        dense: ranks of the matrices of dense groups.
+        experts: those of groups with `is_expert_parallel`, [experts, rows, columns] each.
         adam: arguments of Adam.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        *,
-        momentum: float,
-        tp_group: dist.ProcessGroup | None,
-        etp_group: dist.ProcessGroup | None,
-        **adam: Any,
-    ):
+    def __init__(self, params: Any, *, momentum: float, dense: Ranks, experts: Ranks, **adam: Any):
         super().__init__(params, **adam)
-        self._momentum, self._tp_group, self._etp_group = momentum, tp_group, etp_group
+        self._momentum, self._ranks = momentum, {False: dense, True: experts}
+        self._waiting: dict[bool, list[_Matrices]] = {False: [], True: []}
 
     def allocate(self, p: Tensor, group: Mapping[str, Any]) -> None:
         if AXIS not in group:
@@ -62,21 +89,136 @@ class Muon(Adam):
     def moments(self, p: Tensor) -> dict[str, Tensor]:
         return {name: self.state[p][name] for name in MOMENTS if name in self.state[p]}
 
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        # All groups at once: the more matrices, the better they are balanced.
+        for is_expert, waiting in self._waiting.items():
+            if waiting:
+                self._step_matrices(waiting, self._ranks[is_expert])
+            waiting.clear()
+
     def _update(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         if AXIS not in group:
             super()._update(group, params)
             return
-        ranks = self._etp_group if group.get("is_expert_parallel") else self._tp_group
         for p in params:
             assert p.grad is not None
             mean = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - self._momentum)
-            update = _whole_orthogonalized(p.grad.lerp(mean, self._momentum), group[AXIS], ranks)
-            p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+            self._waiting[bool(group.get("is_expert_parallel"))].append(_Matrices(p, mean, group))
+
+    def _step_matrices(self, waiting: Sequence[_Matrices], ranks: Ranks) -> None:
+        for p, _, group in waiting:
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+        if _size(ranks.shared) == 1:  # as stored, without copies
+            for p, mean, group in waiting:
+                assert p.grad is not None
+                update = _whole_orthogonalized(p.grad.lerp(mean, self._momentum), group[AXIS], ranks.split)
+                p.add_(update, alpha=-group["lr"])
+            return
+        owned = _owned(waiting, ranks)
+        own = owned[dist.get_rank(ranks.shared)]
+        # One at a time: as soon as it is in the buffer, its memory is free.
+        updates = (self._owned_update(each, indices, ranks.split) for each, indices in own)
+        _add_gathered(owned, updates, ranks.shared)
+
+    def _owned_update(
+        self, matrices: _Matrices, indices: list[int], split: dist.ProcessGroup | None
+    ) -> Tensor:
+        p, mean, group = matrices
+        assert p.grad is not None
+        gradient = _stacked(p.grad)[indices].lerp(_stacked(mean)[indices], self._momentum)
+        return _whole_orthogonalized(gradient, group[AXIS], split)
+
+
+def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
+    """Rank that has each of the tasks: the costliest first, each to the rank with the least so far.
+
+    The largest sum is at most 4/3 of the least possible (Graham 1969, "Bounds on multiprocessing timing
+    anomalies", theorem 2). Ties go to the earlier task and the lower rank, so all ranks find the same.
+    """
+    ranks, owners = [(0, rank) for rank in range(num_ranks)], [0] * len(costs)
+    for task in sorted(range(len(costs)), key=lambda task: -costs[task]):
+        sum_so_far, owners[task] = ranks[0]
+        heapq.heapreplace(ranks, (sum_so_far + costs[task], owners[task]))
+    return owners
+
+
+def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
+    """What each rank of `ranks.shared` owns, without parameters of which it owns nothing."""
+    costs = [_cost(each, ranks.split) for each in waiting for _ in _stacked(each.parameter)]
+    owners = iter(shared_out(costs, _size(ranks.shared)))
+    owned: list[list[_Owned]] = [[] for _ in range(_size(ranks.shared))]
+    for each in waiting:
+        found: dict[int, list[int]] = {}
+        for index in range(len(_stacked(each.parameter))):
+            found.setdefault(next(owners), []).append(index)
+        for owner, indices in found.items():
+            owned[owner].append((each, indices))
+    return owned
+
+
+def _cost(matrices: _Matrices, split: dist.ProcessGroup | None) -> int:
+    """Proportional to the operations of `orthogonalized` for one of these matrices."""
+    sizes, axis = list(matrices.parameter.shape[-2:]), matrices.group[AXIS]
+    if axis:
+        sizes[axis] *= _size(split)
+    short, long = sorted(sizes)
+    return short * short * (2 * long + short)
+
+
+def _add_gathered(
+    owned: Sequence[Sequence[_Owned]], updates: Iterable[Tensor], ranks: dist.ProcessGroup | None
+) -> None:
+    """Adds to all parameters -lr times the update of its owner, on all ranks the same bits.
+
+    Args:
+        owned: what each of `ranks` owns.
+        updates: those that this rank owns, in the same order, [matrices, rows, columns] each.
+    """
+    targets = [
+        [
+            (_stacked(each.parameter)[index].view(-1), each.group["lr"])
+            for each, indices in own
+            for index in indices
+        ]
+        for own in owned
+    ]
+    longest = max(sum(target.numel() for target, _ in of_rank) for of_rank in targets)
+    flat, offset = next(own[0][0].parameter for own in owned if own).new_zeros(longest), 0
+    for update in updates:
+        flat[offset : offset + update.numel()] = update.reshape(-1)
+        offset += update.numel()
+    for start in range(0, longest, size := max(1, _BUCKET // len(owned))):
+        part = flat[start : start + size]
+        gathered = part.new_empty(len(owned), part.numel())
+        all_gather(gathered.view(-1), part, group=ranks)
+        for of_rank, values in zip(targets, gathered, strict=True):
+            _add(of_rank, values, start)
+
+
+def _add(targets: Sequence[tuple[Tensor, float]], update: Tensor, start: int) -> None:
+    """Adds -lr times `update`, the values from `start` on of all targets one after the other."""
+    offset = 0
+    for target, lr in targets:
+        low, high = max(offset, start), min(offset + target.numel(), start + update.numel())
+        if low < high:
+            target[low - offset : high - offset].add_(update[low - start : high - start], alpha=-lr)
+        offset += target.numel()
+
+
+def _stacked(x: Tensor) -> Tensor:
+    """A view [matrices, rows, columns]."""
+    return x.view(-1, *x.shape[-2:])
+
+
+def _size(ranks: dist.ProcessGroup | None) -> int:
+    return dist.get_world_size(ranks) if ranks is not None else 1
 
 
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
     """This rank's part of the orthogonalized whole, scaled to the size of Adam's updates."""
-    world = dist.get_world_size(ranks) if ranks is not None and axis else 1
+    world = _size(ranks) if axis else 1
     whole = part
     if world > 1:
         parts = [torch.empty_like(part) for _ in range(world)]

@@ -17,7 +17,7 @@ from moe_exp.config.ramp import batch_size_at
 from moe_exp.engine.averaged_weights import allocate_average
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
-from moe_exp.engine.muon import AXIS, Muon
+from moe_exp.engine.muon import AXIS, Muon, Ranks
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
 
 import megatron.core.optimizer
@@ -41,7 +41,7 @@ def choose_optimizer(name: str = "adam", state_dtype: str = "fp32", momentum: fl
     if name == "muon":
         return (
             "Muon, AdamW for embeddings, routers, norms and biases",
-            f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32",
+            f"OPTIMIZER=muon, momentum {momentum:g}; orthogonalized in fp32, by one data parallel rank each",
         )
     if name == "adam8bit":
         return f"bitsandbytes {version('bitsandbytes')} 8-bit Adam", "OPTIMIZER=adam8bit"
@@ -72,9 +72,14 @@ def _megatron_builds(config: Config) -> Iterator[None]:
     chosen = _optimizer_class(config)
     made: Any = chosen
     if chosen is Muon:
-        tp_group = parallel_state.get_tensor_model_parallel_group()
-        etp_group = parallel_state.get_expert_tensor_parallel_group()
-        made = partial(Muon, momentum=config.muon_momentum, tp_group=tp_group, etp_group=etp_group)
+        dense = Ranks(
+            parallel_state.get_tensor_model_parallel_group(),
+            parallel_state.get_data_parallel_group(with_context_parallel=True),
+        )
+        experts = Ranks(
+            parallel_state.get_expert_tensor_parallel_group(), parallel_state.get_expert_data_parallel_group()
+        )
+        made = partial(Muon, momentum=config.muon_momentum, dense=dense, experts=experts)
     module, distributed = megatron.core.optimizer, megatron.core.optimizer.distrib_optimizer
     # The last one is for isinstance: SGD is refused because of Megatron's own checkpoint format, which we do
     # not write.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
-from moe_exp.engine.muon import AXIS, Muon, orthogonalized
+from moe_exp.engine import muon as module
+from moe_exp.engine.muon import AXIS, Muon, Ranks, orthogonalized, shared_out
 from moe_exp.engine.optimizer_classes import allocate_moments, moments
 
+NOBODY = Ranks()
 SHAPES = [(16, 16), (7, 33), (40, 5), (1, 9)]
 
 
@@ -16,9 +20,9 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def muon(groups: list[dict[str, object]]) -> Muon:
+def muon(groups: list[dict[str, object]], ranks: Ranks = NOBODY) -> Muon:
     made = Muon(
-        groups, momentum=0.95, tp_group=None, etp_group=None, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)
+        groups, momentum=0.95, dense=ranks, experts=ranks, lr=0.1, weight_decay=0.1, betas=(0.9, 0.95)
     )
     allocate_moments(made)
     return made
@@ -79,3 +83,89 @@ def test_each_expert_by_itself_and_adam_for_other_groups():
         adam.step()
     assert relative_error(norm.detach(), reference.detach()) < 1e-6
     assert set(moments(together, norm)) == {"exp_avg", "exp_avg_sq"}
+
+
+# Shared out over ranks
+
+# Axis that tensor parallel ranks split, and shape; 3 axes: experts.
+MATRICES = [(-2, (6, 10)), (-1, (10, 6)), (0, (5, 7)), (-2, (3, 8, 6)), (-1, (5, 4, 6))]
+LAYOUTS = {"DP4": (4, 1), "DP2": (2, 1), "DP2 TP2": (2, 2), "TP2": (1, 2), "one rank": (1, 1)}
+
+
+def after_steps(matrices, data: int, tensor: int, ranks: Ranks = NOBODY, index: int = 0):
+    """This rank's parts after three steps; `index` is that among its tensor parallel ranks."""
+
+    def part(x: torch.Tensor, axis: int) -> torch.Tensor:
+        return x.chunk(tensor, dim=axis)[index].clone() if axis else x
+
+    params = [torch.nn.Parameter(part(random(*shape), axis)) for axis, shape in matrices]
+    groups = [
+        {"params": [p], AXIS: axis, "is_expert_parallel": p.dim() == 3, "lr": 0.1 * (1 + place)}
+        for place, (p, (axis, _)) in enumerate(zip(params, matrices, strict=True))
+    ]
+    optimizer = muon(groups, ranks)
+    for seed in range(1, 4):
+        for p, (axis, shape) in zip(params, matrices, strict=True):
+            p.grad = part(random(*shape, seed=seed), axis)
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def in_all_layouts(matrices, bucket: int):
+    """By layout: this rank's parts, its place among tensor parallel ranks, and the matrices it had to
+    orthogonalize.
+    """
+    counted: list[int] = []
+
+    def counting(x: torch.Tensor) -> torch.Tensor:
+        counted.append(x.numel() // (x.shape[-1] * x.shape[-2]))
+        return orthogonalized(x)
+
+    module._BUCKET, module.orthogonalized = bucket, counting
+    rank, found = dist.get_rank(), {}
+    for name, (data, tensor) in LAYOUTS.items():
+        size = data * tensor
+        meshes = [torch.arange(start, start + size).view(data, tensor) for start in range(0, 4, size)]
+        split, _ = dist.new_subgroups_by_enumeration([row.tolist() for mesh in meshes for row in mesh])
+        shared, _ = dist.new_subgroups_by_enumeration([row.tolist() for mesh in meshes for row in mesh.T])
+        counted.clear()
+        parts = after_steps(matrices, data, tensor, Ranks(split, shared), rank % tensor)
+        found[name] = (parts, rank % tensor, sum(counted))
+    return found
+
+
+@pytest.mark.parametrize(("matrices", "bucket"), [(MATRICES, 100), (MATRICES[:1], 1 << 26)])
+def test_ranks_share_the_matrices_and_get_what_one_rank_gets(matrices, bucket):
+    expected = after_steps(matrices, 1, 1)
+    found = run_on_ranks(4, in_all_layouts, matrices, bucket)
+    num_matrices = 3 * sum(x[0] if len(x) == 3 else 1 for _, x in matrices)
+    for name, (data, tensor) in LAYOUTS.items():
+        ranks = [layouts[name] for layouts in found]
+        for parts, place, _ in ranks:
+            for values, whole, (axis, _) in zip(parts, expected, matrices, strict=True):
+                part = whole.chunk(tensor, dim=axis)[place] if axis else whole
+                assert relative_error(values, part) < 1e-6
+            # Replicas have the same bits.
+            twin = next(parts for parts, other, _ in ranks if other == place)
+            assert all(map(torch.equal, parts, twin))
+        # Each matrix is orthogonalized by one data parallel rank, with all of its tensor parallel ranks.
+        assert sum(count for *_, count in ranks[: data * tensor]) == num_matrices * tensor
+    assert all(map(torch.equal, found[0]["one rank"][0], expected))
+    if len(matrices) > 1:
+        # 11 matrices a step, on 4 ranks: 3 dense ones, and 8 experts of two sizes, are balanced separately.
+        assert all(3 <= layouts["DP4"][2] <= 3 * 4 for layouts in found)
+
+
+def test_costly_matrices_come_first_to_the_rank_with_the_least():
+    # 9 to rank 0, 8 to 1, 5 to 2; then 4 to 2 (has 5), 3 to 1 (has 8), 3 to 0 (has 9, as 2), 1 to 2.
+    assert shared_out([3, 9, 4, 5, 8, 1, 3], 3) == [1, 0, 2, 2, 1, 2, 0]
+    assert shared_out([7, 7], 4) == [0, 1]
+
+
+def test_a_step_on_one_rank_is_the_formula_to_the_bit():
+    p = torch.nn.Parameter(start := random(7, 33))
+    start, gradient = start.clone(), random(7, 33, seed=1)
+    p.grad = gradient.clone()
+    muon([{"params": [p], AXIS: 0}]).step()
+    update = orthogonalized(gradient.lerp(torch.zeros(7, 33).lerp(gradient, 1 - 0.95), 0.95))
+    assert torch.equal(p.detach(), (start * (1 - 0.1 * 0.1)).add(update * (0.2 * 33**0.5), alpha=-0.1))
