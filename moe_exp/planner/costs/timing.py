@@ -274,8 +274,8 @@ def _optimizer(job: Job, device: Device, rank: RankParameters) -> float:
 
 
 # Muon orthogonalizes every matrix (`moe_exp.engine.muon`) by five steps of Newton and Schulz on an [r, c]
-# matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in fp32, on every
-# rank for whole matrices, though TP ranks have a part each.
+# matrix, r <= c: x x^T, its square, their sum times x; or 5 * (4*r^2*c + 2*r^3) operations in fp32, for whole
+# matrices, though TP ranks have a part each. Ranks that hold the same matrices share them.
 _NUM_STEPS = 5
 
 
@@ -286,9 +286,18 @@ def muon_seconds(
     if config.optimizer != "muon":
         return 0.0
     device = Device(hardware, "fp32", constants, num_processes=config.gpus_per_node)
-    mlps = (_mlp(config, config.ffn_hidden_size), _experts(config))
-    dense, moe = (_seconds(device, _attention(config) + mlp) for mlp in mlps)
-    return max(num_dense * dense + num_moe * moe for num_dense, num_moe in layers)
+    ranks = config.world_size // config.pp
+    return max(
+        _shared_seconds(device, _dense_matrices(config, *counts), ranks // config.tp)
+        + _shared_seconds(device, _routed(config, counts[1]), ranks // (config.etp * config.ep))
+        for counts in layers
+    )
+
+
+def _shared_seconds(device: Device, shapes: list[tuple[float, float, int]], num_ranks: int) -> float:
+    """Seconds of the busiest of the ranks that share the matrices: it has one at least."""
+    longest = max((_seconds(device, [(rows, columns, 1)]) for rows, columns, _ in shapes), default=0.0)
+    return max(longest, _seconds(device, shapes) / num_ranks)
 
 
 def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:
@@ -301,17 +310,24 @@ def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:
     return total
 
 
-def _mlp(config: Config, ffn: int, count: int = 1) -> list[tuple[float, float, int]]:
+def _mlp(config: Config, ffn: int, count: int) -> list[tuple[float, float, int]]:
     """Gate and up projection are one matrix."""
     hidden = config.hidden_size
-    return [((2 if config.gated else 1) * ffn, hidden, count), (hidden, ffn, count)] if ffn else []
+    return [((2 if config.gated else 1) * ffn, hidden, count), (hidden, ffn, count)] if ffn and count else []
 
 
-def _experts(config: Config) -> list[tuple[float, float, int]]:
-    if not config.use_moe:
-        return []
-    routed = _mlp(config, config.expert_ffn_size, config.num_experts // config.ep)
-    return routed + _mlp(config, config.shared_expert_size)
+def _routed(config: Config, num_moe: int) -> list[tuple[float, float, int]]:
+    """The experts of a rank."""
+    return _mlp(config, config.expert_ffn_size, num_moe * config.num_experts // config.ep)
+
+
+def _dense_matrices(config: Config, num_dense: int, num_moe: int) -> list[tuple[float, float, int]]:
+    """All others of a stage."""
+    attention = [
+        (rows, columns, count * (num_dense + num_moe)) for rows, columns, count in _attention(config)
+    ]
+    shared = _mlp(config, config.shared_expert_size, num_moe)
+    return attention + _mlp(config, config.ffn_hidden_size, num_dense) + shared
 
 
 def _attention(config: Config) -> list[tuple[float, float, int]]:

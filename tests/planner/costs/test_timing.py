@@ -235,14 +235,28 @@ def test_padding_to_capacity_is_of_the_whole_microbatch():
     assert split > 2 * alone
 
 
+def muon_seconds(**settings) -> float:
+    with_adam = seconds(**settings, distributed_optimizer=False)
+    return seconds(**settings, distributed_optimizer=False, optimizer="muon").optimizer - with_adam.optimizer
+
+
 def test_muon_orthogonalizes_whole_matrices():
     """5 * (4*r^2*c + 2*r^3) operations each in fp32, at 0.7 of 19.5 TFLOP/s or more, whatever TP is."""
-    muon = {"optimizer": "muon", "distributed_optimizer": False}
-    extra = seconds(**muon).optimizer - seconds(distributed_optimizer=False).optimizer
+    extra = muon_seconds(nnodes=1, gpus_per_node=1)
     shapes = [(4096, 6144), (4096, 4096), (4096, 2 * 11008), (4096, 11008)]
     least = 32 * sum(5 * (4 * r**2 * c + 2 * r**3) for r, c in shapes) / A100.dense_flops["fp32"]
     assert least < extra < 1.5 * least
-    assert seconds(**muon, tp=8).optimizer > 0.9 * extra
+    assert muon_seconds(nnodes=1, tp=8) > 0.9 * extra
+
+
+def test_data_parallel_ranks_share_what_muon_orthogonalizes():
+    """A quarter on each of 4; of 128 matrices, a rank of 256 has none or one."""
+    alone = muon_seconds(nnodes=1, gpus_per_node=1)
+    assert muon_seconds(nnodes=1, gpus_per_node=4) == pytest.approx(alone / 4, rel=0.01)
+    assert muon_seconds(nnodes=2, gpus_per_node=4, tp=2) == pytest.approx(alone / 4, rel=0.01)
+    assert alone / 128 < muon_seconds(nnodes=32) < alone / 32
+    experts = muon_seconds(nnodes=1, gpus_per_node=1, **MOE)
+    assert muon_seconds(nnodes=1, gpus_per_node=4, ep=4, **MOE) == pytest.approx(experts / 4, rel=0.1)
 
 
 def test_fp8_halves_products_keeps_bytes_and_needs_a_device_with_it():
