@@ -163,6 +163,11 @@ class Config(ModelSettings):
     )
     sgd_momentum: Probability = learning(0.9, "momentum (OPTIMIZER=sgd); 0: none, and no optimizer state")
     muon_momentum: Probability = learning(0.95, "momentum (OPTIMIZER=muon)", costs=False)
+    qk_clip: Rate = learning(
+        0.0,
+        "largest attention logit: a head with a larger one gets smaller query and key projections after the "
+        "step (QK-clip, with OPTIMIZER=muon MuonClip; Kimi K2 has 100); 0: off",
+    )
     weight_decay: Rate = learning(
         0.1,
         "weight decay; decoupled with Adam and Muon, added to the gradient with SGD; never applied to "

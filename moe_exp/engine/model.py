@@ -315,7 +315,7 @@ def _decoder_spec(
         use_te=use_te(config),
         vp_stage=vp_stage,
         projection_norm=over_all_heads,
-        documents=config.document_mask,
+        own_attention=config.document_mask or config.qk_clip > 0,
         **moe_options(config, kernel_failures),
     )
 

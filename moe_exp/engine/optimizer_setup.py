@@ -19,6 +19,7 @@ from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.model import DTYPES
 from moe_exp.engine.muon import AXIS, Muon, Ranks
 from moe_exp.engine.optimizer_classes import Adam, Adam8bit, Bf16Adam, Sgd, allocate_moments
+from moe_exp.engine.qk_clip import clip_attention_logits
 
 import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
@@ -203,6 +204,9 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     if config.ema_decay:
         allocate_average(optimizer)
     share_loss_scale(optimizer)
+    if config.qk_clip:
+        replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        clip_attention_logits(optimizer, model, config.qk_clip, replicas)
     return optimizer
 
 

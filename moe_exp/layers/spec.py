@@ -158,10 +158,10 @@ def te_layer_spec(
     *,
     mlp: ModuleSpec | None,
     projection_norm: bool = False,
-    documents: bool = False,
+    own_attention: bool = False,
 ) -> ModuleSpec:
-    """Megatron's Transformer Engine layer; `mlp`, if given, replaces its MoE, and for `documents` our
-    attention core its own, which would take a micro-batch with documents for one without.
+    """Megatron's Transformer Engine layer; `mlp`, if given, replaces its MoE, and with `own_attention`
+    our attention core its own, which ignores documents and does not measure logits.
     """
     num_experts = None if mlp is None else config.num_moe_experts
     spec = get_gpt_layer_with_transformer_engine_spec(
@@ -171,7 +171,7 @@ def te_layer_spec(
     )
     if mlp is not None:
         spec.submodules.mlp = mlp
-    if documents:
+    if own_attention:
         spec.submodules.self_attention.submodules.core_attention = CausalAttention
     if projection_norm:
         spec.submodules.self_attention.module = ProjectionNormAttention
@@ -186,7 +186,7 @@ def decoder_spec(
     use_te: bool = False,
     vp_stage: int | None = None,
     projection_norm: bool = False,
-    documents: bool = False,
+    own_attention: bool = False,
     **moe_options: Any,
 ) -> TransformerBlockSubmodules:
     """The layers of this pipeline stage, dense or MoE by `config.moe_layer_freq`: every n-th, or a 0/1 list.
@@ -201,7 +201,7 @@ def decoder_spec(
     Raises:
         ValueError: for a field of `config` that the MoE layer does not support, see `config_fields`.
     """
-    layer_spec = partial(te_layer_spec, documents=documents) if use_te else local_layer_spec
+    layer_spec = partial(te_layer_spec, own_attention=own_attention) if use_te else local_layer_spec
     layer_spec = partial(layer_spec, projection_norm=projection_norm)
     dense = layer_spec(config, mlp=None)
     layers = [dense] * config.num_layers

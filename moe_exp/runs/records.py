@@ -47,6 +47,7 @@ TRAIN_KEYS = {
     "grad_norm": "L2 norm before clipping, or null",
     "num_zeros": "zeros in the gradient, or null",
     "params_norm": "L2 norm of the parameters, or null",
+    "max_attention_logits": "largest attention logit of each layer, before QK_CLIP; null without QK_CLIP",
     "loss_scale": "factor on the loss (fp16), else 1.0",
     "elapsed_time_per_iteration_ms": "wall time",
     "tokens_per_second": "of all ranks together",

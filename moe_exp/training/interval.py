@@ -16,6 +16,7 @@ from moe_exp.checkpoint.state import Progress, parameters_in_sync
 from moe_exp.config import Config
 from moe_exp.config.ramp import samples_left
 from moe_exp.engine.model import moe_layers
+from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import peak_resident_bytes
 from moe_exp.layers.statistics import statistics_names
@@ -124,6 +125,7 @@ class Interval:
             "grad_norm": grad_norm,
             "num_zeros": num_zeros,
             "params_norm": math.sqrt(norm_squared),
+            "max_attention_logits": self._max_attention_logits() if config.qk_clip else None,
             "loss_scale": loss_scale,
             "elapsed_time_per_iteration_ms": seconds * 1e3,
             "tokens_per_second": tokens_per_iteration / seconds,
@@ -165,6 +167,16 @@ class Interval:
         torch.distributed.all_reduce(counts_NLE)
         fair_NL = counts_NLE.mean(dim=2).clamp(min=1e-9)
         values: list[float] = (counts_NLE.amax(dim=2) / fair_NL - 1).mean(dim=0).tolist()
+        return values
+
+    def _max_attention_logits(self) -> list[float]:
+        """Largest attention logit of the interval in each layer, over all ranks."""
+        largest = self.losses.new_full((self.config.num_layers,), -math.inf)
+        for core in attention_cores(self.model):
+            if core.max_logit is not None:
+                largest[core.layer_number - 1], core.max_logit = core.max_logit, None
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        values: list[float] = largest.tolist()
         return values
 
     def _samples_left(self, progress: Progress) -> int:

@@ -78,7 +78,7 @@ def train_record(**changes: Any) -> dict[str, Any]:
         "iteration": 40, "consumed_samples": 2560, "consumed_tokens": 5242880, "consumed_flops": 9 * 10**15,
         "global_batch_size": 64, "lm_loss": 10.81154, "load_balancing_loss": 1.315762, "z_loss": 0.25,
         "aux_losses": {"seq_aux_loss": 1.2}, "learning_rate": 2.4e-5, "grad_norm": 2.226,
-        "num_zeros": 56775512, "params_norm": 315.029, "loss_scale": 1.0,
+        "num_zeros": 56775512, "params_norm": 315.029, "max_attention_logits": None, "loss_scale": 1.0,
         "elapsed_time_per_iteration_ms": 235.9, "tokens_per_second": 555600.4, "tflops_per_gpu": 82.4,
         "eta_seconds": 83.2, "skipped_iterations": 0, "nan_iterations": 0, "memory_allocated_bytes": None,
         "peak_memory_bytes": 401_000_000, "experts": experts, "timers": None,
@@ -224,7 +224,7 @@ def test_records_on_disk_at_once_with_exactly_the_documented_keys(config: Config
 def test_the_design_keys_are_all_there() -> None:
     design = """iteration consumed_samples consumed_tokens consumed_flops training_seconds global_batch_size
         lm_loss load_balancing_loss z_loss learning_rate grad_norm num_zeros params_norm
-        elapsed_time_per_iteration_ms tokens_per_second
+        max_attention_logits elapsed_time_per_iteration_ms tokens_per_second
         tflops_per_gpu eta_seconds skipped_iterations nan_iterations memory_allocated_bytes
         peak_memory_bytes experts timers
         loss_scale aux_losses"""

@@ -98,6 +98,12 @@ def check_optimizer(c: Config) -> Iterator[str]:
             f"with TRAIN_ITERS={c.train_iters} the average of EMA_DECAY={c.ema_decay:g} would have no weights"
         )
         yield problem("average_every", c.average_every, rule, f"set it to at most {c.train_iters}")
+    if c.qk_clip and c.distributed_optimizer:
+        rule = "the distributed optimizer gives a rank ranges of values, not the rows of a head"
+        yield problem("qk_clip", c.qk_clip, rule, "set DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0")
+    if c.qk_clip and c.qk_norm and not c.multi_latent_attention:
+        rule = "QK_NORM=true undoes every scaling of queries and keys, and bounds the logits itself"
+        yield problem("qk_clip", c.qk_clip, rule, "set QK_CLIP=0, or QK_NORM=false")
     if c.optimizer_state_dtype == "fp32":
         return
     if not OPTIMIZERS[c.optimizer].has_bf16:

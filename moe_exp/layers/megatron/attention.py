@@ -66,6 +66,11 @@ class CausalAttention(nn.Module):
         )
         # Keys and values of earlier tokens, set while generating text.
         self.cache: KeyValueCache | None = None
+        # Largest logit of each head so far, [H]; None: not measured (QK_CLIP).
+        self.max_logits_H: Tensor | None = None
+        # Largest of all heads since the last record, [].
+        self.max_logit: Tensor | None = None
+        self.layer_number = layer_number
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -91,6 +96,8 @@ class CausalAttention(nn.Module):
             key, value = (self._gather_sequence(x, num_stripes) for x in (key, value))
         queries, keys, values = documents.queries_of(query), documents.keys_of(key), documents.keys_of(value)
         if self.use_flash:
+            for q, k in zip(queries, keys, strict=True):
+                self._measure(q.unsqueeze(1), k.unsqueeze(1))
             parts = [self._attend_by_flash(torch.cat(queries), torch.cat(keys), torch.cat(values), documents)]
         else:
             parts = [
@@ -136,6 +143,7 @@ class CausalAttention(nn.Module):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """[Sq, B, H, d] against [Sk, B, G, d], to [Sq, B, H, v]; the last query sees the last key."""
+        self._measure(query, key)
         dropout = self.dropout if self.training else 0.0
         if self.use_flash:
             from flash_attn import flash_attn_func
@@ -167,3 +175,42 @@ class CausalAttention(nn.Module):
             enable_gqa=q.size(1) != k.size(1),
         )
         return out.permute(2, 0, 1, 3)
+
+    def _measure(self, query: Tensor, key: Tensor) -> None:
+        if self.max_logits_H is not None and self.training:
+            found = largest_logits(query, key) * self.scale
+            torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
+
+    def take_max_logits(self) -> Tensor:
+        """Largest logit of each head since the last call, [H]; the next counts from here."""
+        assert self.max_logits_H is not None
+        taken = self.max_logits_H.clone()
+        self.max_logits_H.fill_(-math.inf)
+        largest = taken.max()
+        self.max_logit = largest if self.max_logit is None else torch.maximum(self.max_logit, largest)
+        return taken
+
+
+@torch.no_grad()
+def largest_logits(query: Tensor, key: Tensor, *, max_values: int = 1 << 24) -> Tensor:
+    """Largest q k of each head over all pairs that a causal mask leaves, fp32 [H].
+
+    Args:
+        query: [Sq, B, H, d].
+        key: [Sk, B, G, d]; the last query sees the last key.
+        max_values: products that are in memory at once, if there are more than those of one query.
+    """
+    (num_queries, batch, heads, size), groups = query.shape, key.size(2)
+    keys, before = key.permute(1, 2, 3, 0), key.size(0) - num_queries
+    num_rows = max(1, max_values // (batch * heads * key.size(0)))
+    found = query.new_full((groups, heads // groups), -math.inf, dtype=torch.float32)
+    for start in range(0, num_queries, num_rows):
+        rows = query[start : start + num_rows]
+        end = before + start + len(rows)
+        grouped = rows.reshape(len(rows), batch, groups, -1, size).permute(1, 2, 3, 0, 4)
+        products = grouped.reshape(batch, groups, -1, size) @ keys[..., :end]
+        products = products.view(batch, groups, -1, len(rows), end)
+        later = products.new_ones(len(rows), end, dtype=torch.bool).triu(before + start + 1)
+        largest = products.masked_fill_(later, -math.inf).amax((0, 3, 4))
+        found = torch.maximum(found, largest.float())
+    return found.flatten()

@@ -519,6 +519,17 @@ PIPELINE = [
 
 OPTIMIZER = [
     (
+        {"qk_clip": 100},
+        (
+            r"QK_CLIP=100\.0: the distributed optimizer gives a rank ranges of values, .*\. Fix: set"
+            r" DISTRIBUTED_OPTIMIZER=false, or QK_CLIP=0\."
+        ),
+    ),
+    (
+        {"qk_clip": 100, "qk_norm": True, "distributed_optimizer": False},
+        r"QK_CLIP=100\.0: QK_NORM=true undoes every scaling .*\. Fix: set QK_CLIP=0, or QK_NORM=false\.",
+    ),
+    (
         {"optimizer": "muon"},
         (
             r"DISTRIBUTED_OPTIMIZER=true: OPTIMIZER=muon needs whole matrices, .*\. Fix: set"

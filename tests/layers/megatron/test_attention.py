@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.megatron.attention import CausalAttention, choose_attention
+from moe_exp.layers.megatron.attention import CausalAttention, choose_attention, largest_logits
 from moe_exp.layers.megatron.documents import Documents, document_positions
 from moe_exp.layers.microbatch import context_ranges, sequence_blocks
 
@@ -253,3 +253,21 @@ def test_choose_attention(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name == "flash_attn")
     assert choose_attention("cuda", torch.float16) == ("flash-attn", "installed")
     assert choose_attention("cuda", torch.float16, other_value_size=True)[0] == "sdpa"
+
+
+@pytest.mark.parametrize("max_values", [1, 50, 1 << 24])
+@pytest.mark.parametrize(("num_queries", "num_keys", "heads", "groups"), [(7, 7, 4, 2), (3, 8, 3, 3)])
+def test_largest_logits_are_those_that_the_mask_leaves(num_queries, num_keys, heads, groups, max_values):
+    query, key = random(num_queries, 2, heads, 5, seed=0), random(num_keys, 2, groups, 5, seed=1)
+    key[-1] *= 9  # only the last query sees it
+    expected = [
+        max(
+            (query[i, b, h] @ key[j, b, h // (heads // groups)]).item()
+            for b in range(2)
+            for i in range(num_queries)
+            for j in range(num_keys - num_queries + i + 1)
+        )
+        for h in range(heads)
+    ]
+    found = largest_logits(query, key, max_values=max_values)
+    assert found.tolist() == pytest.approx(expected, rel=1e-6)

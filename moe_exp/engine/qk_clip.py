@@ -1,0 +1,101 @@
+"""QK-clip: smaller query and key projections for attention heads with large logits (QK_CLIP).
+
+Kimi K2 (arXiv:2507.20534, section 2.1): after an optimizer step, with S the largest logit q k * scale of a
+head in that iteration, over all samples and ranks, and f = min(1, QK_CLIP / S),
+
+    W_q <- sqrt(f) W_q        W_k <- sqrt(f) W_k        so that its logits are f times as large.
+
+Heads that share a key (grouped queries, of which the paper says nothing) are all scaled by the largest logit
+of their group, as in Megatron-Core's `clip_qk`: each logit of the group becomes f times as large. With
+multi-latent attention the rotary part of the key, which all heads share, stays, and that of the query is
+scaled by f, as in the paper. Biases are scaled like weights, unlike in Megatron-Core, and bf16 weights are
+rounded from the scaled main weights, as a resume does. The optimizer's moments stay.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moe_exp.layers.megatron.attention import CausalAttention
+
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.transformer.attention import Attention
+
+
+def clip_attention_logits(
+    optimizer: MegatronOptimizer,
+    model: list[DistributedDataParallel],
+    threshold: float,
+    replicas: dist.ProcessGroup,
+) -> None:
+    """Makes `optimizer.step` clip, too, whenever it changes the weights.
+
+    Costs the products of queries and keys once more per forward pass, and a reduction of one value per head.
+
+    Args:
+        optimizer: Megatron's, with whole main weights on every rank.
+        model: the chunks of this rank, whose attention cores are `CausalAttention`.
+        threshold: QK_CLIP.
+        replicas: data and context parallel ranks.
+    """
+    attentions = [module for chunk in model for module in chunk.modules() if isinstance(module, Attention)]
+    cores = attention_cores(model)
+    for attention, core in zip(attentions, cores, strict=True):
+        heads, device = attention.num_attention_heads_per_partition, attention.linear_proj.weight.device
+        core.max_logits_H = torch.full((heads,), -math.inf, device=device)
+    make_step = optimizer.step
+
+    def step() -> tuple[bool, float | None, float | None]:
+        updated = False
+        try:
+            updated, norm, num_zeros = make_step()
+        finally:
+            logits = [core.take_max_logits() for core in cores]
+        if updated and logits:
+            logits_LH = torch.stack(logits)
+            dist.all_reduce(logits_LH, op=dist.ReduceOp.MAX, group=replicas)
+            for attention, logits_H in zip(attentions, logits_LH, strict=True):
+                _scale(attention, (threshold / logits_H.clamp(min=threshold)).float())
+        return updated, norm, num_zeros
+
+    # On the instance: training calls it.
+    optimizer.step = step
+
+
+def attention_cores(model: list[DistributedDataParallel]) -> list[CausalAttention]:
+    """This rank's attention cores, in the order of its layers."""
+    return [module for chunk in model for module in chunk.modules() if isinstance(module, CausalAttention)]
+
+
+@torch.no_grad()
+def _scale(attention: Attention, factors_H: Tensor) -> None:
+    """Makes the logits of this rank's heads `factors_H` times as large."""
+    c, ones = attention.config, torch.ones_like(factors_H)
+    if c.multi_latent_attention:
+        query = attention.linear_q_proj if c.q_lora_rank is None else attention.linear_q_up_proj
+        roots = factors_H.sqrt()
+        _scale_rows(query, [(roots, c.qk_head_dim), (factors_H, c.qk_pos_emb_head_dim)])
+        _scale_rows(attention.linear_kv_up_proj, [(roots, c.qk_head_dim), (ones, c.v_head_dim)])
+        return
+    # Rows as Megatron-Core stores them: per group the queries of its heads, a key and a value.
+    per_group = factors_H.view(attention.num_query_groups_per_partition, -1)
+    roots, size = per_group.amin(1).sqrt(), c.kv_channels
+    rows = [(roots, (per_group.size(1) + 1) * size), (torch.ones_like(roots), size)]
+    _scale_rows(attention.linear_qkv, rows)
+
+
+def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
+    """Multiplies the output rows: for each head, or group, as many of every part by its factor there."""
+    rows = torch.cat([factors[:, None].expand(-1, count) for factors, count in parts], dim=1).flatten()
+    for x in linear.parameters(recurse=False):
+        if x.size(0) != len(rows):
+            continue  # the norm that Transformer Engine keeps in the module
+        main: Tensor = getattr(x, "main_param", x)
+        main.mul_(rows.view(-1, *[1] * (x.dim() - 1)))
+        if main is not x:
+            x.copy_(main)

@@ -1,0 +1,103 @@
+"""QK-clip: logits of the same samples before and after, and training in other layouts."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.checkpoint.legs import MODEL, Leg, build_job, deviations, run_legs, write_data
+from helpers.ranks import free_port, in_turn, run_on_ranks
+from moe_exp.config import load_config
+
+BASE: dict[str, Any] = {"distributed_optimizer": False, "qk_clip": 0.02, "warmup_iters": 0}
+MLA: dict[str, Any] = {
+    "multi_latent_attention": True, "kv_lora_rank": 8, "qk_head_dim": 8, "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 8,
+}  # fmt: skip
+
+
+def clipped(jobs: list[tuple[dict[str, Any], int]]) -> list[Any]:
+    return in_turn(_clipped, jobs)
+
+
+def _clipped(settings: dict[str, Any], port: int) -> Any:
+    """Largest logits of the first layer's heads, before and after a step that only clips, whether the model's
+    weights are the rounded main weights, and the record.
+    """
+    from moe_exp import train
+    from moe_exp.checkpoint.state import Progress
+    from moe_exp.engine import runtime
+    from moe_exp.engine.qk_clip import attention_cores
+    from moe_exp.training.interval import Interval
+
+    config = load_config(MODEL | BASE | {"gpus_per_node": 1, "lr": 1e-12, "min_lr": 0} | settings, {})
+    os.environ["MASTER_PORT"] = str(port)
+    job = build_job(config, runtime.start(config))
+    model = job.trained.model
+    parameters = dict(model[0].named_parameters())
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if name.endswith("linear_qkv.bias"):
+                parameter.normal_(generator=torch.Generator().manual_seed(1), std=0.1)
+    interval, progress = Interval(config, job.runtime, model), Progress()
+    train.forward_backward(job, job.train_stream, 0, 1)
+    core = attention_cores(model)[0]
+    before, core.max_logit = core.take_max_logits(), None
+    for other in attention_cores(model)[1:]:
+        other.take_max_logits()
+        other.max_logit = None
+    train.train_step(job, progress, interval, count_zeros=False)
+    record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
+    train.forward_backward(job, job.train_stream, 0, 1)
+    pairs = [(p, p.main_param) for p in parameters.values() if hasattr(p, "main_param")]
+    is_rounded = all(torch.equal(p, main.to(p.dtype)) for p, main in pairs)
+    runtime.stop()
+    return before.tolist(), core.take_max_logits().tolist(), is_rounded, record["max_attention_logits"]
+
+
+# Limits between the largest logits of two groups, or heads, at the start.
+MODELS: list[dict[str, Any]] = [
+    {"qkv_bias": True, "qk_clip": 0.078},
+    {"dtype": "bf16", "qk_clip": 0.06},
+    MLA | {"q_lora_rank": 16, "qk_clip": 0.0016},
+    MLA | {"q_lora_rank": 0, "qk_clip": 0.021},
+]
+
+
+def test_a_step_brings_the_largest_logit_to_the_limit(tmp_path):
+    """gbsz = mbsz: the step and the passes around it have the same samples."""
+    data = {"train_data": str(write_data(tmp_path)), "gbsz": 2, "mbsz": 2, "adam_eps": 1.0}
+    jobs = [(data | model, free_port()) for model in MODELS]
+    (found,) = run_on_ranks(1, clipped, jobs, join=False)
+    for model, (before, after, is_rounded, record) in zip(MODELS, found, strict=True):
+        print(before, after)
+        assert record[0] == pytest.approx(max(before)) and len(record) == 4
+        size = 1 if model.get("multi_latent_attention") else 2  # heads of a group
+        for start in range(0, len(before), size):
+            heads = slice(start, start + size)
+            factor = min(1.0, model["qk_clip"] / max(before[heads]))
+            expected = [factor * logit for logit in before[heads]]
+            assert after[heads] == pytest.approx(expected, rel=0.02 if model.get("dtype") else 1e-5)
+        assert min(before) < model["qk_clip"] < max(before)
+        assert is_rounded
+
+
+def _legs(num_ranks: int, layouts: list[dict[str, Any]], **settings: Any) -> list[Any]:
+    common = BASE | settings | {"optimizer": "muon", "lr": 5e-3, "min_lr": 0.0, "gpus_per_node": num_ranks}
+    return run_legs([Leg(common | layout, steps=4) for layout in layouts])
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [[{}, {"tp": 2}], pytest.param([{"cp": 2}, {"pp": 2}, {"ep": 2}], marks=pytest.mark.slow)],
+)
+def test_every_layout_clips_alike(layouts, tmp_path):
+    data = str(write_data(tmp_path))
+    expected, without = _legs(1, [{}, {"qk_clip": 0}], train_data=data)
+    for steps in _legs(2, layouts, train_data=data):
+        assert deviations(steps, expected)["lm_loss"] < 1e-5
+        assert deviations(steps, expected)["params_norm"] < 1e-6
+    assert deviations(without, expected)["params_norm"] > 1e-4
