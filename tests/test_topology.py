@@ -64,7 +64,7 @@ KINDS = {
         "ROUTER_BIAS_UPDATE_RATE": 0.001,
         "ROUTER_BIAS_DECAY": 0.1,
         "PARAMETRIZATION": "mup",
-        "MUP_BASE_HIDDEN_SIZE": 16,
+        "MUP_BASE_HIDDEN_SIZE": 64,
         "SHARED_EXPERT_SIZE": 32,
         "SHARED_EXPERT_GATE": True,
         "MBSZ": 2,
