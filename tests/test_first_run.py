@@ -126,6 +126,7 @@ def test_metrics_have_every_key(first_run):
     for record in records:
         assert set(record) == {"kind", *TRAIN_KEYS}
         assert [name for name, value in record.items() if value is None] == [
+            "max_attention_logits",
             "memory_allocated_bytes",
             "timers",
         ]
