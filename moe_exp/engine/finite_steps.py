@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.config.choices import LOSS_STATE
 from moe_exp.layers.megatron.moe_parts import MegatronRouter
-from moe_exp.layers.router import BATCH_STATE
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
@@ -33,7 +33,7 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
     """Makes `optimizer.step` return `(False, norm, None)` and change nothing if the norm is not finite.
 
     Steps that fp16's loss scaler skips still return `(False, None, None)`. In both cases the batch state of
-    routers (BATCH_STATE) is restored (Megatron updates it first).
+    routers (expert bias, and what losses keep) is restored (Megatron updates it first).
 
     Args:
         optimizer: Megatron's, over the parameters of all chunks.
@@ -70,11 +70,7 @@ class RouterState:
         modules = (module for chunk in model for module in chunk.modules())
         self._routers = [module for module in modules if isinstance(module, MegatronRouter)]
         named = [(name, buffer) for chunk in model for name, buffer in chunk.named_buffers()]
-        self._kept = [
-            buffer
-            for name, buffer in named
-            if name.endswith(tuple(f".router.{state}" for state in BATCH_STATE))
-        ]
+        self._kept = [buffer for name, buffer in named if name.endswith((".router.expert_bias", *LOSS_STATE))]
         self._before = [torch.empty_like(buffer) for buffer in self._kept]
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:

@@ -1,10 +1,9 @@
 """The router: scores, top-k, weights, and the record of its decisions."""
 
 from moe_exp.layers.router.config import RouterConfig, kernel_problem
-from moe_exp.layers.router.router import BATCH_STATE, Router, RoutingDecision, count_kept, tokens_in_group
+from moe_exp.layers.router.router import Router, RoutingDecision, count_kept, tokens_in_group
 
 __all__ = [
-    "BATCH_STATE",
     "Router",
     "RouterConfig",
     "RoutingDecision",

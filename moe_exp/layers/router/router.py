@@ -19,9 +19,6 @@ from moe_exp.layers.router.config import ROUTER_DTYPES, RouterConfig, kernel_pro
 from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
 from moe_exp.layers.router.replay import RoutingReplay
 
-# Buffers that are saved and change once per global batch.
-BATCH_STATE = ("expert_bias", "global_tokens_per_expert", "mean_scores")
-
 
 @dataclass(frozen=True)
 class RoutingDecision:
