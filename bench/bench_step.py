@@ -71,7 +71,7 @@ class Ours:
         model = build_model(config, rank)
         optimizer = build_optimizer(config, model)
         trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-        train.set_megatron_hooks(model, trained)
+        train.set_megatron_hooks(model, trained.optimizer)
         self.job = train.Job(
             config, rank, RunFolder.of(config), trained, train_stream, None, BatchSchedule(config)
         )

@@ -56,6 +56,7 @@ from moe_exp.engine.optimizer_setup import (
     base_learning_rate,
     build_optimizer,
     build_scheduler,
+    set_megatron_hooks,
 )
 from moe_exp.engine.runtime import Runtime, from_first_rank, on_first_rank
 from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, report_exit_code
@@ -83,9 +84,7 @@ from moe_exp.training.saving import CheckpointManager, choose_source, iteration_
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
 
-from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.utils import get_model_config
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 
@@ -232,7 +231,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     model = build_model(config, rank, kernel_failures)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    set_megatron_hooks(model, trained)
+    set_megatron_hooks(model, optimizer)
     # Wraps the hook for gradients: optimizer.step() now changes nothing if the gradient norm is not finite.
     skip_steps_not_finite(optimizer, model)
     train_stream = read_ahead(config, rank, samples, batches) if config.num_workers else samples
@@ -262,16 +261,6 @@ def open_run(config: Config, rank: Runtime) -> tuple[RunFolder, Source | None]:
     resumed_from = iteration_in_this_run(source, folder)
     from_first_rank(lambda: open_run_folder(config, sys.argv, resumed_from=resumed_from))
     return folder, source
-
-
-def set_megatron_hooks(model: list[DistributedDataParallel], trained: Trained) -> None:
-    """Sets Megatron's hooks for finishing gradients, scaling the loss and delaying communication."""
-    settings = get_model_config(model[0])
-    settings.finalize_model_grads_func = finalize_model_grads
-    settings.grad_scale_func = trained.optimizer.scale_loss
-    if model[0].ddp_config.overlap_grad_reduce:
-        no_sync = [chunk.no_sync for chunk in model]
-        settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
 
 def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.StopSignal) -> tuple[str, int]:

@@ -37,7 +37,7 @@ def skip_steps_not_finite(optimizer: MegatronOptimizer, model: list[DistributedD
 
     Args:
         optimizer: Megatron's, over the parameters of all chunks.
-        model: the chunks of this rank, after `train.set_megatron_hooks`.
+        model: the chunks of this rank, after `set_megatron_hooks`.
     """
     routers = RouterState(model)
     settings = get_model_config(model[0])

@@ -25,11 +25,11 @@ import megatron.core.optimizer
 import megatron.core.optimizer.distrib_optimizer
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 
 # Transformer Engine's or Apex's, if one of them is installed.
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
@@ -208,6 +208,16 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         clip_attention_logits(optimizer, model, config.qk_clip, replicas)
     return optimizer
+
+
+def set_megatron_hooks(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> None:
+    """Sets Megatron's hooks for finishing gradients, scaling the loss and delaying communication."""
+    settings = get_model_config(model[0])
+    settings.finalize_model_grads_func = finalize_model_grads
+    settings.grad_scale_func = optimizer.scale_loss
+    if model[0].ddp_config.overlap_grad_reduce:
+        no_sync = [chunk.no_sync for chunk in model]
+        settings.no_sync_func = no_sync if len(model) > 1 else no_sync[0]
 
 
 class LearningRateScheduler(OptimizerParamScheduler):  # type: ignore[misc]

@@ -11,16 +11,14 @@ from torch import Tensor, nn
 from moe_exp.config import Config
 from moe_exp.engine.finite_steps import skip_steps_not_finite
 from moe_exp.engine.model import build_model
-from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
+from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler, set_megatron_hooks
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.router import Router
 from moe_exp.training.microbatch import forward_step, read_microbatch
 from moe_exp.training.samples import build_data
 
-from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_model_config
 
 
 class Proxy:
@@ -31,9 +29,7 @@ class Proxy:
         self.model = build_model(config, self._runtime)
         self._optimizer = build_optimizer(config, self.model)
         self._scheduler = build_scheduler(config, self._optimizer)
-        settings = get_model_config(self.model[0])
-        settings.finalize_model_grads_func = finalize_model_grads
-        settings.grad_scale_func = self._optimizer.scale_loss
+        set_megatron_hooks(self.model, self._optimizer)
         skip_steps_not_finite(self._optimizer, self.model)
         self._samples, _ = build_data(config)
         self._batches = BatchSchedule(config)

@@ -125,7 +125,7 @@ def _packed(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
     job = _built(settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
-    train.set_megatron_hooks(model, job.trained)
+    train.set_megatron_hooks(model, job.trained.optimizer)
     num_microbatches = config.gbsz // (config.mbsz * config.data_parallel_size)
     losses = train.forward_backward(job, DocumentTokens(config.seq_len, 200), 0, num_microbatches)
     found = _found(job)

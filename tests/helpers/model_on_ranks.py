@@ -118,7 +118,7 @@ def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
         draw_vectors(chunk.module)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    train.set_megatron_hooks(model, trained)
+    train.set_megatron_hooks(model, trained.optimizer)
     progress = Progress() if load_from is None else load(config, rank, Path(load_from), trained)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=EOD)
     found: dict[str, Any] = {"losses": {}, "norms": [], "pieces": []}

@@ -82,7 +82,7 @@ def _record(settings: dict[str, Any], port: int) -> tuple[dict[str, Any], int]:
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    train.set_megatron_hooks(model, trained)
+    train.set_megatron_hooks(model, trained.optimizer)
     stream = RandomTokens(config.seq_len, config.vocab_size)
     job: Any = SimpleNamespace(
         config=config,

@@ -122,7 +122,7 @@ def build_job(config: Config, rank: Any) -> Any:
     model = build_model(config, rank)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
-    train.set_megatron_hooks(model, trained)
+    train.set_megatron_hooks(model, trained.optimizer)
     samples, _ = build_data(config)
     return train.Job(
         config, rank, RunFolder(Path(config.run_dir)), trained, samples, None, BatchSchedule(config)

@@ -144,7 +144,7 @@ def _saved(settings: dict[str, Any], port: int) -> tuple[int, int]:
     os.environ["MASTER_PORT"] = str(port)
     rank = runtime.start(config) if config.world_size > 1 else runtime.start_alone(config)
     model = build_model(config, rank)
-    train.set_megatron_hooks(model, SimpleNamespace(model=model, optimizer=SimpleNamespace(scale_loss=None)))
+    train.set_megatron_hooks(model, SimpleNamespace(scale_loss=None))
     ledger = Ledger(model)
     trained = SimpleNamespace(model=model)
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)

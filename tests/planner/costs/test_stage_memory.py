@@ -446,7 +446,7 @@ def train_alone(settings: dict[str, Any]) -> tuple[int, int]:
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))
     job: Any = SimpleNamespace(config=config, runtime=rank, trained=trained, eod_id=None)
-    train.set_megatron_hooks(model, job.trained)
+    train.set_megatron_hooks(model, job.trained.optimizer)
     for _ in range(2):
         for chunk in model:
             chunk.zero_grad_buffer()
