@@ -27,6 +27,7 @@ SCORES = {
     "softmax": Score(normalizes=False),
     "sigmoid": Score(normalizes=True),
     "sqrtsoftplus": Score(normalizes=True),
+    "relu": Score(normalizes=False),
 }
 
 
@@ -51,6 +52,12 @@ LOSSES = {
     "global_aux_loss": Loss("over the global batch", state="global_tokens_per_expert"),
     "importance": Loss(),
     "phi_balancing": Loss("against a moving average over global batches", state="mean_scores"),
+    "l1": Loss(
+        "of ROUTER_SCORE=relu, with a weight that brings the experts per token to TOPK",
+        needs_scores=True,
+        state="l1_factor",
+    ),
+    "entropy": Loss("of the scores, for ROUTER_TOP_P", needs_scores=True),
 }
 # Ends of the names of these buffers, of no use to other losses or outside of training.
 LOSS_STATE = tuple(f".router.{loss.state}" for loss in LOSSES.values() if loss.state)

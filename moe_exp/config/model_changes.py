@@ -145,7 +145,10 @@ def shape_facts(config: Config) -> Facts:
     if config.use_moe:
         facts |= {"num_experts": config.num_experts, "moe_ffn_hidden_size": config.expert_ffn_size}
         facts |= {"moe_layer_freq": "".join(str(int(is_moe)) for is_moe in config.moe_layers)}
-        facts |= {name: getattr(config, name) for name in ("shared_expert_size", "shared_expert_gate")}
+        facts |= {
+            name: getattr(config, name)
+            for name in ("shared_expert_size", "shared_expert_gate", "null_experts")
+        }
         facts |= {"router_bias_update_rate": "over 0" if config.has_expert_bias else 0.0}
     return facts
 
@@ -170,10 +173,8 @@ def function_facts(config: Config) -> Facts:
         }
     if config.use_moe:
         names = ("topk", "router_score", "router_pre_softmax", "router_normalize", "router_scaling_factor")
-        facts |= {
-            name: getattr(config, name)
-            for name in (*names, "num_router_groups", "router_group_topk", "force_routing")
-        }
+        others = ("router_top_p", "num_router_groups", "router_group_topk", "force_routing")
+        facts |= {name: getattr(config, name) for name in (*names, *others)}
         # Sinkhorn changes routing, the others are losses.
         facts |= {
             "aux_loss_type": config.aux_loss_type

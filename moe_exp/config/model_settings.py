@@ -165,7 +165,14 @@ class ModelSettings(BaseModel):
     # Mixture of experts
     use_moe: bool = model(True, "false: a dense model")
     num_experts: NumExperts = experts(8, "routed experts per MoE layer")
-    topk: NumExperts = experts(1, "experts per token")
+    topk: NumExperts = experts(
+        1, "experts per token; the most with ROUTER_TOP_P or NULL_EXPERTS, their mean with ROUTER_SCORE=relu"
+    )
+    null_experts: NonNegative = experts(
+        0,
+        "null experts beside NUM_EXPERTS, which compute nothing: tokens that choose them use fewer experts, "
+        "on average TOPK * NUM_EXPERTS / (NUM_EXPERTS + NULL_EXPERTS) if loads are balanced",
+    )
     moe_type: Literal["moe", "dmoe"] = experts(
         "dmoe", "moe: with capacity, tokens above it are dropped; dmoe: dropless"
     )
@@ -198,7 +205,17 @@ class ModelSettings(BaseModel):
         "number, such as 128, so that the grouped GEMM has full tiles; the rows with the lowest "
         "router weights are dropped (MOE_TYPE=dmoe); 0: off",
     )
-    router_score: Annotated[str, one_of(SCORES)] = experts("softmax", "score function of the router")
+    router_score: Annotated[str, one_of(SCORES)] = experts(
+        "softmax",
+        "score function of the router; relu: a token uses the experts of positive logit, and the loss l1 of "
+        "AUX_LOSS_TYPE brings their mean number to TOPK",
+    )
+    router_top_p: float = experts(
+        1.0,
+        "a token uses no more of its TOPK experts than together have this part of its scores; 1: all",
+        gt=0,
+        le=1,
+    )
     router_pre_softmax: bool = experts(True, "softmax before top-k; false: softmax over the chosen k")
     router_normalize: Literal["auto", "true", "false"] = experts(
         "auto",

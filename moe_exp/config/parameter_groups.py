@@ -231,7 +231,7 @@ def _dense(c: Config) -> dict[str, int]:
 
 def _moe(c: Config) -> dict[str, int]:
     sizes = _norm(c, "pre_mlp_layernorm.", c.hidden_size)
-    sizes["mlp.router.weight"] = c.num_experts * c.hidden_size
+    sizes["mlp.router.weight"] = c.num_router_outputs * c.hidden_size
     one = _mlp(c, "mlp.experts.experts.", c.expert_ffn_size, bias=c.add_bias_linear)
     sizes |= {name: c.num_experts * size for name, size in one.items()}
     if c.shared_expert_size:

@@ -496,6 +496,18 @@ class Config(ModelSettings):
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
+    def num_router_outputs(self) -> int:
+        """Experts and null experts."""
+        return self.num_experts + self.null_experts
+
+    @property
+    def experts_per_token(self) -> float:
+        """Mean number of experts that a token uses if loads are balanced; with ROUTER_TOP_P the most."""
+        if self.null_experts:
+            return self.topk * self.num_experts / self.num_router_outputs
+        return self.topk
+
+    @property
     def has_expert_bias(self) -> bool:
         """Whether routers have a bias per expert."""
         return self.router_bias_update_rate > 0 or self.router_bias_rule == "quantile"
@@ -524,6 +536,8 @@ class Config(ModelSettings):
         normalized = self.router_normalize == "true" or (
             self.router_normalize == "auto" and SCORES[self.router_score].normalizes and self.topk > 1
         )
+        if self.router_score == "relu" or self.router_top_p < 1 or self.null_experts:
+            return None  # of a token without experts it is 0
         softmax_of_chosen = not self.router_pre_softmax or self.topk == self.num_experts
         if normalized or (self.router_score == "softmax" and softmax_of_chosen and not balanced_by_sinkhorn):
             return self.router_scaling_factor

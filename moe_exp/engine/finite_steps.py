@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_exp.config.choices import LOSS_STATE
-from moe_exp.layers.megatron.moe_parts import MegatronRouter
+from moe_exp.layers.megatron.moe_parts import MegatronRouter, device_of_model
 
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.utils import get_model_config
@@ -72,6 +74,8 @@ class RouterState:
         named = [(name, buffer) for chunk in model for name, buffer in chunk.named_buffers()]
         self._kept = [buffer for name, buffer in named if name.endswith((".router.expert_bias", *LOSS_STATE))]
         self._before = [torch.empty_like(buffer) for buffer in self._kept]
+        has_relu = getattr(get_model_config(model[0]), "moe_router_score_function", "") == "relu"
+        self._stages = parallel_state.get_pipeline_model_parallel_group() if has_relu else None
 
     def remembered_before(self, finalize: Callable[..., None]) -> Callable[..., None]:
         """`finalize`, which updates routers, and the update that is ours, after a copy of their state."""
@@ -80,10 +84,23 @@ class RouterState:
         def finalize_model_grads(*args: Any, **kwargs: Any) -> None:
             _copy(self._before, self._kept)
             finalize(*args, **kwargs)
+            if self._stages is not None:
+                self._share_counts(self._stages)
             for router in self._routers:
                 router.end_of_global_batch()
 
         return finalize_model_grads
+
+    def _share_counts(self, stages: ProcessGroup) -> None:
+        """Gives every ReLU router the counts of all layers, so that `l1` has one weight: TOPK is a mean over
+        tokens and layers (ReMoE, arXiv:2412.14711, equation 7).
+        """
+        counts = [router.slots_and_tokens for router in self._routers]
+        total = torch.zeros(2, dtype=torch.int64, device=device_of_model())  # a stage may have no MoE layer
+        total += sum(counts)
+        torch.distributed.all_reduce(total, group=stages)
+        for count in counts:
+            count.copy_(total)
 
     @torch.no_grad()
     def restore(self) -> None:

@@ -217,6 +217,7 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
         router["mean_scores_rate"] = config.phi_balancing_rate
     if config.force_routing != "none":
         router["assignment"] = config.force_routing
+    router |= {"top_p": config.router_top_p, "num_null_experts": config.null_experts}
     of_layer = {"min_capacity": config.min_capacity, "token_rounding": config.token_rounding}
     instead = [failure.backend for failure in kernel_failures if failure.part == "experts"]
     backend = instead[0] if instead else config.expert_backend

@@ -36,8 +36,9 @@ class AuxLoss:
 
     Args:
         kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per
-            global batch, `importance`, or `phi_balancing` against a moving average.
-        coeff: weight in the sum of losses.
+            global batch, `importance`, `phi_balancing` against a moving average, `l1` of ReLU scores, or
+            `entropy` of the scores.
+        coeff: weight in the sum of losses; of `l1` at the start.
 
     Raises:
         ValueError: for an unknown kind or a negative coefficient.
@@ -61,7 +62,7 @@ def load_balancing_loss_share(
     scores: Tensor,
     tokens_per_expert_E: Tensor,
     *,
-    topk: int,
+    topk: Tensor | int,
     num_tokens: Tensor | int | None = None,
     group: ProcessGroup | None = None,
 ) -> Tensor:
@@ -70,6 +71,12 @@ def load_balancing_loss_share(
     f_e is the fraction of the T*K slots that went to expert e, P_e the mean score of expert e; 1.0 is perfect
     balance. Fedus et al. 2021, Switch Transformers, eq. 4 to 6 (arXiv:2101.03961), with top-k slots in f as
     in Megatron-Core.
+
+    With the weights of a ReLU router as scores, whose rows do not sum to 1, and the wanted K it is ReMoE's L1
+    loss with load balancing (arXiv:2412.14711, equation 11), the loss `l1`.
+
+    Args:
+        topk: slots per token, or their mean.
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
@@ -81,7 +88,12 @@ def load_balancing_loss_share(
 
 
 def sequence_balancing_loss_share(
-    scores_BSE: Tensor, expert_BSK: Tensor, valid_BS: Tensor | None, *, group: ProcessGroup | None = None
+    scores_BSE: Tensor,
+    expert_BSK: Tensor,
+    valid_BS: Tensor | None,
+    *,
+    counted_BSK: Tensor | None = None,
+    group: ProcessGroup | None = None,
 ) -> Tensor:
     """This rank's share of the mean over sequences of E * sum_e f_e * P_e, with f and P per sequence.
 
@@ -90,18 +102,25 @@ def sequence_balancing_loss_share(
     Args:
         scores_BSE: router scores of this rank's part of every sequence, each row summing to 1.
         valid_BS: tokens that are not padding; None for all.
+        counted_BSK: slots that tokens fill, if they decide how many; None for all.
     """
     num_sequences, _, num_experts = scores_BSE.shape
-    topk = expert_BSK.size(-1)
     ones_BSK = torch.ones_like(expert_BSK, dtype=scores_BSE.dtype)
     if valid_BS is not None:
         ones_BSK = ones_BSK * valid_BS.unsqueeze(-1)
+    topk = expert_BSK.size(-1)
+    lengths_B = None
+    if counted_BSK is not None:
+        lengths_B = sum_over(ones_BSK[..., 0].sum(dim=1), group).clamp(min=1)
+        ones_BSK = ones_BSK * counted_BSK
     counts_BE = scores_BSE.new_zeros(num_sequences, num_experts).scatter_add_(
         1, expert_BSK.flatten(1), ones_BSK.flatten(1)
     )
     counts_BE = sum_over(counts_BE, group)
-    lengths_B = (counts_BE.sum(dim=1) / topk).clamp(min=1)
-    losses_B = (scores_BSE.sum(dim=1) * counts_BE).sum(dim=1) * num_experts / (topk * lengths_B.square())
+    slots_B = counts_BE.sum(dim=1)
+    lengths_B = (slots_B / topk).clamp(min=1) if lengths_B is None else lengths_B
+    losses_B = (scores_BSE.sum(dim=1) * counts_BE).sum(dim=1) * num_experts
+    losses_B = losses_B / (slots_B.clamp(min=1) * lengths_B)
     return losses_B.sum() / max(1, num_sequences)
 
 
@@ -169,6 +188,17 @@ def phi_balancing_loss_share(
     mean_E = mean_scores_E.to(scores.dtype) * scores.size(-1)
     slope_E = torch.where(mean_E.sum() > 0, mean_E.clamp(min=1e-20).log(), 0.0)
     return torch.dot(_summed(scores), slope_E) / _num_tokens(scores, num_tokens, group)
+
+
+def entropy_loss_share(
+    scores_TE: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """This rank's share of the mean entropy of the scores, -sum_e s_e * log(s_e), in nats.
+
+    Without it, scores of a router with `top_p` become even, and all tokens use K experts. Huang et al. 2024
+    (arXiv:2403.07652), equation 8.
+    """
+    return -(scores_TE * scores_TE.clamp_min(1e-30).log()).sum() / _num_tokens(scores_TE, num_tokens, group)
 
 
 def z_loss_share(

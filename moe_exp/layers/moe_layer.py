@@ -19,6 +19,7 @@ from moe_exp.layers.experts import Experts, RoutedTokens
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.losses import (
     AuxLoss,
+    entropy_loss_share,
     global_balancing_loss_share,
     importance_loss_share,
     load_balancing_loss_share,
@@ -30,7 +31,7 @@ from moe_exp.layers.microbatch import MicrobatchCapacity
 from moe_exp.layers.microbatch import MoESettings as MoESettings
 from moe_exp.layers.phase_marks import PhaseTimers, mark
 from moe_exp.layers.recompute import is_counted_forward
-from moe_exp.layers.router import Router, RoutingDecision, count_kept, tokens_in_group
+from moe_exp.layers.router import Router, RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.statistics import MoEStatistics
 
 
@@ -183,15 +184,22 @@ class MoELayer(nn.Module):
         settings, group = self.settings, self.microbatch_group
         scores, logits = decision.for_losses()
         num_tokens = tokens_in_group(decision, group)
-        counts_E, expert_TK = self._choice_by_score(decision)
+        counts_E, expert_TK, counted_TK = self._choice_by_score(decision)
         counts_E = sum_over(counts_E, group)
+        topk: Tensor | int = self.router.config.topk
         balance = load_balancing_loss_share(
-            scores, counts_E, topk=self.router.config.topk, num_tokens=num_tokens, group=group
+            scores,
+            counts_E,
+            topk=counts_E.sum().clamp(min=1) / num_tokens if self.router.config.has_free_number else topk,
+            num_tokens=num_tokens,
+            group=group,
         )
         z = z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
         share_of: dict[str, Callable[[], Tensor]] = {
             "aux_loss": lambda: balance,
-            "seq_aux_loss": lambda: self._sequence_loss(scores, expert_TK, decision.valid_T, shape),
+            "seq_aux_loss": lambda: self._sequence_loss(
+                scores, expert_TK, counted_TK, decision.valid_T, shape
+            ),
             "global_aux_loss": lambda: global_balancing_loss_share(
                 scores, self.router.global_tokens_per_expert, counts_E, num_tokens=num_tokens, group=group
             ),
@@ -199,33 +207,52 @@ class MoELayer(nn.Module):
             "phi_balancing": lambda: phi_balancing_loss_share(
                 scores, self.router.mean_scores, num_tokens=num_tokens, group=group
             ),
+            "l1": lambda: load_balancing_loss_share(
+                decision.weights_for_l1(), counts_E, topk=topk, num_tokens=num_tokens, group=group
+            ),
+            "entropy": lambda: entropy_loss_share(scores, num_tokens=num_tokens, group=group),
         }
         shares = {loss.kind: share_of[loss.kind]() for loss in settings.losses}
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
-        weighted = [shares[loss.kind] * loss.coeff for loss in settings.losses if loss.coeff]
+        weighted = [shares[loss.kind] * self._coefficient(loss) for loss in settings.losses if loss.coeff]
         weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
         return torch.stack(weighted).sum() if weighted else None
 
-    def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
-        """Slots per expert [E], and experts [T, K], as the losses count them: by highest score, without the
-        effect of expert bias and groups. No experts after a routing kernel, which no sequence loss follows.
+    def _coefficient(self, loss: AuxLoss) -> Tensor | float:
+        return loss.coeff * self.router.l1_factor if loss.kind == "l1" else loss.coeff
+
+    def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Slots per expert [E], experts [T, K] and which slots count (None: all), as the losses count them:
+        by highest score, without the effect of expert bias and groups. No experts after a routing kernel,
+        which no sequence loss follows.
 
         As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull against
         the bias.
         """
         config = self.router.config
-        if config.chooses_by_score or not self.settings.losses:
-            return decision.tokens_per_expert_E, decision.expert_TK
         if decision.sums is not None:
-            return decision.sums.by_score_E, None
-        assert decision.logits_TE is not None
-        expert_TK = decision.logits_TE.detach().topk(config.topk, dim=-1).indices
-        valid_TK = None if decision.valid_T is None else decision.valid_T.unsqueeze(1).expand_as(expert_TK)
-        return count_kept(expert_TK, valid_TK, config.num_experts), expert_TK
+            sums = decision.sums
+            by_score = config.chooses_by_score or not self.settings.losses
+            return sums.tokens_per_expert_E if by_score else sums.by_score_E, None, None
+        assert decision.logits_TE is not None and decision.scores_TE is not None
+        expert_TK, counts_E = decision.expert_TK, decision.tokens_per_expert_E
+        if not config.chooses_by_score and self.settings.losses:
+            expert_TK = decision.logits_TE.detach().topk(config.topk, dim=-1).indices
+        counted_TK = self.router.counted(decision.scores_TE.detach(), expert_TK)
+        if expert_TK is not decision.expert_TK:
+            counts_E = count_kept(
+                expert_TK, kept_slots(counted_TK, decision.valid_T, expert_TK), config.num_outputs
+            )
+        return counts_E, expert_TK, counted_TK
 
     def _sequence_loss(
-        self, scores_TE: Tensor, expert_TK: Tensor | None, valid_T: Tensor | None, shape: torch.Size
+        self,
+        scores_TE: Tensor,
+        expert_TK: Tensor | None,
+        counted_TK: Tensor | None,
+        valid_T: Tensor | None,
+        shape: torch.Size,
     ) -> Tensor:
         assert expert_TK is not None
 
@@ -233,14 +260,21 @@ class MoELayer(nn.Module):
             x = x.unflatten(0, shape) if len(shape) == 2 else x.unsqueeze(0)
             return x.transpose(0, 1) if len(shape) == 2 and self.settings.batch_dim == 1 else x
 
-        valid_BS = None if valid_T is None else by_sequence(valid_T)
         return sequence_balancing_loss_share(
-            by_sequence(scores_TE), by_sequence(expert_TK), valid_BS, group=self.microbatch_group
+            by_sequence(scores_TE),
+            by_sequence(expert_TK),
+            None if valid_T is None else by_sequence(valid_T),
+            counted_BSK=None if counted_TK is None else by_sequence(counted_TK),
+            group=self.microbatch_group,
         )
 
 
 def _check_router_keeps(state: str, kind: str, router: Router) -> None:
     if state and not hasattr(router, state):
-        field = "global_fractions=True" if state == "global_tokens_per_expert" else "mean_scores_rate=0.01"
+        field = {
+            "global_tokens_per_expert": "global_fractions=True",
+            "mean_scores": "mean_scores_rate=0.01",
+            "l1_factor": "score=relu",
+        }[state]
         rule = f"the router keeps no {state}"
         raise ValueError(f"aux_loss_type={kind}: {rule}. Fix: set {field} in RouterConfig.")

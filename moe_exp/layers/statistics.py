@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from moe_exp.layers.router import RoutingDecision
+from moe_exp.layers.router import RoutingDecision, tokens_in_group
 
 # Sums that every layer keeps: dropped slots, entropy and largest router weight over tokens; over
-# micro-batches the busiest expert's slots over the mean, load-balancing loss and z-loss without coefficients.
-STATISTICS = ("dropped", "entropy", "top1_weight", "max_over_mean", "load_balancing_loss", "z_loss")
+# micro-batches the busiest expert's slots over the mean, load-balancing loss and z-loss without coefficients;
+# tokens.
+STATISTICS = ("dropped", "entropy", "top1_weight", "max_over_mean", "load_balancing_loss", "z_loss", "tokens")
 
 
 def statistics_names(losses: Iterable[str]) -> tuple[str, ...]:
@@ -49,11 +50,14 @@ class MoEStatistics:
         aux_losses: Mapping[str, Tensor],
     ) -> None:
         """Counts a micro-batch; `scores` as the losses take them, losses before their coefficients."""
-        counts_E, kept_TK = decision.tokens_per_expert_E, decision.kept_TK
+        counts_E = decision.tokens_per_expert_E[: self.tokens_per_expert_E.numel()]  # no null experts
+        kept_TK = decision.kept_TK
+        tokens = tokens_in_group(decision, None)
         entropy, top1_weight = _entropy_and_largest_weight(decision, scores)
         dropped = entropy.new_zeros(()) if kept_TK is None else counts_E.sum() - kept_TK.sum()
         max_over_mean = counts_E.max() * counts_E.numel() / counts_E.sum().clamp(min=1)
         values = {
+            "tokens": torch.as_tensor(tokens, dtype=entropy.dtype, device=entropy.device),
             "dropped": dropped.to(entropy.dtype),
             "entropy": entropy,
             "top1_weight": top1_weight,

@@ -70,7 +70,8 @@ TRAIN_KEYS = {
 }
 EXPERT_KEYS = {
     "layer": "number of the layer in the model, from 1",
-    "tokens_per_expert": "slots (tokens times TOPK) per expert before any drop",
+    "tokens_per_expert": "slots (tokens times TOPK, if all are used) per expert before any drop",
+    "experts_per_token": "slots that tokens use, mean over tokens; TOPK unless they decide their number",
     "max_over_mean": "the busiest expert's slots over the mean, of the whole interval",
     "microbatch_max_over_mean": (
         "the same within a micro-batch of one rank, mean over these: what memory, drops and time depend on"

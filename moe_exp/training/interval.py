@@ -253,7 +253,7 @@ def _expert_record(layer: int, row: list[float], config: Config, num_shares: int
     """One layer's object in `experts`, from the sums of `MoEStatistics` over `num_shares` micro-batches."""
     counts = row[: config.num_experts]
     sums = dict(zip(statistics_names(config.balancing_losses), row[config.num_experts :], strict=True))
-    slots = sum(counts)
+    slots, tokens = max(1, sum(counts)), sums["tokens"]  # with ReLU scores there may be none
     fair_share = slots / len(counts)
     return {
         "layer": layer + 1,
@@ -263,8 +263,9 @@ def _expert_record(layer: int, row: list[float], config: Config, num_shares: int
         "microbatch_max_over_mean": sums["max_over_mean"] / (num_shares * config.tp * config.cp),
         "dead_fraction": sum(count < 0.01 * fair_share for count in counts) / len(counts),
         "dropped_fraction": sums["dropped"] / slots,
-        "router_entropy": sums["entropy"] * config.topk / slots,
-        "top1_weight": sums["top1_weight"] * config.topk / slots,
+        "experts_per_token": slots / tokens,
+        "router_entropy": sums["entropy"] / tokens,
+        "top1_weight": sums["top1_weight"] / tokens,
         "load_balancing_loss": sums["load_balancing_loss"] / num_shares,
         "z_loss": sums["z_loss"] / num_shares,
         "aux_losses": {name: sums[f"aux_losses.{name}"] / num_shares for name in config.balancing_losses},

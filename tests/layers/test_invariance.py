@@ -4,6 +4,7 @@ of docs/moe_layer.md.
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch.nn.functional import softplus
 from helpers.layers.tiny_moe import identity_router, random
 from moe_exp.config.choices import LOSSES, SCORES
 from moe_exp.layers.losses import (
+    entropy_loss_share,
     global_balancing_loss_share,
     importance_loss_share,
     load_balancing_loss_share,
@@ -28,8 +30,17 @@ BIAS = torch.tensor([0.0, 0.4, 0.0, -0.3, 0.2, 0.0])
 GLOBAL_COUNTS = torch.tensor([9.0, 4, 6, 3, 1, 1])
 QUANTITIES = ("experts", "experts with bias", "weights", "normalized weights", "z_loss", *LOSSES)
 # The score itself, and the softmax that its quotients tend to where the logits are far below zero.
-RAW = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda z: softplus(z).sqrt()}
+RAW = {"sigmoid": torch.sigmoid, "sqrtsoftplus": lambda z: softplus(z).sqrt(), "relu": torch.relu}
 BELOW = {"softmax": 1.0, "sigmoid": 1.0, "sqrtsoftplus": 0.5}
+
+
+def is_defined(quantity: str, score: str) -> bool:
+    if score == "relu":
+        return quantity not in ("experts with bias", "normalized weights")
+    return quantity != "l1"
+
+
+DEFINED = [(quantity, score) for quantity in QUANTITIES for score in SCORES if is_defined(quantity, score)]
 
 
 def found(quantity: str, score: str, logits_TE: torch.Tensor) -> torch.Tensor:
@@ -44,7 +55,9 @@ def found(quantity: str, score: str, logits_TE: torch.Tensor) -> torch.Tensor:
     scores_TE, counts_E = decision.scores_TE, decision.tokens_per_expert_E
     by_sequence = [x.unflatten(0, (4, TOKENS // 4)) for x in (scores_TE, decision.expert_TK)]
     return {
-        "experts": lambda: decision.expert_TK.sort(dim=1).values,
+        "experts": lambda: (
+            decision.expert_TK.sort(dim=1).values if decision.kept_TK is None else decision.kept_TK
+        ),
         "experts with bias": lambda: decision.expert_TK.sort(dim=1).values,
         "weights": lambda: decision.weights_TK,
         "normalized weights": lambda: decision.weights_TK,
@@ -54,6 +67,8 @@ def found(quantity: str, score: str, logits_TE: torch.Tensor) -> torch.Tensor:
         "global_aux_loss": lambda: global_balancing_loss_share(scores_TE, GLOBAL_COUNTS, counts_E),
         "importance": lambda: importance_loss_share(scores_TE),
         "phi_balancing": lambda: phi_balancing_loss_share(scores_TE, GLOBAL_COUNTS / GLOBAL_COUNTS.sum()),
+        "l1": lambda: load_balancing_loss_share(decision.weights_for_l1(), counts_E, topk=TOPK),
+        "entropy": lambda: entropy_loss_share(scores_TE),
     }[quantity]().detach()
 
 
@@ -63,27 +78,29 @@ def is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def same_under_shift(quantity: str, score: str) -> bool:
     """The rule of the table."""
+    if score == "relu":
+        return False
     return quantity == "experts" or (score == "softmax" and quantity != "z_loss")
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize(("quantity", "score"), DEFINED)
 def test_a_common_shift(quantity, score):
     before = found(quantity, score, LOGITS)
     same = [is_same(found(quantity, score, LOGITS + shift), before) for shift in (-3.0, 2.5)]
     assert all(same) == same_under_shift(quantity, score)
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("quantity", QUANTITIES)
+@pytest.mark.parametrize(("quantity", "score"), DEFINED)
 def test_a_factor(quantity, score):
-    """Changes all but the order of the logits."""
+    """Changes all but the order of the logits, and the part of each in the sum of ReLU scores."""
     before = found(quantity, score, LOGITS)
+    of_parts = score == "relu" and quantity not in ("weights", "z_loss", "l1")
     for factor in (0.3, 3.0):
-        assert is_same(found(quantity, score, factor * LOGITS), before) == (quantity == "experts")
+        same = is_same(found(quantity, score, factor * LOGITS), before)
+        assert same == (quantity == "experts" or of_parts)
 
 
-@pytest.mark.parametrize("quantity", [name for name in QUANTITIES if name != "z_loss"])
+@pytest.mark.parametrize("quantity", [name for name in QUANTITIES if name not in ("z_loss", "l1")])
 def test_softmax_has_the_same_bits_after_a_shift_that_is_exact(quantity):
     """Of logits that fp32 holds shifted, too: the largest is subtracted first."""
     logits_TE = (LOGITS * 256).round().float() / 256
@@ -99,15 +116,20 @@ def test_z_loss_by_formula(score):
 @pytest.mark.parametrize("score", RAW)
 def test_weights_by_formula(score):
     """Without normalization they are the score of the shifted logit, with it its part of the sum."""
-    chosen_TK = (LOGITS + 2.5).topk(TOPK, dim=1).values
+    chosen_TK = LOGITS + 2.5 if score == "relu" else (LOGITS + 2.5).topk(TOPK, dim=1).values
     raw_TK = RAW[score](chosen_TK)
     assert is_same(found("weights", score, LOGITS + 2.5), raw_TK)
+    if score == "relu":
+        raw_TE = torch.relu(LOGITS + 2.5)
+        expected = (raw_TE * (raw_TE > 0).sum(dim=0)).sum() * EXPERTS / (TOPK * TOKENS**2)
+        assert is_same(found("l1", score, LOGITS + 2.5), expected)
+        return
     normalized_TK = raw_TK / raw_TK.sum(dim=1, keepdim=True)
     assert is_same(found("normalized weights", score, LOGITS + 2.5), normalized_TK)
 
 
-@pytest.mark.parametrize("score", SCORES)
-@pytest.mark.parametrize("quantity", ["normalized weights", *LOSSES])
+@pytest.mark.parametrize("score", BELOW)
+@pytest.mark.parametrize("quantity", ["normalized weights", *(loss for loss in LOSSES if loss != "l1")])
 def test_far_below_zero_quotients_are_those_of_softmax(quantity, score):
     expected = found(quantity, "softmax", BELOW[score] * LOGITS)
     assert torch.allclose(found(quantity, score, LOGITS - 40), expected, rtol=1e-9, atol=1e-9)
@@ -122,9 +144,9 @@ def test_far_above_zero_all_experts_are_alike(score, shift):
     assert torch.allclose(
         found("normalized weights", score, logits_TE), torch.tensor(1 / TOPK).double(), atol=1e-8
     )
-    for loss in LOSSES:
+    for loss in LOSSES.keys() - {"l1"}:
         slope = float((GLOBAL_COUNTS / GLOBAL_COUNTS.mean()).double().log().mean())
-        expected = {"importance": 0.0, "phi_balancing": slope}.get(loss, 1.0)
+        expected = {"importance": 0.0, "phi_balancing": slope, "entropy": math.log(EXPERTS)}.get(loss, 1.0)
         assert float(found(loss, score, logits_TE)) == pytest.approx(expected, abs=1e-7)
 
 
@@ -143,4 +165,6 @@ def test_the_table_of_the_docs_is_this_one():
     expected = {(quantity, score) for quantity in QUANTITIES for score in SCORES}
     assert set(documented) == expected
     for (quantity, score), cell in documented.items():
-        assert cell.startswith("same") == same_under_shift(quantity, score), (quantity, score, cell)
+        assert (cell == "refused") != is_defined(quantity, score)
+        if is_defined(quantity, score):
+            assert cell.startswith("same") == same_under_shift(quantity, score), (quantity, score, cell)

@@ -304,7 +304,7 @@ def test_losses_in_a_list_add_up():
     coeffs = {"aux_loss": 0.5, "seq_aux_loss": 0.25, "importance": 2.0}
     layer = tiny_layer(losses=tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items()))
     _, loss = layer(TOKENS_BSD)
-    balance, z, *each = layer.statistics.sums[4:].tolist()
+    balance, z, _, *each = layer.statistics.sums[4:].tolist()
     assert loss.item() == pytest.approx(
         sum(coeff * value for coeff, value in zip(coeffs.values(), each, strict=True)), rel=1e-12
     )
@@ -318,7 +318,7 @@ def test_losses_in_a_list_add_up():
             lambda: AuxLoss("aux", 0.1),
             (
                 r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss, seq_aux_loss, global_aux_loss,"
-                r" importance, phi_balancing, or none\."
+                r" importance, phi_balancing, l1, entropy, or none\."
             ),
         ),
         (lambda: AuxLoss("aux_loss", -0.1), r"aux_loss_coeff=-0\.1: is negative"),

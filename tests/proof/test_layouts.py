@@ -54,6 +54,16 @@ CASES = {
     "padding tokens and capacity": Case(
         FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.6, "pad_to_capacity": True}, padded=5
     ),
+    "top-p": Case(
+        {**SIGMOID, "topk": 3, "top_p": 0.5},
+        {"losses": (*ALL_LOSSES["losses"], *balancing(entropy=0.2)), "z_loss_coeff": 0.05},
+        padded=5,
+    ),
+    "null experts, capacity and pad": Case(
+        {"num_null_experts": 4, "topk": 3, "pre_softmax": False, **FRACTIONS},
+        {**ALL_LOSSES, "capacity_factor": 0.8, "pad_to_capacity": True},
+    ),
+    "relu": Case({"score": "relu", **FRACTIONS}, {**ALL_LOSSES, "losses": balancing(l1=0.4, aux_loss=0.1)}),
     "sinkhorn": Case({"assignment": "sinkhorn", "topk": 1}, {"z_loss_coeff": 0.05}),
 }
 ONE = Layout(1, 1, 1, ranks=1)

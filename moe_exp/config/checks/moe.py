@@ -34,6 +34,7 @@ def check_moe(c: Config) -> Iterator[str]:
     yield from _router(c)
     yield from _router_groups(c)
     yield from _balancing(c)
+    yield from _number_of_experts(c)
     yield from _grouped_mm_rows(c)
 
 
@@ -99,6 +100,39 @@ def _router(c: Config) -> Iterator[str]:
         yield problem("router_pre_softmax", "false", rule, "set ROUTER_PRE_SOFTMAX=true")
     elif c.router_normalize == "true":
         yield problem("router_normalize", "true", rule, "set ROUTER_NORMALIZE=false")
+
+
+def _number_of_experts(c: Config) -> Iterator[str]:
+    """Rules by which tokens use different numbers of experts, and what they do not go with."""
+    coeff = c.balancing_losses.get("l1")
+    is_relu = c.router_score == "relu"
+    if is_relu and not coeff:
+        rule = "without the loss l1 nothing limits the experts per token"
+        fix = "set AUX_LOSS_TYPE=l1 AUX_LOSS_COEFF=1e-8, where that is its weight at the start"
+        yield problem("router_score", "relu", rule, fix)
+    if coeff is not None and not is_relu:
+        fix = "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"
+        yield problem("aux_loss_type", c.aux_loss_type, "l1 needs ROUTER_SCORE=relu", fix)
+    rules = {
+        "router_score": ("relu", is_relu),
+        "router_top_p": (c.router_top_p, c.router_top_p < 1),
+        "null_experts": (c.null_experts, c.null_experts > 0),
+    }
+    number = [name for name, (_, is_set) in rules.items() if is_set]
+    others = {
+        "AUX_LOSS_TYPE=sinkhorn": c.aux_loss_type == "sinkhorn",
+        f"FORCE_ROUTING={c.force_routing}": c.force_routing != "none",
+        "NUM_ROUTER_GROUPS": c.num_router_groups > 0,
+        "ROUTER_BIAS_RULE=quantile": c.router_bias_rule == "quantile" and c.router_top_p < 1,
+        "an expert bias": is_relu and c.has_expert_bias,
+        "ROUTER_NORMALIZE=true": is_relu and c.router_normalize == "true",
+        number[-1].upper() if number else "": is_relu and len(number) > 1,
+    }
+    if number:
+        name = number[0]
+        for other, is_other in others.items():
+            if is_other:
+                yield problem(name, rules[name][0], f"does not go with {other}", "use one of the two")
 
 
 def _quantile(c: Config) -> Iterator[str]:

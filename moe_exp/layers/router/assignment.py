@@ -28,6 +28,19 @@ def _mask_groups(choice_TE: Tensor, *, topk: int, num_groups: int, group_topk: i
     return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
 
+def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
+    """The first slots of each token that together have at least `top_p` of the scores, bool [T, K].
+
+    At least one, and all K if they have less. Huang et al. 2024, Harder Tasks Need More Experts
+    (arXiv:2403.07652), equation 5, with the cap K.
+
+    Args:
+        scores_TK: of the chosen experts, as parts of a sum of 1, best first.
+    """
+    before_TK = scores_TK.cumsum(dim=-1) - scores_TK
+    return before_TK < top_p
+
+
 def sinkhorn(
     logits_TE: Tensor,
     valid_T: Tensor | None = None,

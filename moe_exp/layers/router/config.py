@@ -23,7 +23,12 @@ class RouterConfig:
         hidden_size: D.
         num_experts: E.
         topk: K.
-        score: `softmax`, `sigmoid` (DeepSeek-V3) or `sqrtsoftplus`, the square root of softplus.
+        score: `softmax`, `sigmoid` (DeepSeek-V3), `sqrtsoftplus`, the square root of softplus, or `relu`
+            (ReMoE, arXiv:2412.14711): a token uses the experts of positive logit, with the logits as weights;
+            the loss `l1` brings their mean number to K.
+        top_p: a token uses no more of its K experts than it needs for this part of its scores; 1: all K.
+        num_null_experts: null experts beside the E, which compute nothing: a token that chooses one uses an
+            expert less. They are balanced like the others.
         pre_softmax: softmax over all experts before top-k (Switch, OLMoE), else over the chosen K (Mixtral).
         normalize: divide the chosen weights by their sum. None: as in the literature, True for sigmoid and
             sqrtsoftplus with K > 1, False for softmax. True with softmax is Qwen3's `norm_topk_prob`.
@@ -57,6 +62,8 @@ class RouterConfig:
     num_experts: int
     topk: int
     score: str = "softmax"
+    top_p: float = 1.0
+    num_null_experts: int = 0
     pre_softmax: bool = True
     normalize: bool | None = None
     scaling_factor: float = 1.0
@@ -76,7 +83,7 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         for field, choices in (
-            ("score", ("softmax", *SCORE_FUNCTIONS)),
+            ("score", ("softmax", *SCORE_FUNCTIONS, "relu")),
             ("assignment", ASSIGNMENTS),
             ("dtype", tuple(ROUTER_DTYPES)),
             ("bias_rule", BIAS_RULES),
@@ -107,6 +114,7 @@ class RouterConfig:
             rule = "groups have cutoffs of their own" if self.num_groups else "every token gets every expert"
             raise ValueError(f"bias_rule=quantile: {rule}. Fix: use bias_rule=sign, or no expert bias.")
         self._check_weights()
+        self._check_number()
         if self.num_groups:
             self._check_groups()
         if self.assignment == "sinkhorn" and (self.num_groups or self.expert_bias):
@@ -123,6 +131,30 @@ class RouterConfig:
                 f"{field}: with topk=1 every weight is 1 and the router would not learn. Fix: use"
                 " pre_softmax=True, normalize=False."
             )
+
+    def _check_number(self) -> None:
+        """Rules by which tokens use different numbers of experts."""
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: is not in (0, 1]. Fix: use 0.4, or 1 for all K experts.")
+        if self.num_null_experts < 0:
+            raise ValueError(f"num_null_experts={self.num_null_experts}: is negative. Fix: use 0 for none.")
+        rules = {
+            "score=relu": self.score == "relu",
+            f"top_p={self.top_p}": self.top_p < 1,
+            f"num_null_experts={self.num_null_experts}": self.num_null_experts > 0,
+        }
+        others = {
+            f"assignment={self.assignment}": self.assignment != "topk",
+            "num_groups": self.num_groups > 0,
+            "bias_rule=quantile": self.finds_quantiles and self.top_p < 1,
+            "expert_bias": self.expert_bias and self.score == "relu",
+            "normalize": bool(self.normalize) and self.score == "relu",
+            "another rule for the number of experts": self.score == "relu" and sum(rules.values()) > 1,
+        }
+        for rule, is_set in rules.items():
+            for other, is_other in others.items():
+                if is_set and is_other:
+                    raise ValueError(f"{rule}: does not go with {other}. Fix: use one of the two.")
 
     def _check_groups(self) -> None:
         groups, used = self.num_groups, self.group_topk
@@ -153,6 +185,16 @@ class RouterConfig:
         return self.expert_bias and self.bias_rule == "quantile"
 
     @property
+    def num_outputs(self) -> int:
+        """Experts and null experts: what the router scores."""
+        return self.num_experts + self.num_null_experts
+
+    @property
+    def has_free_number(self) -> bool:
+        """Whether the scores decide how many slots a token has: K is then a mean (ReLU) or a limit."""
+        return self.score == "relu" or self.top_p < 1
+
+    @property
     def chooses_by_score(self) -> bool:
         """Whether the chosen experts are the K of highest score."""
         return self.assignment == "topk" and not (self.num_groups or self.expert_bias)
@@ -164,6 +206,8 @@ def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
         return f"it has top-k alone, not {config.assignment}"
     if config.num_groups:
         return "it has no groups of experts"
+    if config.top_p < 1 or config.num_null_experts:
+        return "every token has K experts there"
     if config.finds_quantiles:
         return "quantile balancing needs the scores of all experts"
     if config.dtype != "fp32":

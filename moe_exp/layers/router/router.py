@@ -2,60 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp.layers.capacity import count_per_expert, without_dropped
-from moe_exp.layers.groups import group_size, sum_over
+from moe_exp.layers.groups import sum_over
 from moe_exp.layers.kernels.choice import takes_kernels
-from moe_exp.layers.kernels.topk import TopK, router_topk, scores_torch
+from moe_exp.layers.kernels.topk import router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
-from moe_exp.layers.router.assignment import balanced_experts, best_experts, sinkhorn, zipf_experts
+from moe_exp.layers.router.assignment import (
+    balanced_experts,
+    best_experts,
+    sinkhorn,
+    within_top_p,
+    zipf_experts,
+)
 from moe_exp.layers.router.config import ROUTER_DTYPES, RouterConfig, kernel_problem
+from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
 from moe_exp.layers.router.replay import RoutingReplay
-
-
-@dataclass(frozen=True)
-class RoutingDecision:
-    """Experts and weights of each token.
-
-    Args:
-        expert_TK: chosen experts, int64.
-        weights_TK: router weights, fp32 or fp64, with gradient.
-        scores_TE: scores of all experts, rows sum to 1, with gradient (for the losses); None with `sums`.
-        logits_TE: router logits, with gradient (for the z-loss); None with `sums`.
-        tokens_per_expert_E: slots per expert before any drop, int64, without padding.
-        kept_TK: bool, slots that count; None for all. Without padding from the router, and also without
-            dropped slots once MoELayer.route has applied the capacity.
-        valid_T: bool, tokens that are not padding; None for all.
-        sums: what losses and statistics need of scores and logits, if a kernel routed; else None.
-        use_kernels: of RouterConfig, for the dispatcher.
-    """
-
-    expert_TK: Tensor
-    weights_TK: Tensor
-    scores_TE: Tensor | None
-    logits_TE: Tensor | None
-    tokens_per_expert_E: Tensor
-    kept_TK: Tensor | None = None
-    valid_T: Tensor | None = None
-    sums: TopK | None = None
-    use_kernels: bool | None = None
-
-    def for_losses(self) -> tuple[Tensor, Tensor]:
-        """Scores and logits, both [T, E], with zero scores for padding; after a routing kernel the sums of
-        the scores [E] and the log-sum-exp of the logits [T].
-        """
-        if self.sums is not None:
-            return self.sums.score_sums_E, self.sums.lse_T
-        assert self.scores_TE is not None and self.logits_TE is not None
-        scores_TE = self.scores_TE if self.valid_T is None else self.scores_TE * self.valid_T.unsqueeze(1)
-        return scores_TE, self.logits_TE
 
 
 class Router(nn.Module):
@@ -67,7 +34,9 @@ class Router(nn.Module):
         sigmoid:       s = sigmoid(z), choice by s + bias, w = s / sum of the chosen s
             (DeepSeek-V3, arXiv:2412.19437, eq. 12 to 16)
         sqrtsoftplus:  like sigmoid with s = sqrt(softplus(z))
-    all times the scaling factor.
+        relu:          w = s = max(z, 0), for all experts of positive z
+    all times the scaling factor. With null experts and `top_p` a token uses some of its K slots, and weights
+    are normalized over those.
 
     Quotients s / sum of s (scores of the losses, normalized weights) are computed as softmax(log s): exact to
     1e-6 in fp32 for any logits. If all of a token's logits are below -14, they equal softmax(z) (sigmoid) and
@@ -79,8 +48,10 @@ class Router(nn.Module):
         microbatch_group: ranks that hold the micro-batch's other tokens, over which Sinkhorn balances.
 
     Attributes:
-        weight: [E, D].
+        weight: [E, D]; here and below, E includes null experts.
         expert_bias: [E], fp32, if configured.
+        l1_factor: fp32 scalar, factor on the weight of the loss `l1`, with ReLU scores.
+        slots_and_tokens: [2], int64, of the global batch so far, with ReLU scores.
         gap_counts: [E, B], int64, of the global batch so far, for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before it.
         mean_scores: [E], fp32, moving average of the mean score of each expert over global batches, zeros
@@ -90,6 +61,8 @@ class Router(nn.Module):
     """
 
     expert_bias: Tensor
+    l1_factor: Tensor
+    slots_and_tokens: Tensor
     gap_counts: Tensor
     local_tokens_per_expert: Tensor
     global_tokens_per_expert: Tensor
@@ -110,13 +83,13 @@ class Router(nn.Module):
         self.replay: RoutingReplay | None = None
         self.needs_scores = True
         self.weight = nn.Parameter(
-            torch.empty(config.num_experts, config.hidden_size, dtype=dtype, device=device)
+            torch.empty(config.num_outputs, config.hidden_size, dtype=dtype, device=device)
         )
-        zeros_E = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+        zeros_E = torch.zeros(config.num_outputs, dtype=torch.float32, device=device)
         if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
             self.register_buffer("expert_bias", zeros_E.clone())
             if config.finds_quantiles:
-                gaps_EB = torch.zeros(config.num_experts, NUM_BINS, dtype=torch.int64, device=device)
+                gaps_EB = torch.zeros(config.num_outputs, NUM_BINS, dtype=torch.int64, device=device)
                 self.register_buffer("gap_counts", gaps_EB, persistent=False)
             else:
                 self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
@@ -127,13 +100,17 @@ class Router(nn.Module):
             self.register_buffer("mean_scores", zeros_E.clone())
             # fp64, so that the order of micro-batches and ranks does not matter
             self.register_buffer("batch_scores", zeros_E.double(), persistent=False)
+        if config.score == "relu":
+            self.register_buffer("l1_factor", torch.ones((), device=device))
+            slots_and_tokens = torch.zeros(2, dtype=torch.int64, device=device)
+            self.register_buffer("slots_and_tokens", slots_and_tokens, persistent=False)
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
         """Initializes the weight and zeros counts and bias; FSDP2 calls it after `to_empty`."""
         nn.init.normal_(self.weight, std=std)
-        for buffer in self.buffers(recurse=False):
-            nn.init.zeros_(buffer)
+        for name, buffer in self.named_buffers(recurse=False):
+            nn.init.constant_(buffer, 1.0 if name == "l1_factor" else 0.0)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Keeps counters and accumulators in their dtype when the model is cast to bf16."""
@@ -180,24 +157,34 @@ class Router(nn.Module):
             scores_TE=None,
             logits_TE=None,
             tokens_per_expert_E=sums.tokens_per_expert_E,
-            kept_TK=_kept_of_valid(valid_T, sums.expert_TK),
+            kept_TK=kept_slots(None, valid_T, sums.expert_TK),
             valid_T=valid_T,
             sums=sums,
             use_kernels=config.use_kernels,
         )
 
     def _route_with_torch(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
-        scores_TE, expert_TK, weights_TK = self._choose(logits_TE, valid_T)
-        kept_TK = _kept_of_valid(valid_T, expert_TK)
+        config = self.config
+        raw_TE, log_TE, scores_TE = self._scores(logits_TE)
+        expert_TK = self._choose_experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
+        if self.replay is not None:
+            expert_TK = self.replay.apply(expert_TK, training=self.training)
+        counted_TK = used_TK = self.counted(scores_TE.detach(), expert_TK)
+        if config.num_null_experts:  # their slots are counted, and never kept
+            is_real_TK = expert_TK < config.num_experts
+            used_TK = is_real_TK if counted_TK is None else counted_TK & is_real_TK
+        weights_TK = self._weights(raw_TE, log_TE, logits_TE, expert_TK, used_TK)
         return RoutingDecision(
             expert_TK=expert_TK,
             weights_TK=weights_TK,
             scores_TE=scores_TE,
             logits_TE=logits_TE,
-            tokens_per_expert_E=count_kept(expert_TK, kept_TK, self.config.num_experts),
-            kept_TK=kept_TK,
+            tokens_per_expert_E=count_kept(
+                expert_TK, kept_slots(counted_TK, valid_T, expert_TK), config.num_outputs
+            ),
+            kept_TK=kept_slots(used_TK, valid_T, expert_TK),
             valid_T=valid_T,
-            use_kernels=self.config.use_kernels,
+            use_kernels=config.use_kernels,
         )
 
     @torch.no_grad()
@@ -221,10 +208,15 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_of_own_state(self, group: ProcessGroup | None = None) -> None:
-        """The part of `end_of_batch` that Megatron does not have: quantile balancing, decay of the bias, and
-        the moving average of the scores.
+        """The part of `end_of_batch` that Megatron does not have: quantile balancing, decay of the bias, the
+        moving average of the scores, and the weight of the loss `l1`, which grows by a fifth if tokens had
+        more than K experts on average and shrinks if they had fewer (ReMoE, arXiv:2412.14711, equation 8).
         """
         config = self.config
+        if config.score == "relu":
+            slots, tokens = sum_over(self.slots_and_tokens, group).double()
+            self.l1_factor *= 1.2 ** torch.sign(slots - tokens * config.topk).float()
+            self.slots_and_tokens.zero_()
         if config.finds_quantiles:
             counts_EB = sum_over(self.gap_counts, group)
             self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, config.topk))
@@ -254,6 +246,9 @@ class Router(nn.Module):
         if self.config.mean_scores_rate:
             scores, _ = decision.for_losses()
             self.batch_scores += scores.sum(dim=0) if scores.dim() == 2 else scores
+        if self.config.score == "relu":
+            self.slots_and_tokens[0] += decision.tokens_per_expert_E.sum()
+            self.slots_and_tokens[1] += tokens_in_group(decision, None)
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype = ROUTER_DTYPES[self.config.dtype]
@@ -262,40 +257,55 @@ class Router(nn.Module):
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
         return nn.functional.linear(x_TD, self.weight.to(dtype))
 
-    def _choose(self, logits_TE: Tensor, valid_T: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores for the losses [T, E], chosen experts and weights [T, K], by these tensors [T, E]:
+    def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Three tensors [T, E], with which `_choose_experts` makes a fourth, choice, for top-k to rank:
 
         raw:    the score function of each expert, such as the sigmoid of its logit
-        log:    log of raw, up to a constant per token
+        log:    log of raw, up to a constant per token (but for ReLU, which needs none)
         scores: raw divided by its sum over experts
-        choice: what top-k ranks (in `_choose_experts`): raw plus expert bias, or scores or logits
+        choice: raw plus expert bias, or scores or logits
         """
-        config = self.config
-        if config.score == "softmax":
-            raw_TE = scores_TE = logits_TE.softmax(dim=-1)
-            log_TE = logits_TE  # up to a term that is the same for all experts
-        else:
-            raw_TE, log_TE = scores_torch(logits_TE, config.score)
-            scores_TE = log_TE.softmax(dim=-1)
-        expert_TK = self._choose_experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
-        if self.replay is not None:
-            expert_TK = self.replay.apply(expert_TK, training=self.training)
-        return scores_TE, expert_TK, self._weights(raw_TE, log_TE, logits_TE, expert_TK)
+        score = self.config.score
+        if score == "softmax":
+            scores_TE = logits_TE.softmax(dim=-1)
+            return scores_TE, logits_TE, scores_TE
+        if score == "relu":
+            raw_TE = logits_TE.relu()
+            return raw_TE, logits_TE, raw_TE / (raw_TE.sum(dim=-1, keepdim=True) + 1e-20)
+        raw_TE, log_TE = scores_torch(logits_TE, score)
+        return raw_TE, log_TE, log_TE.softmax(dim=-1)
 
-    def _weights(self, raw_TE: Tensor, log_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor) -> Tensor:
+    def counted(self, scores_TE: Tensor, expert_TK: Tensor) -> Tensor | None:
+        """The slots that a token fills, with experts or null experts, bool [T, K]; None for all."""
+        if self.config.score == "relu":
+            return scores_TE > 0
+        if self.config.top_p < 1:
+            return within_top_p(scores_TE.gather(1, expert_TK), self.config.top_p)
+        return None
+
+    def _weights(
+        self, raw_TE: Tensor, log_TE: Tensor, logits_TE: Tensor, expert_TK: Tensor, used_TK: Tensor | None
+    ) -> Tensor:
         config = self.config
+
+        def chosen(x_TE: Tensor, unused: float) -> Tensor:
+            x_TK = x_TE.gather(1, expert_TK)
+            return x_TK if used_TK is None else torch.where(used_TK, x_TK, unused)
+
         if config.assignment == "sinkhorn" and config.topk == 1 and config.score == "softmax":
             # w = sigmoid(z), as in Megatron-Core: Clark et al. 2022 (arXiv:2202.01169), S-BASE
             weights_TK = logits_TE.sigmoid().gather(1, expert_TK)
         elif config.score == "softmax" and not config.pre_softmax:  # softmax over the chosen
-            weights_TK = logits_TE.gather(1, expert_TK).softmax(dim=-1)
+            weights_TK = chosen(logits_TE, -1e30).softmax(dim=-1)
         elif config.score != "softmax" and config.normalizes:
             # s / sum of the chosen s, normalized already: exact also if all of them vanish
-            return log_TE.gather(1, expert_TK).softmax(dim=-1) * config.scaling_factor
+            weights_TK = chosen(log_TE, -1e30).softmax(dim=-1)
         else:
-            weights_TK = raw_TE.gather(1, expert_TK)
-        if config.normalizes:
+            weights_TK = chosen(raw_TE, 0.0)
+        if config.normalizes and config.score == "softmax":
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+        # once more, for tokens that use no slot: a softmax made these equal
+        weights_TK = weights_TK if used_TK is None else weights_TK * used_TK
         return weights_TK * config.scaling_factor
 
     def _choose_experts(
@@ -303,6 +313,8 @@ class Router(nn.Module):
     ) -> Tensor:
         config = self.config
         num_tokens = raw_TE.size(0)
+        if config.score == "relu":
+            return torch.arange(config.num_experts, device=raw_TE.device).expand(num_tokens, -1)
         if config.assignment == "balanced":
             return balanced_experts(
                 num_tokens, num_experts=config.num_experts, topk=config.topk, device=raw_TE.device
@@ -333,23 +345,3 @@ class Router(nn.Module):
         return best_experts(
             choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
         )
-
-
-def _kept_of_valid(valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
-    return None if valid_T is None else valid_T.unsqueeze(1).expand_as(expert_TK)
-
-
-def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
-    """Kept slots per expert, int64 [E]."""
-    if kept_TK is None:
-        return count_per_expert(expert_TK.flatten(), num_experts)
-    return count_per_expert(without_dropped(expert_TK, kept_TK, num_experts).flatten(), num_experts + 1)[
-        :num_experts
-    ]
-
-
-def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:
-    """Number of tokens of the micro-batch over `group`, without padding."""
-    if decision.valid_T is None:
-        return decision.expert_TK.size(0) * group_size(group)
-    return sum_over(decision.valid_T.sum(), group)

@@ -283,10 +283,13 @@ class _Account:
     def _router(self) -> float:
         """Per token."""
         config, width = self._config, self._router_width
-        kept = width * config.num_experts + (8 + width) * config.topk  # scores, choice, chosen scores
+        slots = config.num_experts if config.router_score == "relu" else config.topk
+        kept = width * config.num_router_outputs + (8 + width) * slots  # scores, choice, chosen scores
         kept += width * self._hidden if self._width != width else 0
-        by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True}
-        return kept + (width * (config.num_experts + 1) if priced(config, "router_score", by_score) else 0)
+        by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True, "relu": True}
+        return kept + (
+            width * (config.num_router_outputs + 1) if priced(config, "router_score", by_score) else 0
+        )
 
     @property
     def _runs_as_one(self) -> bool:
@@ -317,7 +320,10 @@ class _Account:
         config, factor = self._config, self._config.expert_capacity_factor
         if factor is not None and config.pad_to_capacity:
             return padded_slots(config, self._tokens)
-        slots = self._tokens * config.topk * config.etp
+        per_token = config.experts_per_token
+        if config.router_score == "relu":  # in the first iterations, before `l1` has closed the others
+            per_token = max(per_token, config.num_experts / 2)
+        slots = self._tokens * per_token * config.etp
         return slots * (self._imbalance if factor is None else min(self._imbalance, factor))
 
     def _work(self) -> float:

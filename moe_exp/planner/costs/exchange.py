@@ -21,7 +21,7 @@ def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> 
     if config.ep * config.etp == 1:
         return 0.0
     num_bytes = hidden_bytes(config) / (config.tp if job.sequence_parallel else 1)
-    slots = num_bytes * config.topk
+    slots = num_bytes * config.experts_per_token
     experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
     slices = Group(config.etp, 1, hardware, config.gpus_per_node)
     everywhere = num_bytes * config.ep
@@ -46,7 +46,7 @@ def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> 
 
 def _of_recent(job: Job, num_bytes: float, experts: Group, constants: TimeConstants) -> tuple[float, float]:
     """Bytes that a rank's experts get, and seconds."""
-    config, slots = job.config, num_bytes * job.config.topk
+    config, slots = job.config, num_bytes * job.config.experts_per_token
     if config.ep == 1:
         return slots, 0.0
     if config.dispatcher == "allgather":
@@ -79,7 +79,7 @@ def skew_of(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
 
 def places_of_token(config: Config, num_places: float) -> float:
     """Places (nodes or ranks) of a token's experts: N * (1 - (1 - 1/N)^TOPK), fewer with limited groups."""
-    places = num_places * (1 - (1 - 1 / num_places) ** config.topk)
+    places = num_places * (1 - (1 - 1 / num_places) ** config.experts_per_token)
     if config.num_router_groups:
         places = min(places, config.router_group_topk * max(1.0, num_places / config.num_router_groups))
     return places

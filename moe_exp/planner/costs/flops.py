@@ -134,7 +134,8 @@ def _latent_projections(config: Config) -> int:
 
 def _moe(config: Config) -> int:
     """The chosen experts of a token and the shared one."""
-    return _mlp(config, config.topk * config.expert_ffn_size + config.shared_expert_size)
+    routed = round(config.experts_per_token * config.expert_ffn_size)
+    return _mlp(config, routed + config.shared_expert_size)
 
 
 def _mlp(config: Config, ffn: int) -> int:

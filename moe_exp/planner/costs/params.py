@@ -61,7 +61,7 @@ def count_parameters(config: Config) -> ParameterCount:
     layers = (config.num_layers - num_moe) * dense + num_moe * moe
     layers += experts + _norm(config, config.hidden_size)
     embedding = _embedding(config, tp=1) * (1 if config.tie_embeddings else 2)
-    idle = num_moe * (config.num_experts - config.topk) * _expert(config)
+    idle = round(num_moe * (config.num_experts - config.experts_per_token) * _expert(config))
     return ParameterCount(layers, embedding, layers + embedding - idle)
 
 
@@ -211,7 +211,7 @@ def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
     common = _attention(config, tp) + 2 * _norm(config, config.hidden_size)
     if not is_moe:
         return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
-    router = config.hidden_size * (config.num_experts + config.shared_expert_gate)
+    router = config.hidden_size * (config.num_router_outputs + config.shared_expert_gate)
     return common + router + _mlp(config, config.shared_expert_size, tp)
 
 

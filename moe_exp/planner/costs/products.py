@@ -157,7 +157,7 @@ def products(job: Job) -> dict[str, list[Shape]]:
     if config.use_moe:
         local, ffn = config.num_experts / config.ep, config.expert_ffn_size / config.etp
         each = num_slots(job, tokens) / local
-        found["router"] = [Shape(shared_rows(job, tokens), config.num_experts, hidden)]
+        found["router"] = [Shape(shared_rows(job, tokens), config.num_router_outputs, hidden)]
         first, second = (ways * ffn, hidden), (hidden, ffn)
         found["experts"] = [
             Shape(each, *first, local, experts_in_fp8),
@@ -187,7 +187,7 @@ def num_slots(job: Job, tokens: float) -> float:
     factor, rows = config.expert_capacity_factor, shared_rows(job, tokens)
     if factor is not None and config.pad_to_capacity:
         return padded_slots(config, rows)
-    return rows * config.topk * config.etp * min(factor or 1.0, 1.0)
+    return rows * config.experts_per_token * config.etp * min(factor or 1.0, 1.0)
 
 
 def projections(config: Config, query: float, heads: float, *, tp: int) -> list[tuple[float, float]]:

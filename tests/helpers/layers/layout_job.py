@@ -94,7 +94,7 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def initial_weights(dtype: torch.dtype) -> Tensors:
+def initial_weights(dtype: torch.dtype, num_null_experts: int) -> Tensors:
     """Of the whole layer; the router's so that experts get different numbers of tokens, and some get few."""
     router = 0.5 * random(EXPERTS, HIDDEN, seed=1, dtype=dtype)
     router[:, 0] += torch.linspace(1, -1, EXPERTS, dtype=dtype)  # the first input of a token is positive
@@ -108,7 +108,8 @@ def initial_weights(dtype: torch.dtype) -> Tensors:
         name: random(*shape, seed=seed, dtype=dtype) * shape[-1] ** -0.5
         for seed, (name, shape) in enumerate(shapes.items(), 2)
     }
-    return {"router": router} | drawn
+    null = 0.5 * random(num_null_experts, HIDDEN, seed=30, dtype=dtype)
+    return {"router": torch.cat([router, null])} | drawn
 
 
 def part_of_rank(name: str, whole: Tensor, ep: int, etp: int, layout: Layout) -> Tensor:
@@ -140,7 +141,7 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
         "shared gate": shared.gate_weight,
     }
     with torch.no_grad():
-        for name, whole in initial_weights(dtype).items():
+        for name, whole in initial_weights(dtype, config.num_null_experts).items():
             parameters[name].copy_(part_of_rank(name, whole, ep, etp, layout))
         if config.expert_bias:
             router.expert_bias.copy_(random(EXPERTS, seed=20, dtype=torch.float32) * 0.1)
@@ -221,8 +222,9 @@ def run_case(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> 
             found[f"{name}, batch {batch}"] = value.clone()
         found |= {f"{name}, batch {batch}": value for name, value in of_tokens.items()}
         layer.router.end_of_batch(everyone)
-        if layer.router.config.expert_bias:
-            found[f"expert bias, batch {batch}"] = layer.router.expert_bias.clone()
+        for name in ("expert_bias", "l1_factor"):
+            if hasattr(layer.router, name):
+                found[f"{name}, batch {batch}"] = getattr(layer.router, name).clone()
     found["dropped"] = layer.statistics.sums[0].clone()
     return found
 

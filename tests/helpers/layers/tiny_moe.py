@@ -65,7 +65,9 @@ def tiny_layer(
         random(EXPERTS, HIDDEN, FFN, seed=2),
     )
     with torch.no_grad():
-        router.weight.copy_(torch.eye(EXPERTS, HIDDEN) + 0.1 * random(EXPERTS, HIDDEN, seed=3))
+        router.weight.copy_(
+            torch.eye(config.num_outputs, HIDDEN) + 0.1 * random(config.num_outputs, HIDDEN, seed=3)
+        )
         experts.weight1.copy_(cut(weight1_EFD, 1, ep_group, etp_group, halves=1 + gated))
         experts.weight2.copy_(cut(weight2_EDF, 2, ep_group, etp_group))
     is_local = ep == etp == 1 and not alltoall

@@ -217,7 +217,7 @@ def test_expert_bias_counts_tokens_in_training_only():
         ({"topk": 5}, r"topk=5: is not between 1 and num_experts=4\. Fix: choose 1 to 4 experts per token\."),
         (
             {"topk": 1, "score": "tanh"},
-            r"score=tanh: is not one of softmax, sigmoid, sqrtsoftplus\. Fix: use one of them\.",
+            r"score=tanh: is not one of softmax, sigmoid, sqrtsoftplus, relu\. Fix: use one of them\.",
         ),
         (
             {"topk": 1, "num_groups": 3, "group_topk": 1},

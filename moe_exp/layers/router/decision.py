@@ -1,0 +1,80 @@
+"""What a router decides: experts and weights of each token. Shape suffixes in `moe_exp.layers`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from moe_exp.layers.capacity import count_per_expert, without_dropped
+from moe_exp.layers.groups import group_size, sum_over
+from moe_exp.layers.kernels.topk import TopK
+
+
+@dataclass(frozen=True)
+class RoutingDecision:
+    """Experts and weights of each token.
+
+    Args:
+        expert_TK: chosen experts, int64; E and above are null experts, whose slots are never kept. With ReLU
+            scores K is E here: every expert is there, and those of positive score are kept.
+        weights_TK: router weights, fp32 or fp64, with gradient; 0 for slots that the token does not use.
+        scores_TE: scores of all experts and null experts, rows sum to 1 (ReLU: or are 0), with gradient (for
+            the losses); None with `sums`.
+        logits_TE: router logits, with gradient (for the z-loss); None with `sums`.
+        tokens_per_expert_E: slots per expert, then per null expert, before any drop, int64, without padding.
+        kept_TK: bool, slots that count; None for all. From the router without padding and slots that the
+            token does not use, and also without dropped slots once MoELayer.route has applied the capacity.
+        valid_T: bool, tokens that are not padding; None for all.
+        sums: what losses and statistics need of scores and logits, if a kernel routed; else None.
+        use_kernels: of RouterConfig, for the dispatcher.
+    """
+
+    expert_TK: Tensor
+    weights_TK: Tensor
+    scores_TE: Tensor | None
+    logits_TE: Tensor | None
+    tokens_per_expert_E: Tensor
+    kept_TK: Tensor | None = None
+    valid_T: Tensor | None = None
+    sums: TopK | None = None
+    use_kernels: bool | None = None
+
+    def for_losses(self) -> tuple[Tensor, Tensor]:
+        """Scores and logits, both [T, E], with zero scores for padding; after a routing kernel the sums of
+        the scores [E] and the log-sum-exp of the logits [T].
+        """
+        if self.sums is not None:
+            return self.sums.score_sums_E, self.sums.lse_T
+        assert self.scores_TE is not None and self.logits_TE is not None
+        scores_TE = self.scores_TE if self.valid_T is None else self.scores_TE * self.valid_T.unsqueeze(1)
+        return scores_TE, self.logits_TE
+
+    def weights_for_l1(self) -> Tensor:
+        """Weights of a ReLU router, [T, E], 0 for padding."""
+        return self.weights_TK if self.valid_T is None else self.weights_TK * self.valid_T.unsqueeze(1)
+
+
+def kept_slots(used_TK: Tensor | None, valid_T: Tensor | None, expert_TK: Tensor) -> Tensor | None:
+    """Slots that are used and of a token that is not padding; None for all."""
+    if valid_T is None:
+        return used_TK
+    valid_TK = valid_T.unsqueeze(1).expand_as(expert_TK)
+    return valid_TK if used_TK is None else used_TK & valid_TK
+
+
+def count_kept(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int) -> Tensor:
+    """Kept slots per expert, int64 [E]."""
+    if kept_TK is None:
+        return count_per_expert(expert_TK.flatten(), num_experts)
+    return count_per_expert(without_dropped(expert_TK, kept_TK, num_experts).flatten(), num_experts + 1)[
+        :num_experts
+    ]
+
+
+def tokens_in_group(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor | int:
+    """Number of tokens of the micro-batch over `group`, without padding."""
+    if decision.valid_T is None:
+        return decision.expert_TK.size(0) * group_size(group)
+    return sum_over(decision.valid_T.sum(), group)

@@ -1,0 +1,170 @@
+"""Routers that give tokens different numbers of experts: top-p, null experts, ReLU with L1 control."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers.layers.tiny_moe import EXPERTS, HIDDEN, identity_router, random, tiny_layer
+from helpers.relative_error import assert_equal_to
+from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router.assignment import within_top_p
+
+# Scores of experts 0 to 3: 0.5, 0.3, 0.15, 0.05; then 0.25 each but for rounding; then 0.9, 0.05, 0.03, 0.02.
+SCORES = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.27, 0.26, 0.24, 0.23], [0.9, 0.05, 0.03, 0.02]])
+
+
+def test_top_p_by_hand():
+    found = within_top_p(torch.tensor([[0.5, 0.3, 0.15], [0.27, 0.26, 0.24], [0.9, 0.05, 0.03]]), 0.7)
+    assert found.tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+
+
+def test_top_p_of_one_token_in_numbers():
+    """The first two have 0.8 of the scores, over 0.7; their weights are the scores, or their parts of 0.8."""
+    plain = identity_router(4, 3, top_p=0.7)(SCORES.log())
+    assert plain.kept_TK.tolist() == [[True, True, False], [True, True, True], [True, False, False]]
+    assert plain.expert_TK[0].tolist() == [0, 1, 2]
+    assert plain.tokens_per_expert_E.tolist() == [3, 2, 1, 0]
+    torch.testing.assert_close(plain.weights_TK[0], torch.tensor([0.5, 0.3, 0.0]))
+    for settings in ({"pre_softmax": False}, {"normalize": True}):
+        normalized = identity_router(4, 3, top_p=0.7, **settings)(SCORES.log())
+        torch.testing.assert_close(normalized.weights_TK[0], torch.tensor([0.625, 0.375, 0.0]))
+        torch.testing.assert_close(normalized.weights_TK[2], torch.tensor([1.0, 0.0, 0.0]))
+
+
+def test_null_experts_in_numbers():
+    """Six outputs, of which 4 and 5 are null experts: the first token chooses 4 and 0, the second 4 and 5."""
+    config = RouterConfig(hidden_size=2, num_experts=4, topk=2, num_null_experts=2, normalize=True)
+    router = Router(config)
+    with torch.no_grad():
+        router.weight.copy_(torch.tensor([[1.0, 0], [0, 0], [0, 0], [0, 0], [2, 1], [0, 2]]))
+    found = router(torch.tensor([[1.0, 0], [0, 1.0], [2, -1.0]]))
+    assert found.expert_TK.tolist()[:2] == [[4, 0], [5, 4]]
+    assert found.kept_TK.tolist() == [[False, True], [False, False], [False, True]]
+    assert found.weights_TK[0].tolist() == [0.0, 1.0]
+    assert found.weights_TK[1].tolist() == [0.0, 0.0]
+    assert found.tokens_per_expert_E.tolist() == [2, 0, 0, 0, 3, 1]
+
+
+def test_relu_in_numbers():
+    found = identity_router(4, 2, score="relu", scaling_factor=2.0)(
+        torch.tensor([[1.0, -2.0, 0.5, 0.0], [-1.0, -1.0, -1.0, -1.0]])
+    )
+    assert found.expert_TK.tolist() == [[0, 1, 2, 3]] * 2
+    assert found.kept_TK.tolist() == [[True, False, True, False], [False] * 4]
+    assert found.weights_TK.tolist() == [[2.0, 0, 1.0, 0], [0] * 4]
+    assert found.tokens_per_expert_E.tolist() == [1, 0, 1, 0]
+    torch.testing.assert_close(found.scores_TE[0], torch.tensor([2 / 3, 0, 1 / 3, 0]))
+
+
+def test_the_weight_of_l1_follows_the_number_of_experts():
+    router = identity_router(4, 2, score="relu")
+    many, few = torch.tensor([[1.0, 1, 1, -1]]), torch.tensor([[1.0, -1, -1, -1]])
+    for x, factor in ((many, 1.2), (many, 1.44), (few, 1.2), (torch.tensor([[1.0, 1, -1, -1]]), 1.2)):
+        router(x)
+        router.end_of_batch()
+        assert float(router.l1_factor) == pytest.approx(factor)
+    router(many.repeat(2, 1), torch.tensor([True, False]))  # padding does not count
+    router(few)
+    router.end_of_batch()
+    assert float(router.l1_factor) == pytest.approx(1.2)
+    assert set(router.state_dict()) == {"weight", "l1_factor"}
+    router.reset_parameters()
+    assert float(router.l1_factor) == 1.0
+
+
+NUMBERS = {
+    "top-p": {"topk": 3, "top_p": 0.6},
+    "top-p, normalized": {"topk": 4, "top_p": 0.7, "score": "sigmoid"},
+    "null experts": {"topk": 3, "num_null_experts": 3, "pre_softmax": False},
+    "null experts and top-p": {"topk": 3, "num_null_experts": 3, "top_p": 0.7},
+    "relu": {"score": "relu"},
+}
+
+
+def expert_output(x_TD: torch.Tensor, weight1: torch.Tensor, weight2: torch.Tensor) -> torch.Tensor:
+    gate_TF, up_TF = (x_TD @ weight1.T).chunk(2, dim=1)
+    return (gate_TF.sigmoid() * gate_TF * up_TF) @ weight2.T
+
+
+def expected_weights(x_TD: torch.Tensor, weight_ED: torch.Tensor, rule: dict) -> torch.Tensor:
+    """Weights of all experts [T, E], token by token, without a gather or a mask."""
+    logits_TE = x_TD @ weight_ED.T
+    if rule.get("score") == "relu":
+        return logits_TE.clamp(min=0)
+    rows = []
+    for logits_E in logits_TE:
+        raw_E = logits_E.sigmoid() if rule.get("score") == "sigmoid" else logits_E.softmax(0)
+        parts_E, taken, chosen = raw_E / raw_E.sum(), 0.0, []
+        for expert in logits_E.argsort(descending=True)[: rule["topk"]].tolist():
+            if taken < rule.get("top_p", 1.0):
+                chosen.append(expert)
+            taken += float(parts_E[expert].detach())
+        chosen = [expert for expert in chosen if expert < EXPERTS]
+        row_E = torch.stack(
+            [raw_E[expert] if expert in chosen else raw_E[expert] * 0 for expert in range(EXPERTS)]
+        )
+        is_normalized = rule.get("score") == "sigmoid" or not rule.get("pre_softmax", True)
+        rows.append(row_E / row_E.sum() if is_normalized and chosen else row_E)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("backend", ["loop", "triton"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_the_layer_is_a_sum_over_all_experts_by_weight(name, backend):
+    """Output and gradients against experts that see every token, in plain torch."""
+    dtype = torch.float64 if backend == "loop" else torch.float32
+    rule = {"topk": 2, **NUMBERS[name]}
+    router = {key: value for key, value in rule.items() if key != "topk"}
+    layer = tiny_layer(topk=rule["topk"], router=router, backend=backend, dtype=dtype, aux_loss_coeff=0.0)
+    x_TD = random(12, HIDDEN, seed=8).to(dtype)
+    x_TD[4] = -2 * x_TD[4].abs()  # with ReLU a token without experts
+    grad_TD = random(*x_TD.shape, seed=9).to(dtype)
+    parameters = [layer.router.weight, layer.experts.weight1, layer.experts.weight2]
+
+    results = []
+    for is_plain in (False, True):
+        x = x_TD.clone().requires_grad_()
+        for parameter in parameters:
+            parameter.grad = None
+        if is_plain:
+            weights_TE = expected_weights(x.double(), layer.router.weight.double(), rule).to(dtype)
+            assert len({int(number) for number in (weights_TE > 0).sum(dim=1)}) > 1
+            y = sum(
+                weights_TE[:, expert : expert + 1]
+                * expert_output(x, layer.experts.weight1[expert], layer.experts.weight2[expert])
+                for expert in range(EXPERTS)
+            )
+        else:
+            y, _ = layer(x)
+        (y * grad_TD).sum().backward()
+        results.append({"y": y.detach(), "x": x.grad} | {str(n): p.grad for n, p in enumerate(parameters)})
+    assert_equal_to(1e-12 if dtype == torch.float64 else 1e-5, *results)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"top_p": 0.0}, r"top_p=0\.0: is not in \(0, 1\]"),
+        ({"num_null_experts": -1}, r"num_null_experts=-1: is negative"),
+        ({"score": "relu", "top_p": 0.5}, r"score=relu: does not go with another rule"),
+        ({"score": "relu", "expert_bias": True}, r"score=relu: does not go with expert_bias"),
+        ({"score": "relu", "normalize": True}, r"score=relu: does not go with normalize"),
+        ({"top_p": 0.5, "assignment": "sinkhorn"}, r"top_p=0\.5: does not go with assignment=sinkhorn"),
+        (
+            {"num_null_experts": 2, "num_groups": 2, "group_topk": 1},
+            r"num_null_experts=2: does not go with num_groups\. Fix: use one of the two\.",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused(settings, error):
+    with pytest.raises(ValueError, match=error):
+        RouterConfig(hidden_size=4, num_experts=4, topk=2, **settings)
+
+
+def test_l1_needs_relu():
+    with pytest.raises(
+        ValueError, match=r"aux_loss_type=l1: the router keeps no l1_factor\. Fix: set score=r"
+    ):
+        tiny_layer(losses=(AuxLoss("l1", 1.0),))
