@@ -54,7 +54,7 @@ LAYOUTS = (DP, TP2, PP2, PP2_VPP2, EP2, EP4, TP2_EP2, TP2_EP2_ETP2, TP2_PP2_EP2,
 
 KINDS = {
     "dense": {"USE_MOE": False},
-    "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 1.0, "ROUTER_BIAS_RULE": "quantile"},
+    "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 0.8, "ROUTER_BIAS_RULE": "quantile", "NULL_EXPERTS": 2},
     # With everything that looks at more than one token: losses of every scope, the expert bias, the shared
     # expert; with muP every kind of weight has its own learning rate.
     "dmoe": {
@@ -77,6 +77,11 @@ DEEPSEEK = {
     "ROUTER_SCORE": "sigmoid", "ROUTER_BIAS_UPDATE_RATE": 0.001, "NUM_ROUTER_GROUPS": 4,
     "ROUTER_GROUP_TOPK": 2, "ROUTER_SCALING_FACTOR": 2.5, "AUX_LOSS_TYPE": "seq_aux_loss", "MBSZ": 2,
 }  # fmt: skip
+# Slow too: a number of experts per token that a token decides.
+OF_FREE_NUMBER = {
+    "relu": {"ROUTER_SCORE": "relu", "AUX_LOSS_TYPE": "l1,aux_loss", "AUX_LOSS_COEFF": "0.01,0.01"},
+    "top-p": {"ROUTER_TOP_P": 0.5, "AUX_LOSS_TYPE": "aux_loss,entropy", "AUX_LOSS_COEFF": "0.01,0.001"},
+}
 TOLERANCES = {"lm_loss": 1e-5, "load_balancing_loss": 1e-5, "z_loss": 1e-5, "grad_norm": 1e-4}
 
 # The rest is slow; what else there is, tests/checkpoint/test_any_to_any.py and
@@ -88,7 +93,7 @@ SHORT_LIST = [
 ]
 ALL = [
     (kind, ranks, layout)
-    for kind in (*KINDS, "deepseek")
+    for kind in (*KINDS, "deepseek", *OF_FREE_NUMBER)
     for ranks in (2, 4)
     for layout in LAYOUTS
     if layout.fits(ranks)
@@ -102,7 +107,7 @@ def _case(kind: str, num_ranks: int, layout: Layout) -> object:
 
 
 def settings_of(kind: str) -> dict[str, object]:
-    return DEEPSEEK if kind == "deepseek" else KINDS[kind]
+    return DEEPSEEK if kind == "deepseek" else (KINDS | OF_FREE_NUMBER)[kind]
 
 
 @pytest.fixture(scope="session")
@@ -135,7 +140,7 @@ def iterations_alike(run: EndedRun, expected: EndedRun) -> int:
     if alike < len(counts):
         ours, right = ([count for layer in layers for count in layer] for layers in counts[alike])
         moved = sum(abs(one - other) for one, other in zip(ours, right, strict=True))
-        assert (alike >= 5, moved) == (True, 2)
+        assert alike >= 5 and moved in (1, 2)  # 1: a token that uses one more, or less
     return alike
 
 
@@ -178,7 +183,8 @@ def test_one_process_trains_what_it_says(kind, reference):
         assert set(run.curve("load_balancing_loss") + run.curve("z_loss")) == {None}
         return
     slots = 8 * 64 * 2  # GBSZ * SEQ_LEN * TOPK
-    assert all(sum(counts) == slots for layers in tokens_per_expert(run) for counts in layers)
+    used = {sum(counts) / slots for layers in tokens_per_expert(run) for counts in layers}
+    assert 0.6 < min(used) < max(used) < 0.95 if kind == "moe" else used == {1.0}  # 0.8 by null experts
     fractions = [fraction for layers in dropped(run) for fraction in layers]
     assert min(fractions) > 0.01 if kind == "moe" else set(fractions) == {0.0}
     assert all(value >= 1 for value in run.curve("load_balancing_loss"))

@@ -165,9 +165,7 @@ class ModelSettings(BaseModel):
     # Mixture of experts
     use_moe: bool = model(True, "false: a dense model")
     num_experts: NumExperts = experts(8, "routed experts per MoE layer")
-    topk: NumExperts = experts(
-        1, "experts per token; the most with ROUTER_TOP_P or NULL_EXPERTS, their mean with ROUTER_SCORE=relu"
-    )
+    topk: NumExperts = experts(1, "experts per token")
     null_experts: NonNegative = experts(
         0,
         "null experts beside NUM_EXPERTS, which compute nothing: tokens that choose them use fewer experts, "

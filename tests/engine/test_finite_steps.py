@@ -27,7 +27,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP=2": {"gpus_per_node": 2, "ep": 2, "router_bias_rule": "quantile"} | FRACTIONS,
     "EP=2, whole optimizer": {"gpus_per_node": 2, "ep": 2, "distributed_optimizer": False, "clip_grad": 0.0}
     | {"ema_decay": 0.7},
-    "PP=2": {"gpus_per_node": 2, "pp": 2, "overlap": "true", "ema_decay": 0.7},
+    "PP=2": {"gpus_per_node": 2, "pp": 2, "overlap": "true", "ema_decay": 0.7, "topk": 1}
+    | {"router_score": "relu", "aux_loss_type": "l1", "aux_loss_coeff": "0.1"},
     "TP=2, bf16": {"gpus_per_node": 2, "tp": 2, "dtype": "bf16"},
     "Muon": {"gpus_per_node": 2, "optimizer": "muon", "distributed_optimizer": False},
     "EP=2, PP=2": {"gpus_per_node": 4, "ep": 2, "pp": 2, "router_bias_update_rate": 0.01} | FRACTIONS,
@@ -52,6 +53,14 @@ def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
     config = load_config(settings, {})
     job, progress = train.build(config, runtime.start(config))
     job.trained.optimizer.zero_grad()
+    routers = {
+        name: tensor
+        for name, tensor in job.trained.model[-1].module.state_dict().items()
+        if ".router." in name
+    }
+    if config.router_score == "relu" and torch.distributed.get_rank() == config.world_size - 1:
+        for name, tensor in routers.items():
+            tensor.mul_(0 if name.endswith("weight") else 1)  # tokens have no expert in the last stage
     interval = Interval(config, job.runtime, job.trained.model)
     found: dict[str, Any] = {"steps": [], "states": []}
     for iteration in range(1, 6):
@@ -75,6 +84,7 @@ def _train(settings: dict[str, Any], fault: str, port: int) -> dict[str, Any]:
         for name, buffer in chunk.named_buffers()
         if name.endswith("router.expert_bias")
     ]
+    found["l1_factors"] = [tensor.item() for name, tensor in routers.items() if name.endswith("l1_factor")]
     found["record"] = interval.record(
         progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0
     )
@@ -155,7 +165,11 @@ def test_no_rank_makes_the_step(layout, fault, tmp_path):
         (settings | {"run_name": name}, what, free_port())
         for name, what in (("faulty", fault), ("without", "left out"))
     ]
-    for faulty, without in run_on_ranks(num_ranks, train_some, jobs, join=False):
+    of_ranks = run_on_ranks(num_ranks, train_some, jobs, join=False)
+    if settings.get("router_score") == "relu":  # over TOPK on average, none in the last layer
+        factors = [factor for faulty, _ in of_ranks for factor in faulty["l1_factors"]]
+        assert len(factors) == settings["num_layers"] and len(set(factors)) == 1 and factors[0] > 1
+    for faulty, without in of_ranks:
         assert [updated for updated, _, _ in faulty["steps"]] == [True, True, False, True, True]
         assert not math.isfinite(faulty["steps"][2][1])
         assert faulty["steps"][2][2] == faulty["steps"][1][2] != faulty["steps"][3][2]

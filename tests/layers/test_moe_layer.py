@@ -144,11 +144,11 @@ def test_statistics_by_hand():
     entropy = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
     # Mean scores: .65 and .35, fractions .8 and .2: 2 * (.52 + .07); both logsumexp are ln 4.
     # The busiest expert has 4 of 5 slots, 1.6 times its share.
-    expected = [2 * 1, 2 * 5 * entropy, 2 * 5 * 0.75, 2 * 1.6, 2 * 1.18, 2 * math.log(4) ** 2]
+    expected = [2 * 1, 2 * 5 * entropy, 2 * 5 * 0.75, 2 * 1.6, 2 * 1.18, 2 * math.log(4) ** 2, 2 * 5]
     assert layer.statistics.sums.tolist() == pytest.approx(expected, rel=1e-6)
     layer.statistics.reset()
     assert layer.statistics.tokens_per_expert_E.tolist() == [0, 0]
-    assert layer.statistics.sums.tolist() == [0, 0, 0, 0, 0, 0]
+    assert layer.statistics.sums.tolist() == [0] * 7
     assert layer.statistics.num_microbatches == 0
 
 

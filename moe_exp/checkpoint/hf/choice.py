@@ -107,6 +107,11 @@ TRAITS: Mapping[str, Trait] = {
     "routing": Trait(_routing, "softmax", _named(*_ROUTING)),
     "expert_bias": Trait(lambda c: c.use_moe and c.has_expert_bias, False, _named(_BIAS_RATE)),
     "groups": Trait(lambda c: c.use_moe and c.num_router_groups > 0, False, _named("num_router_groups")),
+    "number": Trait(
+        lambda c: c.use_moe and (c.router_top_p < 1 or c.null_experts > 0),
+        False,
+        _named("router_top_p", "null_experts"),
+    ),
     "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),
     "tied": Trait(lambda c: c.tie_embeddings, False, _named("tie_embeddings")),
 }

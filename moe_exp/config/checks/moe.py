@@ -108,7 +108,7 @@ def _number_of_experts(c: Config) -> Iterator[str]:
     is_relu = c.router_score == "relu"
     if is_relu and not coeff:
         rule = "without the loss l1 nothing limits the experts per token"
-        fix = "set AUX_LOSS_TYPE=l1 AUX_LOSS_COEFF=1e-8, where that is its weight at the start"
+        fix = "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start"
         yield problem("router_score", "relu", rule, fix)
     if coeff is not None and not is_relu:
         fix = "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"

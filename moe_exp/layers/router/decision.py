@@ -1,4 +1,4 @@
-"""What a router decides: experts and weights of each token. Shape suffixes in `moe_exp.layers`."""
+"""The decision of a router: experts and weights of each token. Shape suffixes in `moe_exp.layers`."""
 
 from __future__ import annotations
 

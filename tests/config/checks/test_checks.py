@@ -286,6 +286,31 @@ MODEL = [
         r"ROUTER_BIAS_RULE=quantile: does not go with AUX_LOSS_TYPE=sinkhorn, .*\. Fix: set it to sign\.",
     ),
     (
+        {"router_score": "relu"},
+        r"ROUTER_SCORE=relu: without the loss l1 nothing limits the experts per token\. Fix: set"
+        r" AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start\.",
+    ),
+    (
+        {"aux_loss_type": "l1"},
+        r"AUX_LOSS_TYPE=l1: l1 needs ROUTER_SCORE=relu\. Fix: set ROUTER_SCORE=relu, or another .*",
+    ),
+    (
+        {"router_score": "relu", "aux_loss_type": "l1", "router_bias_update_rate": 0.001},
+        r"ROUTER_SCORE=relu: does not go with an expert bias\. Fix: use one of the two\.",
+    ),
+    (
+        {"router_score": "relu", "aux_loss_type": "l1", "null_experts": 2},
+        r"ROUTER_SCORE=relu: does not go with NULL_EXPERTS\. Fix: use one of the two\.",
+    ),
+    (
+        {"router_top_p": 0.5, "router_bias_rule": "quantile"},
+        r"ROUTER_TOP_P=0\.5: does not go with ROUTER_BIAS_RULE=quantile\. Fix: use one of the two\.",
+    ),
+    (
+        {"null_experts": 2, "force_routing": "zipf"},
+        r"NULL_EXPERTS=2: does not go with FORCE_ROUTING=zipf\. Fix: use one of the two\.",
+    ),
+    (
         {"aux_loss_type": "sinkhorn", "force_routing": "zipf"},
         r"FORCE_ROUTING=zipf: .* so does AUX_LOSS_TYPE=sinkhorn\. Fix: set one of the two to none\.",
     ),

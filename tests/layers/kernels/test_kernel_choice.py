@@ -55,7 +55,7 @@ def routed(x_TD: torch.Tensor, *, use_kernels: bool) -> tuple[RoutingDecision, R
     [
         ({}, False, ""),
         ({"score": "sigmoid", "expert_bias": True}, False, ""),
-        ({}, True, "seq_aux_loss needs the scores of all experts"),
+        ({}, True, "seq_aux_loss or l1 or entropy needs the scores of all experts"),
         ({"assignment": "sinkhorn"}, False, "it has top-k alone, not sinkhorn"),
         ({"num_groups": 2, "group_topk": 1}, False, "it has no groups of experts"),
         ({"dtype": "fp64"}, False, "it computes in fp32, not in fp64"),

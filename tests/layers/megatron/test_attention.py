@@ -157,11 +157,12 @@ def attend_to_documents(shape, use_flash=False, stripes=1):
     )
     leaves = [x.clone().requires_grad_() for x in (query, key, value)]
     module = attention(shape[-1], cp=group)
-    if use_flash:
-        module.use_flash = True
-        sys.modules["flash_attn"] = SimpleNamespace(flash_attn_varlen_func=varlen)
-    out = module(*leaves, None, packed_seq_params=documents)
-    out.backward(grad)
+    with pytest.MonkeyPatch.context() as patched:
+        if use_flash:
+            module.use_flash = True
+            patched.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_varlen_func=varlen))
+        out = module(*leaves, None, packed_seq_params=documents)
+        out.backward(grad)
     return out.detach(), *(x.grad for x in leaves)
 
 
