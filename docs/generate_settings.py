@@ -76,6 +76,7 @@ MEGATRON_FLAGS = {
     "router_jitter": "--moe-input-jitter",
     "force_routing": "--moe-router-force-load-balancing (balanced)",
     "shared_expert_size": "--moe-shared-expert-intermediate-size",
+    "moe_latent_size": "--moe-latent-size",
     "capacity_factor": "--moe-expert-capacity-factor",
     "pad_to_capacity": "--moe-pad-expert-input-to-capacity",
     "router_score": "--moe-router-score-function",

@@ -54,7 +54,13 @@ LAYOUTS = (DP, TP2, PP2, PP2_VPP2, EP2, EP4, TP2_EP2, TP2_EP2_ETP2, TP2_PP2_EP2,
 
 KINDS = {
     "dense": {"USE_MOE": False},
-    "moe": {"MOE_TYPE": "moe", "CAPACITY_FACTOR": 0.8, "ROUTER_BIAS_RULE": "quantile", "NULL_EXPERTS": 2},
+    "moe": {
+        "MOE_TYPE": "moe",
+        "CAPACITY_FACTOR": 0.8,
+        "ROUTER_BIAS_RULE": "quantile",
+        "MOE_LATENT_SIZE": 24,
+        "NULL_EXPERTS": 2,
+    },
     # With everything that looks at more than one token: losses of every scope, the expert bias, the shared
     # expert; with muP every kind of weight has its own learning rate.
     "dmoe": {

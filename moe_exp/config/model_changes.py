@@ -145,10 +145,8 @@ def shape_facts(config: Config) -> Facts:
     if config.use_moe:
         facts |= {"num_experts": config.num_experts, "moe_ffn_hidden_size": config.expert_ffn_size}
         facts |= {"moe_layer_freq": "".join(str(int(is_moe)) for is_moe in config.moe_layers)}
-        facts |= {
-            name: getattr(config, name)
-            for name in ("shared_expert_size", "shared_expert_gate", "null_experts")
-        }
+        of_layer = ("shared_expert_size", "shared_expert_gate", "moe_latent_size", "null_experts")
+        facts |= {name: getattr(config, name) for name in of_layer}
         facts |= {"router_bias_update_rate": "over 0" if config.has_expert_bias else 0.0}
     return facts
 

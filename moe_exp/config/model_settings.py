@@ -183,6 +183,11 @@ class ModelSettings(BaseModel):
         0, "width of the shared expert, which processes every token; 0: none"
     )
     shared_expert_gate: bool = experts(False, "a sigmoid gate per token on the shared expert")
+    moe_latent_size: OptionalWidth = experts(
+        0,
+        "width that the tokens of routed experts are projected down to before the dispatch, by a projection "
+        "that all experts of a layer share, and back up from after the combine (LatentMoE); 0: none",
+    )
     capacity_factor: Rate = experts(
         0.0, "capacity of an expert relative to its fair share (MOE_TYPE=moe); 0: 1.0"
     )

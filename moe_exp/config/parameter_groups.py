@@ -218,10 +218,10 @@ def _latent_attention(c: Config) -> dict[str, int]:
     return sizes | (_norm(c, f"{prefix}linear_kv_up_proj.layer_norm_", latent) if c.qk_norm else {})
 
 
-def _mlp(c: Config, prefix: str, ffn: int, *, bias: bool) -> dict[str, int]:
-    width = 2 * ffn if c.gated else ffn
-    sizes = _linear(f"{prefix}linear_fc1", width, c.hidden_size, bias=bias)
-    return sizes | _linear(f"{prefix}linear_fc2", c.hidden_size, ffn, bias=bias)
+def _mlp(c: Config, prefix: str, ffn: int, *, bias: bool, hidden: int = 0) -> dict[str, int]:
+    width, hidden = 2 * ffn if c.gated else ffn, hidden or c.hidden_size
+    sizes = _linear(f"{prefix}linear_fc1", width, hidden, bias=bias)
+    return sizes | _linear(f"{prefix}linear_fc2", hidden, ffn, bias=bias)
 
 
 def _dense(c: Config) -> dict[str, int]:
@@ -232,8 +232,12 @@ def _dense(c: Config) -> dict[str, int]:
 def _moe(c: Config) -> dict[str, int]:
     sizes = _norm(c, "pre_mlp_layernorm.", c.hidden_size)
     sizes["mlp.router.weight"] = c.num_router_outputs * c.hidden_size
-    one = _mlp(c, "mlp.experts.experts.", c.expert_ffn_size, bias=c.add_bias_linear)
+    bias, latent = c.add_bias_linear, c.moe_latent_size
+    one = _mlp(c, "mlp.experts.experts.", c.expert_ffn_size, bias=bias, hidden=c.expert_hidden_size)
     sizes |= {name: c.num_experts * size for name, size in one.items()}
+    if latent:
+        sizes |= _linear("mlp.fc1_latent_proj", latent, c.hidden_size, bias=bias)
+        sizes |= _linear("mlp.fc2_latent_proj", c.hidden_size, latent, bias=bias)
     if c.shared_expert_size:
         sizes |= _mlp(c, "mlp.shared_experts.", c.shared_expert_size, bias=False)
         sizes |= {"mlp.shared_experts.gate_weight": c.hidden_size} if c.shared_expert_gate else {}

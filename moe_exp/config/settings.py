@@ -496,6 +496,11 @@ class Config(ModelSettings):
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
+    def expert_hidden_size(self) -> int:
+        """Width of a routed expert's input and output: MOE_LATENT_SIZE, or the model's."""
+        return self.moe_latent_size or self.hidden_size
+
+    @property
     def num_router_outputs(self) -> int:
         """Experts and null experts."""
         return self.num_experts + self.null_experts

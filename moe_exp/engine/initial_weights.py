@@ -56,7 +56,9 @@ def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> 
 
 def _std(key: str, config: Config) -> float:
     std = config.init_std * factors(config, kind_of(key)).init
-    to_residual = key.endswith(("linear_proj.weight", "linear_fc2.weight", "weight2"))
+    to_residual = key.endswith(
+        ("linear_proj.weight", "linear_fc2.weight", "weight2", "fc2_latent_proj.weight")
+    )
     return std / math.sqrt(2 * config.num_layers) if to_residual else std
 
 

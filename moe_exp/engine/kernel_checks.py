@@ -92,7 +92,7 @@ def sizes_of(config: Config) -> Sizes:
             }
     return Sizes(
         dtype=DTYPES[config.dtype],
-        hidden_size=config.hidden_size,
+        hidden_size=config.expert_hidden_size,
         ffn_size=config.expert_ffn_size // config.etp,
         num_experts=config.num_experts // config.ep,
         topk=config.topk,

@@ -129,6 +129,7 @@ def _moe_settings(config: Config) -> dict[str, Any]:
         "moe_ffn_hidden_size": config.expert_ffn_size,
         "moe_shared_expert_intermediate_size": config.shared_expert_size or None,
         "moe_shared_expert_gate": config.shared_expert_gate,
+        "moe_latent_size": config.moe_latent_size or None,
         "moe_router_topk": config.topk,
         "moe_router_pre_softmax": config.router_pre_softmax,
         "moe_router_topk_scaling_factor": config.router_scaling_factor,

@@ -41,7 +41,10 @@ def needs_scores(losses: Iterable[AuxLoss]) -> bool:
 
 
 class MoELayer(nn.Module):
-    """A mixture of experts over tokens: y_t = sum_k w_tk * expert_k(x_t) + shared(x_t).
+    """A mixture of experts over tokens: y_t = up(sum_k w_tk * expert_k(down(x_t))) + shared(x_t).
+
+    `down` and `up` are a LatentMoE's (arXiv:2601.18089), the identity by default: all experts of the layer
+    share them, so that only the narrow tokens travel. Router and shared expert take x_t itself.
 
     Args:
         router: see Router.
@@ -50,6 +53,8 @@ class MoELayer(nn.Module):
         settings: capacity and losses.
         shared: a module from the input to an output of the same shape, added to that of the experts: the
             shared expert.
+        down: from tokens [T, D] to the input of the experts [T, latent], before the dispatch; `up` is its
+            counterpart after the combine. Both or neither.
         microbatch_group: ranks that hold the other tokens of a micro-batch (tensor and context parallel), or
             None.
         context_parallel_size: of `microbatch_group`, whose ranks then hold the sequence as Megatron splits it
@@ -72,6 +77,8 @@ class MoELayer(nn.Module):
         experts: Experts,
         settings: MoESettings,
         shared: nn.Module | None = None,
+        down: Callable[[Tensor], Tensor] | None = None,
+        up: Callable[[Tensor], Tensor] | None = None,
         microbatch_group: ProcessGroup | None = None,
         context_parallel_size: int = 1,
         context_stripes: int = 1,
@@ -81,6 +88,9 @@ class MoELayer(nn.Module):
             _check_router_keeps(LOSSES[loss.kind].state, loss.kind, router)
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.settings, self.shared = settings, shared
+        if (down is None) != (up is None):
+            raise ValueError("down, up: only one is given. Fix: pass both projections, or neither.")
+        self.down, self.up = down, up
         router.needs_scores = needs_scores(settings.losses)  # else its kernel may run, which has only sums
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.capacity = MicrobatchCapacity(
@@ -118,10 +128,12 @@ class MoELayer(nn.Module):
         needs_loss = self.is_training or torch.is_grad_enabled()
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if needs_loss else None
 
+        x_TD = x.flatten(0, -2) if self.down is None else self.down(x.flatten(0, -2))
         if self.dispatcher.is_local and self.experts.takes_tokens(x):
-            output, shared = self._compute_tokens(x, decision)
+            output_TD, shared = self._compute_tokens(x_TD, x, decision)
         else:
-            output, shared = self._dispatch_and_compute(x, decision)
+            output_TD, shared = self._dispatch_and_compute(x_TD, x, decision)
+        output = (output_TD if self.up is None else self.up(output_TD)).view_as(x)
         return (output if shared is None else output + shared), loss
 
     @property
@@ -129,30 +141,32 @@ class MoELayer(nn.Module):
         """The router's mode: Megatron's wrapper of this layer does not pass train() and eval() to it."""
         return self.router.training
 
-    def _dispatch_and_compute(self, x: Tensor, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
-        """Dispatch, experts, combine. The shared expert runs while the tokens travel, and its backward while
-        their gradients do.
+    def _dispatch_and_compute(
+        self, x_TD: Tensor, x: Tensor, decision: RoutingDecision
+    ) -> tuple[Tensor, Tensor | None]:
+        """Dispatch, experts, combine: `x_TD` for the experts, `x` for the shared one, which runs while the
+        tokens travel, and its backward while their gradients do.
         """
         rows_per_expert = self.capacity.rows_per_expert(decision, self.dispatcher.exchange_groups)
-        x_TD = self._mark(x.flatten(0, -2), begins="all_to_all")
+        x_TD = self._mark(x_TD, begins="all_to_all")
         pending = self.dispatcher.start(x_TD, decision, rows_per_expert=rows_per_expert)
         shared = None if self.shared is None else self.shared(x)
         dispatched = self.dispatcher.finish(pending)
         rows_RD = self._mark(dispatched.rows_RD, ends="all_to_all", begins="experts")
         rows_RD = self.experts(replace(dispatched, rows_RD=rows_RD))
         rows_RD = self._mark(rows_RD, ends="experts", begins="all_to_all")
-        output_TD = self._mark(self.dispatcher.combine(rows_RD, dispatched.record), ends="all_to_all")
-        return output_TD.view_as(x), shared
+        return self._mark(self.dispatcher.combine(rows_RD, dispatched.record), ends="all_to_all"), shared
 
-    def _compute_tokens(self, x: Tensor, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
+    def _compute_tokens(
+        self, x_TD: Tensor, x: Tensor, decision: RoutingDecision
+    ) -> tuple[Tensor, Tensor | None]:
         """The same by one function from tokens to tokens, which writes no rows."""
-        x_TD = self._mark(x.flatten(0, -2), begins="experts")
+        x_TD = self._mark(x_TD, begins="experts")
         rows_per_expert = None
         if self.experts.needs_padding:
             rows_per_expert = self.capacity.rows_per_expert(decision, self.dispatcher.exchange_groups)
         output_TD = self.experts(RoutedTokens(x_TD, decision, rows_per_expert))
-        output_TD = self._mark(output_TD, ends="experts")
-        return output_TD.view_as(x), None if self.shared is None else self.shared(x)
+        return self._mark(output_TD, ends="experts"), None if self.shared is None else self.shared(x)
 
     def _mark(self, x: Tensor, *, ends: str | None = None, begins: str | None = None) -> Tensor:
         """Marks the phases for the timers, in training; returns `x`."""

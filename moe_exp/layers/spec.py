@@ -18,12 +18,8 @@ from moe_exp.layers.megatron.attention_parts import (
     latent_attention_spec,
 )
 from moe_exp.layers.megatron.config_fields import check_fields
-from moe_exp.layers.megatron.moe_parts import (
-    MegatronExperts,
-    MegatronMoELayer,
-    MegatronRouter,
-    device_of_model,
-)
+from moe_exp.layers.megatron.latent_projections import device_of_model
+from moe_exp.layers.megatron.moe_parts import MegatronExperts, MegatronMoELayer, MegatronRouter
 from moe_exp.layers.megatron.norm import Norm
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -74,15 +70,20 @@ def moe_submodule_spec(
         router: fields of RouterConfig that TransformerConfig does not have.
         min_capacity: minimum number of slots that an expert takes.
         token_rounding: see MoESettings.
-        use_te: build the shared expert from Transformer Engine's linear layers.
+        use_te: build shared expert and latent projections from Transformer Engine's linear layers.
         bias: TransformerConfig.add_bias_linear: experts have biases.
     """
     backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype, bias=bias)
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
+    latent = {}
     if use_te:
-        from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TELinear,
+            TERowParallelLinear,
+        )
 
-        linears = TEColumnParallelLinear, TERowParallelLinear
+        linears, latent = (TEColumnParallelLinear, TERowParallelLinear), {"latent_linear": TELinear}
     return ModuleSpec(
         module=MegatronMoELayer,
         params={
@@ -90,6 +91,7 @@ def moe_submodule_spec(
             "router": router,
             "min_capacity": min_capacity,
             "token_rounding": token_rounding,
+            **latent,
         },
         submodules=MoESubmodules(
             experts=ModuleSpec(module=MegatronExperts, params={"backend": backend}),

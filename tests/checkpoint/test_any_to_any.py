@@ -58,10 +58,12 @@ class Matrix:
     many ranks share processes.
     """
 
-    def __init__(self, folder: Path, data: Path, dtype: str, steps: int, layouts: dict[str, Layout]):
+    def __init__(
+        self, folder: Path, data: Path, dtype: str, steps: int, layouts: dict[str, Layout], **model: Any
+    ):
         self.folder, self.steps = folder, steps
         self.settings = {
-            name: {"train_data": str(data), "dtype": dtype, **layout.settings}
+            name: {"train_data": str(data), "dtype": dtype, **model, **layout.settings}
             for name, layout in layouts.items()
         }
         self.whole = self._all(
@@ -109,13 +111,13 @@ def check(steps: list[Step], expected: list[Step]) -> dict[str, float]:
 
 
 def test_short_matrix(tmp_path, data):
-    """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts, virtual
-    stages.
+    """Into expert parallelism and out of it, tensor parallel ranks with parts of gated experts and whole
+    latent projections, virtual stages.
     """
     layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")} | {
         "PP2_VPP2": LAYOUTS["PP2_VPP2"]._replace(dp=1)
     }
-    short = Matrix(tmp_path, data, "fp32", 8, layouts)
+    short = Matrix(tmp_path, data, "fp32", 8, layouts, moe_latent_size=20)
     pairs = [("one", "TP2_EP2_ETP2"), ("TP2_EP2_ETP2", "PP2_VPP2"), ("PP2_VPP2", "one")]
     for (_, target), steps in short.resumed(pairs).items():
         check(steps, short.second_half(target))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.layers.megatron_pair import build_latent_projections_without_te
 from helpers.ranks import RankError, free_port, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
@@ -34,6 +35,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "shared_expert_size": 24,
         "router_scaling_factor": 2.5,
         "aux_loss_coeff": 0.0,
+        "moe_latent_size": 12,
     },
     "first_dense": {"first_k_dense": 1, "router_pre_softmax": False, "qk_norm": True},
 }
@@ -51,6 +53,7 @@ def _stock_model(config: Any, groups: Any, *, norm_as_in_te: bool = False) -> An
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 
+    build_latent_projections_without_te()
     settings = transformer_config(config)
     spec = get_gpt_decoder_block_spec(
         settings, use_transformer_engine=False, normalization=config.normalization

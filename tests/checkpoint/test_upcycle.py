@@ -172,6 +172,7 @@ MOE = {
             "CAPACITY_FACTOR=1.0: upcycling needs every token's experts, this drops some",
         ),
         ({"shared_expert_size": 32}, "SHARED_EXPERT_SIZE=32: a shared expert would add"),
+        ({"moe_latent_size": 16}, "MOE_LATENT_SIZE=16: copies of a dense MLP take whole hidden states"),
         ({"load_dir": "runs/other"}, "UPCYCLE_FROM=dense: LOAD_DIR=runs/other names other weights"),
         ({"use_moe": "false"}, "UPCYCLE_FROM=dense: a dense model has no experts to fill"),
         (

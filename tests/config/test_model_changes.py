@@ -48,6 +48,7 @@ SHAPES = [
     ({}, "shared_expert_size", 16, 0),
     ({}, "null_experts", 2, 0),
     ({"shared_expert_size": 16}, "shared_expert_gate", True, False),
+    ({"moe_latent_size": 16}, "moe_latent_size", 24, 16),
     ({}, "qk_norm", True, False),
     ({}, "tie_embeddings", True, False),
     ({}, "add_bias_linear", True, False),

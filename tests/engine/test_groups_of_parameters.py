@@ -27,7 +27,8 @@ MLA: dict[str, Any] = {
 MODELS: list[dict[str, Any]] = [
     {},
     {"first_k_dense": 1, "shared_expert_size": 16, "shared_expert_gate": True, "qkv_bias": True},
-    {"add_bias_linear": True, "normalization": "LayerNorm", "qk_norm": True, "tie_embeddings": True},
+    {"add_bias_linear": True, "normalization": "LayerNorm", "qk_norm": True, "tie_embeddings": True,
+     "moe_latent_size": 20},
     {"activation": "gelu", "use_moe": False, "qk_norm": True, "qk_norm_scope": "all"},
     {**MLA, "q_lora_rank": 16, "qk_norm": True, "first_k_dense": 1},
     {**MLA, "q_lora_rank": 0},

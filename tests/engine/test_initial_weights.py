@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "qk_norm": True,
         "normalization": "LayerNorm",
     },
-    "moe_biased": {"add_bias_linear": True, "activation": "squared_relu"},
+    "moe_biased": {"add_bias_linear": True, "activation": "squared_relu", "moe_latent_size": 20},
     "moe_norm_over_heads": {"qk_norm": True, "qk_norm_scope": "all", "head_dim": 12},
     "dense": {"use_moe": False, "num_query_groups": 4},
     "dense_biased": {
@@ -270,7 +270,7 @@ def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
     weights = {name: value for name, _, value in built(variant, 1, "one")[0]["pieces"]}
     matrices = {name: value for name, value in weights.items() if value.dim() == 2}
     for name, value in matrices.items():
-        to_residual = any(key in name for key in ("linear_proj", "linear_fc2", "weight2"))
+        to_residual = any(key in name for key in ("linear_proj", "linear_fc2", "weight2", "fc2_latent"))
         few = 4 / math.sqrt(value.numel())  # the gate of the shared expert has 32 values
         assert value.std().item() == pytest.approx(
             0.02 / math.sqrt(8) if to_residual else 0.02, rel=max(0.15, few)

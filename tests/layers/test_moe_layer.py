@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from helpers.layers.references import formula, kept_by_loop
 from helpers.layers.tiny_moe import EXPERTS, HIDDEN, identity_router, pushed_tokens, random, tiny_layer
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
@@ -27,14 +27,12 @@ MODES = {
 
 
 def naive(layer: MoELayer, x_TD: torch.Tensor, topk: int):
-    """y_t = sum_k w_tk expert_k(x_t) and the losses, one token and one expert at a time, by leaves of its
-    own.
+    """y_t = up(sum_k w_tk expert_k(down(x_t))) and the losses, one token and one expert at a time, by leaves
+    of its own.
     """
-    leaves = [
-        leaf.detach().clone().requires_grad_()
-        for leaf in (x_TD, layer.router.weight, layer.experts.weight1, layer.experts.weight2)
-    ]
-    x_TD, router, weight1, weight2 = leaves
+    leaves = [leaf.detach().clone().requires_grad_() for leaf in (x_TD, *weights_of(layer))]
+    x_TD, router, weight1, weight2, *projections = leaves
+    down, up = projections or (torch.eye(HIDDEN, dtype=x_TD.dtype),) * 2
     probabilities = [torch.exp(router @ x) / torch.exp(router @ x).sum() for x in x_TD]
     experts = [sorted(range(EXPERTS), key=lambda e, p=p: -p[e].item())[:topk] for p in probabilities]
     kept = [[True] * topk for _ in experts]
@@ -47,11 +45,11 @@ def naive(layer: MoELayer, x_TD: torch.Tensor, topk: int):
         )
     outs = []
     for t, x in enumerate(x_TD):
-        out = torch.zeros_like(x)
+        out = torch.zeros_like(down @ x)
         for k, e in enumerate(experts[t]):
             if kept[t][k]:
-                out = out + probabilities[t][e] * (weight2[e] @ formula("swiglu", weight1[e] @ x))
-        outs.append(out)
+                out = out + probabilities[t][e] * (weight2[e] @ formula("swiglu", weight1[e] @ (down @ x)))
+        outs.append(up @ out)
     fractions = [sum(e in row for row in experts) / (len(experts) * topk) for e in range(EXPERTS)]
     balance = EXPERTS * sum(
         f * p for f, p in zip(fractions, torch.stack(probabilities).mean(dim=0), strict=True)
@@ -60,11 +58,18 @@ def naive(layer: MoELayer, x_TD: torch.Tensor, topk: int):
     return torch.stack(outs), balance, z, leaves, kept
 
 
+def weights_of(layer: MoELayer) -> list[torch.Tensor]:
+    weights = [layer.router.weight, layer.experts.weight1, layer.experts.weight2]
+    return weights if layer.down is None else [*weights, layer.down.weight, layer.up.weight]
+
+
 @pytest.mark.parametrize("topk", [1, 2, 4])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("alltoall", [False, True])
-def test_layer_against_a_loop_over_tokens(mode, topk, alltoall):
-    layer = tiny_layer(topk=topk, aux_loss_coeff=0.3, z_loss_coeff=0.2, alltoall=alltoall, **MODES[mode])
+@pytest.mark.parametrize("latent", [0, 3])
+def test_layer_against_a_loop_over_tokens(mode, topk, alltoall, latent):
+    losses = {"aux_loss_coeff": 0.3, "z_loss_coeff": 0.2}
+    layer = tiny_layer(topk=topk, alltoall=alltoall, latent=latent, **losses, **MODES[mode])
     x_TD, grad_TD = pushed_tokens(TOKENS).requires_grad_(), random(len(TOKENS), HIDDEN, seed=4)
     expected_TD, balance, z, leaves, kept = naive(layer, x_TD, topk)
     expected_loss = 0.3 * balance + 0.2 * z
@@ -76,13 +81,53 @@ def test_layer_against_a_loop_over_tokens(mode, topk, alltoall):
         assert not all(map(all, kept))
     torch.testing.assert_close(y_TD, expected_TD, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(loss, expected_loss, rtol=1e-12, atol=0)
-    tensors = (x_TD, layer.router.weight, layer.experts.weight1, layer.experts.weight2)
-    for tensor, leaf in zip(tensors, leaves, strict=True):
+    for tensor, leaf in zip((x_TD, *weights_of(layer)), leaves, strict=True):
         torch.testing.assert_close(tensor.grad, leaf.grad, rtol=1e-11, atol=1e-12)
 
     statistics = layer.statistics
     torch.testing.assert_close(statistics.sums[4:6], torch.stack([balance, z]).detach(), rtol=1e-12, atol=0)
     assert statistics.sums[0] == sum(not slot for row in kept for slot in row)
+
+
+def linear(*rows: list[float]) -> torch.nn.Linear:
+    """Multiplies by the matrix of these rows."""
+    weight = torch.tensor(rows)
+    module = torch.nn.Linear(weight.size(1), weight.size(0), bias=False)
+    module.weight = torch.nn.Parameter(weight)
+    return module
+
+
+@pytest.mark.parametrize("alltoall", [False, True])
+def test_latent_projections_by_hand(alltoall):
+    """Two experts of one latent channel, with the activation relu(h)^2, in a model of two channels."""
+    experts = Experts(
+        num_local_experts=2, hidden_size=1, ffn_size=1, activation="squared_relu", backend="loop"
+    )
+    with torch.no_grad():
+        experts.weight1.copy_(torch.tensor([[[1.0]], [[2.0]]]))
+        experts.weight2.copy_(torch.tensor([[[1.0]], [[3.0]]]))
+    layer = MoELayer(
+        router=identity_router(2, 2),
+        dispatcher=AllToAllDispatcher(2, ep_group=None, etp_group=None) if alltoall else LocalDispatcher(2),
+        experts=experts,
+        settings=MoESettings(),
+        shared=linear([0.5, 0.0], [0.0, 0.5]),
+        down=linear([1.0, 1.0]),
+        up=linear([1.0], [-10.0]),
+    )
+    y_TD, _ = layer(torch.tensor([[math.log(3.0), 0.0], [-1.0, -1.0]]))
+    # Router weights 3/4 and 1/4, of both channels; down is ln 3. The experts are 1 * (1 * ln 3)^2 and
+    # 3 * (2 * ln 3)^2 = 12 (ln 3)^2, their sum (0.75 + 3) (ln 3)^2. Of the second token, down is -2: zero.
+    total = 3.75 * math.log(3.0) ** 2
+    expected_TD = torch.tensor([[total + 0.5 * math.log(3.0), -10 * total], [-0.5, -0.5]])
+    torch.testing.assert_close(y_TD, expected_TD, rtol=1e-6, atol=0)
+
+
+def test_one_latent_projection_alone_is_refused():
+    layer = tiny_layer()
+    parts = {"router": layer.router, "dispatcher": layer.dispatcher, "experts": layer.experts}
+    with pytest.raises(ValueError, match=r"^down, up: only one is given\. Fix: pass both projections, or"):
+        MoELayer(**parts, settings=MoESettings(), up=linear([1.0]))
 
 
 @pytest.mark.parametrize(("aux", "z"), [(0.5, 0.0), (0.0, 0.25)])

@@ -64,6 +64,9 @@ CASES = {
         {**ALL_LOSSES, "capacity_factor": 0.8, "pad_to_capacity": True},
     ),
     "relu": Case({"score": "relu", **FRACTIONS}, {**ALL_LOSSES, "losses": balancing(l1=0.4, aux_loss=0.1)}),
+    "latent experts, padding tokens and capacity": Case(
+        FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8}, padded=3, latent=6
+    ),
     "sinkhorn": Case({"assignment": "sinkhorn", "topk": 1}, {"z_loss_coeff": 0.05}),
 }
 ONE = Layout(1, 1, 1, ranks=1)

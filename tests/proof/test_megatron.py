@@ -133,6 +133,19 @@ PAIRS = {
     "gated shared expert": Pair(
         {"moe_shared_expert_intermediate_size": SHARED_FFN, "moe_shared_expert_gate": True}, shared=True
     ),
+    "latent experts": Pair({"moe_latent_size": 9}, latent=9),
+    "latent experts, shared expert, capacity, losses": Pair(
+        {
+            **balancing(aux_loss=0.3),
+            "moe_latent_size": 9,
+            "moe_shared_expert_intermediate_size": SHARED_FFN,
+            "moe_expert_capacity_factor": 0.7,
+        },
+        settings={**losses(aux_loss=0.3), "capacity_factor": 0.7},
+        shared=False,
+        latent=9,
+        dispatchers=("alltoall",),
+    ),
     "GeGLU": Pair({"activation_func": torch.nn.functional.gelu}, activation="geglu"),
     "GELU": Pair(
         {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}, activation="gelu"

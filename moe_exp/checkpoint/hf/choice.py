@@ -112,6 +112,7 @@ TRAITS: Mapping[str, Trait] = {
         False,
         _named("router_top_p", "null_experts"),
     ),
+    "latent": Trait(lambda c: c.use_moe and c.moe_latent_size > 0, False, _named("moe_latent_size")),
     "shared": Trait(_shared, "none", _named("shared_expert_size", "shared_expert_gate")),
     "tied": Trait(lambda c: c.tie_embeddings, False, _named("tie_embeddings")),
 }

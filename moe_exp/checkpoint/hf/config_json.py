@@ -27,7 +27,7 @@ WITHOUT_EFFECT = {
 _PLAIN: Settings = {
     "use_moe": True, "moe_type": "dmoe", "capacity_factor": 0.0, "min_capacity": 0, "moe_layer_freq": "1",
     "first_k_dense": 0, "moe_ffn_hidden_size": 0, "shared_expert_size": 0, "shared_expert_gate": False,
-    "router_score": "softmax", "router_pre_softmax": True, "router_normalize": "auto",
+    "moe_latent_size": 0, "router_score": "softmax", "router_pre_softmax": True, "router_normalize": "auto",
     "router_scaling_factor": 1.0, "router_bias_update_rate": 0.0, "num_router_groups": 0,
     "router_group_topk": 0, "force_routing": "none", "aux_loss_type": "aux_loss", "activation": "swiglu",
     "normalization": "RMSNorm", "add_bias_linear": False, "qk_norm": False, "qk_norm_scope": "head",

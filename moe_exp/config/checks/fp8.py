@@ -49,6 +49,8 @@ def check_fp8(c: Config) -> Iterator[str]:
 def _sizes(c: Config) -> Iterator[tuple[str, int, int]]:
     """(setting, value, ranks that it is split over) for the dimensions of FP8 GEMMs."""
     yield "hidden_size", c.hidden_size, 1
+    if c.use_moe and c.moe_latent_size:
+        yield "moe_latent_size", c.moe_latent_size, 1
     if c.use_moe:
         yield "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size", c.expert_ffn_size, c.etp
     if not all(c.moe_layers) and c.impl != "local" and (c.moe_ffn_hidden_size or not c.use_moe):

@@ -24,6 +24,10 @@ def check_moe(c: Config) -> Iterator[str]:
         yield problem(
             "topk", c.topk, f"is over NUM_EXPERTS={c.num_experts}", f"set TOPK to at most {c.num_experts}"
         )
+    if c.moe_latent_size > c.hidden_size:
+        rule = f"is over HIDDEN_SIZE={c.hidden_size}, but tokens are projected down to it"
+        fix = f"set MOE_LATENT_SIZE to at most {c.hidden_size}, or 0 for none"
+        yield problem("moe_latent_size", c.moe_latent_size, rule, fix)
     if c.dispatcher == "local" and c.ep * c.etp > 1:
         fix = "set DISPATCHER=alltoall, or EP=1 and ETP=1"
         yield problem(
@@ -60,9 +64,10 @@ def _deepep(c: Config) -> Iterator[str]:
         # deepseek-ai/DeepEP issue 589: torch then fills new tensors on another stream than DeepEP writes on.
         rule = "its package may return NaN with the algorithms of DETERMINISTIC=true"
         yield problem("dispatcher", "deepep", rule, "set DISPATCHER=alltoall, or DETERMINISTIC=false")
-    if c.hidden_size % 8:
-        fix = f"set HIDDEN_SIZE to {_multiples(8, c.hidden_size)}, or DISPATCHER=alltoall"
-        yield problem("hidden_size", c.hidden_size, "DISPATCHER=deepep sends rows of a multiple of 8", fix)
+    if (width := c.expert_hidden_size) % 8:
+        name = _row_setting(c)
+        fix = f"set {name.upper()} to {_multiples(8, width)}, or DISPATCHER=alltoall"
+        yield problem(name, width, "DISPATCHER=deepep sends rows of a multiple of 8", fix)
 
 
 def _capacity(c: Config) -> Iterator[str]:
@@ -244,6 +249,9 @@ def check_upcycle(c: Config) -> Iterator[str]:
         yield problem(
             "shared_expert_size", c.shared_expert_size, rule, "set SHARED_EXPERT_SIZE=0 with UPCYCLE_FROM"
         )
+    if c.moe_latent_size:
+        rule = "copies of a dense MLP take whole hidden states"
+        yield problem("moe_latent_size", c.moe_latent_size, rule, "set MOE_LATENT_SIZE=0 with UPCYCLE_FROM")
     factor = c.expert_capacity_factor
     if factor is not None and factor * c.topk < c.num_experts:
         fix = f"set MOE_TYPE=dmoe, or CAPACITY_FACTOR to at least {math.ceil(c.num_experts / c.topk)}"
@@ -281,6 +289,11 @@ def _granularity(c: Config) -> Iterator[str]:
             yield problem(name, value, rule, f"set {name.upper()}=none")
 
 
+def _row_setting(c: Config) -> str:
+    """The setting with the width of the rows that routed experts take."""
+    return "moe_latent_size" if c.moe_latent_size else "hidden_size"
+
+
 def _grouped_mm_rows(c: Config) -> Iterator[str]:
     backend = EXPERT_BACKENDS.get(c.expert_backend, ExpertBackend())  # auto takes one that can
     if backend.dtypes and c.dtype not in backend.dtypes:
@@ -289,7 +302,8 @@ def _grouped_mm_rows(c: Config) -> Iterator[str]:
         yield problem("expert_backend", c.expert_backend, rule, fix)
     num_bytes = 4 if c.dtype == "fp32" else 2
     ffn_name = "moe_ffn_hidden_size" if c.moe_ffn_hidden_size else "ffn_hidden_size"
-    for name, value, ways in (("hidden_size", c.hidden_size, 1), (ffn_name, c.expert_ffn_size, c.etp)):
+    widths = ((_row_setting(c), c.expert_hidden_size, 1), (ffn_name, c.expert_ffn_size, c.etp))
+    for name, value, ways in widths:
         if value // ways * num_bytes % backend.row_bytes:
             of = f" / ETP={ways}" if ways > 1 else ""
             rule = (

@@ -77,6 +77,10 @@ def check_parametrization(c: Config) -> Iterator[str]:
             c.multi_latent_attention,
             "MULTI_LATENT_ATTENTION=false",
         ),
+        f"MOE_LATENT_SIZE={c.moe_latent_size}, whose projections have no rule": (
+            c.use_moe and c.moe_latent_size > 0,
+            "MOE_LATENT_SIZE=0",
+        ),
     }
     for other, (is_set, fix) in others.items():
         if is_set:

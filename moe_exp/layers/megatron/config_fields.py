@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _FOLLOWED = """
     activation_func add_bias_linear expert_model_parallel_size expert_tensor_parallel_size fp8 fp8_recipe
     gated_linear_unit gradient_accumulation_fusion moe_aux_loss_coeff moe_expert_capacity_factor
-    moe_ffn_hidden_size moe_grad_scale_func moe_input_jitter_eps moe_layer_freq
+    moe_ffn_hidden_size moe_grad_scale_func moe_input_jitter_eps moe_latent_size moe_layer_freq
     moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
     moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
     moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax moe_router_score_function
@@ -30,7 +30,6 @@ REFUSED = {
     "moe_apply_probs_on_input": ("router weights multiply the experts' hidden rows", "leave it at False"),
     "moe_enable_routing_replay": ("is Megatron's router's", "use Router.replay, a RoutingReplay"),
     "moe_expert_rank_capacity_factor": ("capacity is per expert", "set moe_expert_capacity_factor"),
-    "moe_latent_size": ("experts take the hidden states themselves", "leave it at None"),
     "moe_mlp_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
     "moe_paged_stash": ("activations are not kept in pages", "leave it at False"),
     "moe_router_force_biased": ("the router adds no random bias", "leave it at None"),

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from moe_exp.config.choices import LOSSES
@@ -17,6 +16,13 @@ from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
+from moe_exp.layers.megatron.latent_projections import (
+    Linear,
+    device_of_model,
+    latent_projections,
+    latent_size,
+    projecting,
+)
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
@@ -31,15 +37,6 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-
-def device_of_model() -> torch.device:
-    """Device of the parameters: this rank's GPU, or the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
@@ -143,7 +140,7 @@ class MegatronExperts(Experts):
         )
         super().__init__(
             num_local_experts=num_local_experts,
-            hidden_size=config.hidden_size,
+            hidden_size=latent_size(config) or config.hidden_size,
             ffn_size=config.moe_ffn_hidden_size // pg_collection.expt_tp.size(),
             activation=activation_name(config),
             backend=backend,
@@ -211,6 +208,7 @@ class MegatronMoELayer(MegatronMoE):
         router: Mapping[str, Any] | None = None,
         min_capacity: int = 0,
         token_rounding: int = 0,
+        latent_linear: Any = Linear,
         **kwargs: Any,
     ):
         if submodules is None:
@@ -236,6 +234,10 @@ class MegatronMoELayer(MegatronMoE):
                 pg_collection=groups,
                 gate=config.moe_shared_expert_gate,
             )
+        self.fc1_latent_proj = self.fc2_latent_proj = None
+        if latent_size(config):
+            projections = latent_projections(config, latent_linear, groups.tp)
+            self.fc1_latent_proj, self.fc2_latent_proj = projections
         self.moe_layer_recompute = (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules
         )
@@ -245,6 +247,8 @@ class MegatronMoELayer(MegatronMoE):
             experts=self.experts,
             settings=_settings(config, min_capacity, token_rounding),
             shared=self.shared_experts,
+            down=projecting(self.fc1_latent_proj),
+            up=projecting(self.fc2_latent_proj),
             microbatch_group=groups.tp_cp,
             context_parallel_size=groups.cp.size(),
             context_stripes=getattr(config, "context_stripes", 1),

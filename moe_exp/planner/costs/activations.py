@@ -12,6 +12,8 @@ tensor is counted once, where it is read last:
     MoE, per token   4*h the router's input in fp32, 4*E scores, K*(8+4) choice and weights
     MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of
                      experts are not kept; EXPERT_BACKEND=triton 2*w*f alone, and w*h of rows of other ranks
+    latent size l    w*h and w*l inputs of the projections down and up, w*l more if the experts gather their
+                     rows themselves; rows are w*l instead of w*h
     loss             4*V/t probabilities in fp32, and while they are made w*V/t logits; CROSS_ENTROPY=triton:
                      w*V/t logits alone, and while their gradient is made w*V/t for that
 
@@ -70,6 +72,7 @@ class _Account:
         config = job.config
         self._job, self._config, self._on_cpu, self._imbalance = job, config, on_cpu, imbalance
         self._width, self._hidden, self._tp = width_of(job), config.hidden_size, config.tp
+        self._expert_hidden = config.expert_hidden_size  # width of the rows that experts take
         self._all_tokens = config.mbsz * config.seq_len / config.cp
         self._tokens = self._all_tokens / (config.tp if job.sequence_parallel else 1)
         # Processors have only torch's parts; on GPUs Transformer Engine's are the rule.
@@ -264,7 +267,10 @@ class _Account:
         kept += self._tokens * width * self._hidden if self._reads_input else 0.0
         if fp8_parts(config)[0]:
             ways, local = 3 if config.gated else 2, config.num_experts / config.ep
-            kept += 2 * local * ways * self._hidden * config.expert_ffn_size / config.etp
+            kept += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
+        if config.moe_latent_size:  # input of the projection up, and what the experts gather their rows from
+            gathered = width * self._expert_hidden if self._gathers_itself else 0.0
+            kept += self._tokens * (self._input * self._expert_hidden + gathered)
         if config.shared_expert_size:
             kept += self._all_tokens * self._mlp(config.shared_expert_size / self._tp)
             kept += self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
@@ -273,7 +279,8 @@ class _Account:
     @property
     def _reads_input(self) -> bool:
         """Whether an MoE layer keeps its input: routed rows, and a router's of another type, are copies."""
-        keeps = bool(self._config.shared_expert_size) or self._width == self._router_width
+        config = self._config
+        keeps = bool(config.shared_expert_size or config.moe_latent_size) or self._width == self._router_width
         return self._gathers_itself or keeps
 
     @property
@@ -311,7 +318,7 @@ class _Account:
             return first + 4 + (8 if self._backend == "triton" else 16)
         indices = 16 + (24 if config.ep * config.etp > 1 else 0)
         is_computed_again = config.recompute == "moe_act" or self._runs_as_one
-        inputs = self._expert_input * (self._hidden + (0 if is_computed_again else ffn))
+        inputs = self._expert_input * (self._expert_hidden + (0 if is_computed_again else ffn))
         return inputs + first + 4 + indices
 
     @cached_property
@@ -337,10 +344,10 @@ class _Account:
             )
         if self._has_moe:
             ffn = config.expert_ffn_size / config.etp
-            experts = self._rows * (2 * self._hidden + (1 + ways) * ffn)
-            experts += config.num_experts // config.ep * self._hidden * ways * ffn
+            experts = self._rows * (2 * self._expert_hidden + (1 + ways) * ffn)
+            experts += config.num_experts // config.ep * self._expert_hidden * ways * ffn
             if config.dispatcher == "allgather":  # takes the tokens of all ranks in
-                experts += self._tokens * config.ep * config.etp * self._hidden
+                experts += self._tokens * config.ep * config.etp * self._expert_hidden
         if self._writes_scores:
             scores = config.num_heads * config.seq_len * self._all_tokens / self._tp
         return self._width * max(mlp, experts, 2 * scores)

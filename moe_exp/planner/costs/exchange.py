@@ -10,7 +10,7 @@ from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import priced
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.job import Job
-from moe_exp.planner.costs.products import hidden_bytes
+from moe_exp.planner.costs.products import routed_bytes
 from moe_exp.planner.costs.traffic import Group
 from moe_exp.planner.hardware import Hardware
 
@@ -20,7 +20,7 @@ def exchange_seconds(job: Job, hardware: Hardware, constants: TimeConstants) -> 
     config = job.config
     if config.ep * config.etp == 1:
         return 0.0
-    num_bytes = hidden_bytes(config) / (config.tp if job.sequence_parallel else 1)
+    num_bytes = routed_bytes(config) / (config.tp if job.sequence_parallel else 1)
     slots = num_bytes * config.experts_per_token
     experts = Group(config.ep, config.etp, hardware, config.gpus_per_node)
     slices = Group(config.etp, 1, hardware, config.gpus_per_node)

@@ -20,7 +20,8 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
     Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a
     token meets. Of the S^2 scores, attention counts the half that the causal mask keeps.
     ATTENTION_FLOPS=full counts all of them (S/h instead of S/(2*h)), as Megatron-LM did until late 2024.
-    With DOCUMENT_MASK, S is here DOCUMENT_TOKENS.
+    With DOCUMENT_MASK, S is here DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn counts l/h times, and the
+    two projections of an MoE layer add 4*h*l forward.
     Norms, softmax, router and recompute count nothing; Megatron-LM counts the norms of latent attention.
 
     Args:
@@ -133,10 +134,12 @@ def _latent_projections(config: Config) -> int:
 
 
 def _moe(config: Config) -> int:
-    """The chosen experts of a token and the shared one."""
+    """The chosen experts of a token, the shared one, and the projections to and from the latent size."""
     routed = round(config.experts_per_token * config.expert_ffn_size)
-    return _mlp(config, routed + config.shared_expert_size)
+    chosen = _mlp(config, routed, config.expert_hidden_size)
+    projections = 4 * config.hidden_size * config.moe_latent_size
+    return chosen + _mlp(config, config.shared_expert_size) + projections
 
 
-def _mlp(config: Config, ffn: int) -> int:
-    return 2 * (3 if config.gated else 2) * config.hidden_size * ffn
+def _mlp(config: Config, ffn: int, hidden: int | None = None) -> int:
+    return 2 * (3 if config.gated else 2) * (hidden or config.hidden_size) * ffn

@@ -18,7 +18,7 @@ _SCORE_BYTES = (9, 11)  # unfused attention: scale, mask and softmax in one kern
 _RESIDUAL_BYTES = (24, 36)  # per token and hidden channel: two norms, two residuals, biases, dropout
 _HEAD_BYTES = (4, 6)  # per channel of queries and keys: rotation, or a norm
 _ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
-_SLOT_BYTES = (12, 16)  # per slot and hidden channel of an MoE layer: rows gathered for the experts, and back
+_SLOT_BYTES = (12, 16)  # per slot and channel of an expert's input: rows gathered for the experts, and back
 # share of those that Megatron's all-to-all adds: rows are sorted again by local expert, there and back
 _PERMUTE_SHARE = 0.6
 _LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, maximum, exponentials, gradient
@@ -43,8 +43,9 @@ class LayerTimes:
     """Seconds of a micro-batch, without collectives.
 
     Attributes:
-        parts: of a layer: norms, projections, up_projections and core of attention, mlp or router, rows,
-            experts, activation and shared_expert; and the output layer with the loss.
+        parts: of a layer: norms, projections, up_projections and core of attention, mlp or router,
+            latent_projections, rows, experts, activation and shared_expert; and the output layer with the
+            loss.
         starts_dense, starts_moe: of kernels, where they are not counted as those of the host.
         host_dense, host_moe: seconds of the host for a layer without experts, and for one with them.
     """
@@ -78,7 +79,8 @@ class LayerTimes:
 
 
 ATTENTION = ("norms", "projections", "up_projections", "core")
-MLP, MOE = ("mlp",), ("router", "rows", "experts", "activation", "shared_expert")
+MLP = ("mlp",)
+MOE = ("router", "latent_projections", "rows", "experts", "activation", "shared_expert")
 
 
 def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTimes:
@@ -110,7 +112,7 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
         slots = num_slots(job, tokens)
         parts["activation"] = activated(slots * config.expert_ffn_size / config.etp)
         parts["shared_expert"] += activated(tokens * ways * config.shared_expert_size / config.tp)
-        parts["rows"] = device.moved(slots * config.hidden_size, _SLOT_BYTES)
+        parts["rows"] = device.moved(slots * config.expert_hidden_size, _SLOT_BYTES)
         if device.is_recent:
             is_sorted = config.ep > 1 and config.dispatcher in ("auto", "alltoall")
             extra = _PERMUTE_SHARE * constants.permute_bytes if is_sorted else 0.0

@@ -167,14 +167,22 @@ def _norm(config: Config, size: int) -> int:
     return priced(config, "normalization", {"RMSNorm": size, "LayerNorm": 2 * size})
 
 
-def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False) -> int:
+def _mlp(config: Config, ffn: int, tp: int = 1, *, bias: bool = False, hidden: int | None = None) -> int:
     """One MLP, dense, shared or expert. The bias of the row-parallel second projection is on every rank."""
-    width = (2 if config.gated else 1) * ffn // tp
-    return config.hidden_size * (width + ffn // tp) + (width + config.hidden_size if bias else 0)
+    width, hidden = (2 if config.gated else 1) * ffn // tp, hidden or config.hidden_size
+    return hidden * (width + ffn // tp) + (width + hidden if bias else 0)
 
 
 def _expert(config: Config, etp: int = 1) -> int:
-    return _mlp(config, config.expert_ffn_size, etp, bias=config.add_bias_linear)
+    bias, hidden = config.add_bias_linear, config.expert_hidden_size
+    return _mlp(config, config.expert_ffn_size, etp, bias=bias, hidden=hidden)
+
+
+def _latent_projections(config: Config) -> int:
+    """Both, on every rank of the layer (MOE_LATENT_SIZE)."""
+    hidden, latent = config.hidden_size, config.moe_latent_size
+    biases = hidden + latent if config.add_bias_linear else 0
+    return 2 * hidden * latent + biases if latent else 0
 
 
 def _attention(config: Config, tp: int) -> int:
@@ -207,12 +215,15 @@ def _qk_norms(config: Config, tp: int) -> int:
 
 
 def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
-    """One layer without its routed experts. Norms and router are on every tensor-parallel rank."""
+    """One layer without its routed experts. Norms, router and latent projections are on every
+    tensor-parallel rank.
+    """
     common = _attention(config, tp) + 2 * _norm(config, config.hidden_size)
     if not is_moe:
         return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
     router = config.hidden_size * (config.num_router_outputs + config.shared_expert_gate)
-    return common + router + _mlp(config, config.shared_expert_size, tp)
+    shared = _mlp(config, config.shared_expert_size, tp)
+    return common + router + shared + _latent_projections(config)
 
 
 def _embedding(config: Config, tp: int) -> int:

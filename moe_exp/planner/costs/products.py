@@ -151,14 +151,19 @@ def products(job: Job) -> dict[str, list[Shape]]:
         "mlp": mlp(config.ffn_hidden_size / tp),
         "shared_expert": mlp(config.shared_expert_size / tp if config.use_moe else 0),
         "router": [],
+        "latent_projections": [],
         "experts": [],
         "output": [Shape(tokens, config.padded_vocab_size / tp, hidden)],
     }
     if config.use_moe:
         local, ffn = config.num_experts / config.ep, config.expert_ffn_size / config.etp
         each = num_slots(job, tokens) / local
-        found["router"] = [Shape(shared_rows(job, tokens), config.num_router_outputs, hidden)]
-        first, second = (ways * ffn, hidden), (hidden, ffn)
+        rows, width = shared_rows(job, tokens), config.expert_hidden_size
+        found["router"] = [Shape(rows, config.num_router_outputs, hidden)]
+        if config.moe_latent_size:
+            sizes = ((width, hidden), (hidden, width))
+            found["latent_projections"] = [Shape(rows, *size, 1, others_in_fp8) for size in sizes]
+        first, second = (ways * ffn, width), (width, ffn)
         found["experts"] = [
             Shape(each, *first, local, experts_in_fp8),
             Shape(each, *second, local, experts_in_fp8),
@@ -174,6 +179,11 @@ def num_tokens(config: Config) -> float:
 def hidden_bytes(config: Config) -> float:
     """Bytes of the hidden states of a micro-batch on a context parallel rank."""
     return num_tokens(config) * config.hidden_size * (4 if config.dtype == "fp32" else 2)
+
+
+def routed_bytes(config: Config) -> float:
+    """Bytes of the same tokens as routed experts take them: of MOE_LATENT_SIZE channels, if it is set."""
+    return hidden_bytes(config) * config.expert_hidden_size / config.hidden_size
 
 
 def shared_rows(job: Job, tokens: float) -> float:

@@ -310,15 +310,16 @@ def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:
     return total
 
 
-def _mlp(config: Config, ffn: int, count: int) -> list[tuple[float, float, int]]:
+def _mlp(config: Config, ffn: int, count: int, hidden: int | None = None) -> list[tuple[float, float, int]]:
     """Gate and up projection are one matrix."""
-    hidden = config.hidden_size
+    hidden = hidden or config.hidden_size
     return [((2 if config.gated else 1) * ffn, hidden, count), (hidden, ffn, count)] if ffn and count else []
 
 
 def _routed(config: Config, num_moe: int) -> list[tuple[float, float, int]]:
     """The experts of a rank."""
-    return _mlp(config, config.expert_ffn_size, num_moe * config.num_experts // config.ep)
+    number = num_moe * config.num_experts // config.ep
+    return _mlp(config, config.expert_ffn_size, number, config.expert_hidden_size)
 
 
 def _dense_matrices(config: Config, num_dense: int, num_moe: int) -> list[tuple[float, float, int]]:
@@ -326,8 +327,10 @@ def _dense_matrices(config: Config, num_dense: int, num_moe: int) -> list[tuple[
     attention = [
         (rows, columns, count * (num_dense + num_moe)) for rows, columns, count in _attention(config)
     ]
-    shared = _mlp(config, config.shared_expert_size, num_moe)
-    return attention + _mlp(config, config.ffn_hidden_size, num_dense) + shared
+    of_moe = _mlp(config, config.shared_expert_size, num_moe)
+    if config.moe_latent_size and num_moe:
+        of_moe.append((config.moe_latent_size, config.hidden_size, 2 * num_moe))  # the same either way
+    return attention + _mlp(config, config.ffn_hidden_size, num_dense) + of_moe
 
 
 def _attention(config: Config) -> list[tuple[float, float, int]]:

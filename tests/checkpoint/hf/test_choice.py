@@ -94,6 +94,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"add_bias_linear": True}, "ADD_BIAS_LINEAR=True: no architecture"),
     ({"moe_type": "moe"}, "MOE_TYPE=moe CAPACITY_FACTOR=1.0, which may drop tokens,: no architecture"),
     ({"moe_type": "moe", "capacity_factor": 3.9, "num_experts": 8, "topk": 2}, "CAPACITY_FACTOR=3.9"),
+    ({"moe_latent_size": 32}, "MOE_LATENT_SIZE=32: no architecture"),
     ({"router_score": "sqrtsoftplus"}, "ROUTER_SCORE=sqrtsoftplus"),
     ({"aux_loss_type": "sinkhorn"}, "AUX_LOSS_TYPE=sinkhorn"),
     ({"force_routing": "balanced"}, "FORCE_ROUTING=balanced"),

@@ -253,6 +253,21 @@ MODEL = [
         {"shared_expert_gate": True},
         r"SHARED_EXPERT_GATE=true: there is no shared expert\. Fix: set SHARED_EXPERT_SIZE, or .*",
     ),
+    (
+        {"moe_latent_size": 129},
+        r"MOE_LATENT_SIZE=129: is over HIDDEN_SIZE=128, .*\. Fix: set MOE_LATENT_SIZE to at most 128, or .*",
+    ),
+    (
+        {"parametrization": "mup", "mup_base_hidden_size": 64, "moe_latent_size": 64},
+        r"PARAMETRIZATION=mup: .* MOE_LATENT_SIZE=64, whose .* no rule\. Fix: set MOE_LATENT_SIZE=0\.",
+    ),
+    (
+        {"moe_latent_size": 6, "expert_backend": "torch"},
+        (
+            r"MOE_LATENT_SIZE=6: EXPERT_BACKEND=torch needs rows of a multiple of 16 bytes, .* in"
+            r" fp32 is no such row\. Fix: set MOE_LATENT_SIZE to 4 or 8, or EXPERT_BACKEND=loop\."
+        ),
+    ),
     ({"router_normalize": "true"}, r"ROUTER_NORMALIZE=true: .*TOPK=1\. Fix: set ROUTER_NORMALIZE=false\."),
     (
         {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "1,2,3"},

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
@@ -51,12 +51,13 @@ class Layout:
 @dataclass(frozen=True)
 class Case:
     """What the layer does; `padded`: how many tokens at the end of the sequences of a micro-batch are
-    padding, at most.
+    padding, at most; `latent`: width of the experts, between projections down and up.
     """
 
     router: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     padded: int = 0
+    latent: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,16 +95,18 @@ def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
-def initial_weights(dtype: torch.dtype, num_null_experts: int) -> Tensors:
+def initial_weights(dtype: torch.dtype, *, num_null_experts: int = 0, latent: int = 0) -> Tensors:
     """Of the whole layer; the router's so that experts get different numbers of tokens, and some get few."""
     router = 0.5 * random(EXPERTS, HIDDEN, seed=1, dtype=dtype)
     router[:, 0] += torch.linspace(1, -1, EXPERTS, dtype=dtype)  # the first input of a token is positive
-    shapes = {"weight1": (EXPERTS, 2 * FFN, HIDDEN), "weight2": (EXPERTS, HIDDEN, FFN)}
+    width = latent or HIDDEN
+    shapes = {"weight1": (EXPERTS, 2 * FFN, width), "weight2": (EXPERTS, width, FFN)}
     shapes |= {
         "shared weight1": (2 * SHARED_FFN, HIDDEN),
         "shared weight2": (HIDDEN, SHARED_FFN),
         "shared gate": (1, HIDDEN),
     }
+    shapes |= {"down": (latent, HIDDEN), "up": (HIDDEN, latent)} if latent else {}
     drawn = {
         name: random(*shape, seed=seed, dtype=dtype) * shape[-1] ** -0.5
         for seed, (name, shape) in enumerate(shapes.items(), 2)
@@ -131,7 +134,8 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
         hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2, "dtype": precision} | case.router)
     )
     router = Router(config, microbatch_group=groups.tp, dtype=dtype)
-    sizes = {"num_local_experts": EXPERTS // layout.ep, "hidden_size": HIDDEN, "ffn_size": FFN // layout.etp}
+    sizes = {"num_local_experts": EXPERTS // layout.ep, "ffn_size": FFN // layout.etp}
+    sizes["hidden_size"] = case.latent or HIDDEN
     experts = Experts(**sizes, activation="swiglu", backend="loop", dtype=dtype)
     shared = SharedExpert(hidden_size=HIDDEN, ffn_size=SHARED_FFN, gate=True, dtype=dtype)
     parameters = {"router": router.weight, "weight1": experts.weight1, "weight2": experts.weight2}
@@ -140,8 +144,14 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
         "shared weight2": shared.weight2,
         "shared gate": shared.gate_weight,
     }
+    down = up = None
+    if case.latent:
+        down = nn.Linear(HIDDEN, case.latent, bias=False, dtype=dtype)
+        up = nn.Linear(case.latent, HIDDEN, bias=False, dtype=dtype)
+        parameters |= {"down": down.weight, "up": up.weight}
     with torch.no_grad():
-        for name, whole in initial_weights(dtype, config.num_null_experts).items():
+        drawn = initial_weights(dtype, num_null_experts=config.num_null_experts, latent=case.latent)
+        for name, whole in drawn.items():
             parameters[name].copy_(part_of_rank(name, whole, ep, etp, layout))
         if config.expert_bias:
             router.expert_bias.copy_(random(EXPERTS, seed=20, dtype=torch.float32) * 0.1)
@@ -155,6 +165,8 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
         experts=experts,
         settings=settings,
         shared=shared,
+        down=down,
+        up=up,
         microbatch_group=groups.tp,
     )
     return layer, parameters

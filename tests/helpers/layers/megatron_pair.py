@@ -28,7 +28,8 @@ with warnings.catch_warnings():
 
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from megatron.core.post_training.modelopt.layers import Linear
+    from megatron.core.transformer.moe import moe_layer, moe_utils, token_dispatcher
     from megatron.core.transformer.moe.moe_utils import apply_router_token_dropping, get_default_pg_collection
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -51,6 +52,7 @@ class Pair:
         settings: fields of our MoESettings for the plain layer.
         ours: fields of TransformerConfig that are others for our layer in Megatron.
         shared: SharedExpert of the plain layer: None, or whether it has a gate.
+        latent: width of the plain layer's experts between latent projections; 0: none.
         activation: our name of it.
         dispatchers: Megatron's that allow these settings.
         passes: forward and backward passes before the one that is compared, each a global batch of its own.
@@ -62,6 +64,7 @@ class Pair:
     settings: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)
     shared: bool | None = None
+    latent: int = 0
     activation: str = "swiglu"
     dispatchers: tuple[str, ...] = ("alltoall", "allgather")
     passes: int = 0
@@ -116,9 +119,19 @@ def draw_weights(theirs: nn.Module, first_expert: int) -> None:
         for index, expert in enumerate(theirs.experts.local_experts, start=first_expert):
             for seed, weight in enumerate((expert.linear_fc1.weight, expert.linear_fc2.weight)):
                 weight.copy_(random(*weight.shape, seed=100 + 2 * index + seed) * weight.size(1) ** -0.5)
-        if theirs.shared_experts is not None:
-            for seed, weight in enumerate(theirs.shared_experts.parameters(), start=10):
-                weight.copy_(random(*weight.shape, seed=seed) * weight.size(1) ** -0.5)
+        others = [] if theirs.shared_experts is None else list(theirs.shared_experts.parameters())
+        for seed, weight in enumerate([*others, *latent_weights(theirs).values()], start=10):
+            weight.copy_(random(*weight.shape, seed=seed) * weight.size(1) ** -0.5)
+
+
+def latent_weights(layer: nn.Module) -> Tensors:
+    """Weights of the latent projections of Megatron's layer or of one of ours, if it has any."""
+    if isinstance(layer, MoELayer):
+        projections = {"latent down": layer.down, "latent up": layer.up}
+    else:
+        found = (getattr(layer, f"fc{number}_latent_proj", None) for number in (1, 2))
+        projections = dict(zip(("latent down", "latent up"), found, strict=True))
+    return {name: one.weight for name, one in projections.items() if one is not None}
 
 
 def copy_weights(theirs: nn.Module, router: Router, experts: Experts) -> None:
@@ -141,14 +154,22 @@ def in_megatron(theirs: nn.Module, config: TransformerConfig, dispatcher: str) -
     copy_weights(theirs, layer.router, layer.experts)
     if theirs.shared_experts is not None:
         layer.shared_experts.load_state_dict(theirs.shared_experts.state_dict())
+    copy_latent_weights(theirs, layer)
     return layer
+
+
+@torch.no_grad()
+def copy_latent_weights(theirs: nn.Module, ours: nn.Module) -> None:
+    for name, weight in latent_weights(theirs).items():
+        latent_weights(ours)[name].copy_(weight)
 
 
 def plain(theirs: nn.Module, pair: Pair, dispatcher: str) -> MoELayer:
     """Our layer without Megatron."""
     ep_group = get_default_pg_collection().ep
     router = Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2} | pair.router)))
-    sizes = {"num_local_experts": EXPERTS // ep_group.size(), "hidden_size": HIDDEN, "ffn_size": FFN}
+    sizes = {"num_local_experts": EXPERTS // ep_group.size(), "ffn_size": FFN}
+    sizes["hidden_size"] = pair.latent or HIDDEN
     experts = Experts(**sizes, activation=pair.activation, backend="loop")
     copy_weights(theirs, router, experts)
     shared = None
@@ -163,7 +184,21 @@ def plain(theirs: nn.Module, pair: Pair, dispatcher: str) -> MoELayer:
                 shared.gate_weight.copy_(theirs.shared_experts.gate_weight)
     transport = DISPATCHERS[dispatcher](EXPERTS, ep_group=ep_group, etp_group=None)
     settings = MoESettings(**pair.settings, batch_dim=1)
-    return MoELayer(router=router, dispatcher=transport, experts=experts, settings=settings, shared=shared)
+    down, up = (
+        nn.Linear(inputs, outputs, bias=False) if pair.latent else None
+        for inputs, outputs in ((HIDDEN, pair.latent), (pair.latent, HIDDEN))
+    )
+    layer = MoELayer(
+        router=router,
+        dispatcher=transport,
+        experts=experts,
+        settings=settings,
+        shared=shared,
+        down=down,
+        up=up,
+    )
+    copy_latent_weights(theirs, layer)
+    return layer
 
 
 def run(layer: nn.Module, passes: int) -> Tensors:
@@ -183,6 +218,7 @@ def run(layer: nn.Module, passes: int) -> Tensors:
         counts = None if counts is None else counts.clone()
         _end_of_batch(layer)
     found = {"y": y.detach(), "x": x.grad, "router": layer.router.weight.grad}
+    found |= {name: weight.grad for name, weight in latent_weights(layer).items()}
     return found | _expert_gradients(layer) | ({} if counts is None else {"tokens per expert": counts})
 
 
@@ -227,8 +263,21 @@ def start_megatron(ep: int) -> None:
     # and without CUDA the splits of an all-to-all stay tensors, which torch.distributed refuses.
     if not torch.cuda.is_available():
         token_dispatcher.maybe_move_tensor_to_cpu = _as_list
+    build_latent_projections_without_te()
     parallel_state.initialize_model_parallel(expert_model_parallel_size=ep, create_gloo_process_groups=False)
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def build_latent_projections_without_te() -> None:
+    """Lets Megatron's layer build its latent projections, for which it wants Transformer Engine's linear
+    layer, from its own.
+    """
+    moe_layer.HAVE_TE, moe_layer.TELinear = True, _linear
+
+
+def _linear(*sizes: int, parallel_mode: str, **options: Any) -> nn.Module:
+    assert parallel_mode == "duplicated"  # as Linear always is
+    return Linear(*sizes, tp_group=parallel_state.get_tensor_model_parallel_group(), **options)
 
 
 def _as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

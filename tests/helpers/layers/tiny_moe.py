@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
@@ -43,26 +43,30 @@ def tiny_layer(
     losses=(),
     router=None,
     shared=None,
+    latent=0,
     backend="loop",
     dtype=torch.float64,
     **settings,
 ) -> MoELayer:
-    """The first E inputs of a token push it to the expert of the same number."""
+    """The first E inputs of a token push it to the expert of the same number. `latent`: the experts' width,
+    between projections down and up.
+    """
+    width = latent or HIDDEN
     gated = activation == "swiglu"
     config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk, dtype="fp64", **(router or {}))
     router = Router(config, microbatch_group=microbatch_group, dtype=dtype)
     ep, etp = group_size(ep_group), group_size(etp_group)
     experts = Experts(
         num_local_experts=EXPERTS // ep,
-        hidden_size=HIDDEN,
+        hidden_size=width,
         ffn_size=FFN // etp,
         activation=activation,
         backend=backend,
         dtype=dtype,
     )
     weight1_EFD, weight2_EDF = (
-        random(EXPERTS, FFN * (1 + gated), HIDDEN, seed=1),
-        random(EXPERTS, HIDDEN, FFN, seed=2),
+        random(EXPERTS, FFN * (1 + gated), width, seed=1),
+        random(EXPERTS, width, FFN, seed=2),
     )
     with torch.no_grad():
         router.weight.copy_(
@@ -84,9 +88,19 @@ def tiny_layer(
             losses=losses or ((AuxLoss("aux_loss", aux_loss_coeff),) if aux_loss_coeff else ()), **settings
         ),
         shared=shared,
+        down=projection(latent, HIDDEN, seed=6, dtype=dtype) if latent else None,
+        up=projection(HIDDEN, latent, seed=7, dtype=dtype) if latent else None,
         microbatch_group=microbatch_group,
         context_parallel_size=context_parallel_size,
     )
+
+
+def projection(outputs: int, inputs: int, *, seed: int, dtype: torch.dtype = torch.float64) -> nn.Linear:
+    """A linear layer without bias."""
+    linear = nn.Linear(inputs, outputs, bias=False, dtype=dtype)
+    with torch.no_grad():
+        linear.weight.copy_(random(outputs, inputs, seed=seed) * inputs**-0.5)
+    return linear
 
 
 def cut(weight: Tensor, axis: int, ep_group, etp_group, *, halves: int = 1) -> Tensor:

@@ -1,5 +1,5 @@
-"""Attention as published models have it: the same losses and gradients at every layout, and through a
-checkpoint of another layout.
+"""Attention as published models have it, and latent experts: the same losses and gradients at every layout,
+and through a checkpoint of another layout.
 
 Runs on several ranks start from the checkpoint of one rank, with another seed, so that a tensor that is not
 loaded is seen.
@@ -36,6 +36,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn": {"normalization": "LayerNorm", "qk_norm": True, **YARN},
     "latent": LATENT | {"q_lora_rank": 12},
     "latent, yarn": LATENT | YARN | {"yarn_mscale_all_dim": 1},
+    "latent experts": {"moe_latent_size": 12, "add_bias_linear": True, "topk": 4},
 }
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2}}
 # Where a kind does something of its own; the rest is slow.
@@ -45,6 +46,7 @@ FAST = [
     ("bias, half turned", "tp2"),
     ("yarn", "cp2"),
 ]
+FAST += [("latent experts", "tp2")]
 FAST += [("latent", layout) for layout in LAYOUTS] + [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
 SLOW = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in FAST]
 

@@ -284,7 +284,6 @@ def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
         ("activation_func_clamp_value", 7.0, r"activation_func_clamp_value=7\.0: .* Fix: leave it at None\."),
         ("activation_func_clamp_value", 0.0, r"activation_func_clamp_value=0\.0: the experts do not clamp"),
         ("moe_apply_probs_on_input", True, r"moe_apply_probs_on_input=True: .* Fix: leave it at False\."),
-        ("moe_latent_size", 8, r"moe_latent_size=8: experts take the hidden states themselves in this MoE"),
         ("calculate_per_token_loss", True, r"calculate_per_token_loss=True: the auxiliary losses are means"),
         ("fp4", "e2m1", r"fp4=e2m1: the experts compute in fp8 or bf16"),
         ("overlap_moe_expert_parallel_comm", True, r"overlap_moe_expert_parallel_comm=True: its schedule"),

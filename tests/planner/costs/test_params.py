@@ -114,6 +114,28 @@ def test_one_moe_layer_by_hand():
     assert count.active_per_token == count.total - 6 * expert
 
 
+def test_latent_experts_by_hand():
+    """Two projections of 16 x 10 in each MoE layer, and experts of 3 * 10 * 12 instead of 3 * 16 * 12."""
+    sizes = {
+        "num_layers": 2,
+        "first_k_dense": 1,
+        "topk": 2,
+        "shared_expert_size": 20,
+        "seq_len": 10,
+        "gbsz": 8,
+    }
+    plain, latent = count_parameters(tiny(**sizes)), count_parameters(tiny(**sizes, moe_latent_size=10))
+    assert latent.total - plain.total == 2 * 16 * 10 - 8 * 3 * 6 * 12
+    assert latent.active_per_token - plain.active_per_token == 2 * 16 * 10 - 2 * 3 * 6 * 12
+    more = flops_per_iteration(tiny(**sizes, moe_latent_size=10)) - flops_per_iteration(tiny(**sizes))
+    assert more == 6 * 8 * 10 * (2 * 16 * 10 - 2 * 3 * 6 * 12)
+    split = {"tp": 2, "ep": 4, "gpus_per_node": 4}
+    part = rank_parameters(tiny(**sizes, moe_latent_size=10, **split))
+    assert part.expert == 2 * 3 * 10 * 12
+    # Every tensor parallel rank has the projections whole.
+    assert part.dense - rank_parameters(tiny(**sizes, **split)).dense == 2 * 16 * 10
+
+
 LATENT = {
     "multi_latent_attention": True,
     "qk_norm": True,

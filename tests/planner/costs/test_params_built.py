@@ -237,6 +237,7 @@ def drawn_experts(draw: st.DrawFn, num_layers: int) -> dict[str, Any]:
         "moe_ffn_hidden_size": 4 * draw(st.integers(0, 7)), "moe_layer_freq": frequency,
         "first_k_dense": draw(st.integers(0, num_layers - 1)), "shared_expert_size": shared,
         "shared_expert_gate": shared > 0 and draw(st.booleans()),
+        "moe_latent_size": draw(st.sampled_from([0, 8, 12])),
         "router_bias_update_rate": draw(st.sampled_from([0.0, 1e-3])), "router_score": "sigmoid",
     }  # fmt: skip
 

@@ -34,6 +34,7 @@ LATENT = {
 # Indices and statistics of a few bytes per token are left out of the account, or not seen by the hooks.
 LIMIT = 0.01
 DENSE = {"use_moe": False}
+LATENT_EXPERTS = {"moe_latent_size": 48}
 BF16 = {"dtype": "bf16"}
 
 # What is built, by name.
@@ -66,6 +67,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "grouped GEMM, bf16": BF16 | {"expert_backend": "torch"},
     "grouped GEMM, activation again, bf16": BF16 | {"expert_backend": "torch", "recompute": "moe_act"},
     "rows that travel": {"dispatcher": "alltoall"},
+    "latent experts, bf16": BF16 | LATENT_EXPERTS | {"shared_expert_size": 96},
+    "latent experts, rows that travel": LATENT_EXPERTS | {"dispatcher": "alltoall"},
+    "latent experts, bf16, kernels, selective": BF16
+    | LATENT_EXPERTS
+    | {"expert_backend": "triton", "recompute": "selective"},
     "kernels": {"expert_backend": "triton"},
     "kernels, bf16": BF16 | {"expert_backend": "triton"},
     "kernels, rows that travel, bf16": BF16 | {"expert_backend": "triton", "dispatcher": "alltoall"},
@@ -82,6 +88,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2, dense, bf16, loss kernel": DENSE | BF16 | {"tp": 2, "cross_entropy": "triton"},
     "tp2, latent": LATENT | {"tp": 2, "q_lora_rank": 48},
     "ep2": {"ep": 2, "gbsz": 4, "force_routing": "balanced"},
+    "tp2, ep2, latent experts, bf16": BF16 | LATENT_EXPERTS | {"tp": 2, "ep": 2, "force_routing": "balanced"},
     "etp2": {"etp": 2, "tp": 2, "force_routing": "balanced"},
     "ep2, moe": {"ep": 2, "gbsz": 4, "moe_type": "moe"},
     "cp2": {"cp": 2, **DENSE},
