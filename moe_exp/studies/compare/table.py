@@ -71,7 +71,8 @@ def _width_words(variant: Variant) -> str:
     if not config.use_moe:
         return str(config.ffn_hidden_size)
     shared = f" + {config.shared_expert_size} shared" if config.shared_expert_size else ""
-    return f"{config.expert_ffn_size}, {config.topk} of {config.num_experts}{shared}"
+    latent = f" in {config.moe_latent_size} channels" if config.moe_latent_size else ""
+    return f"{config.expert_ffn_size}{latent}, {config.topk} of {config.num_experts}{shared}"
 
 
 def _difference_lines(variants: Sequence[Variant]) -> Iterator[str]:

@@ -258,7 +258,7 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
         "num_query_groups": heads // group,
         **{
             name: rounded(getattr(base, name), _WIDTH_UNIT)
-            for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size")
+            for name in ("ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size", "moe_latent_size")
         },
     }
     config = base.model_copy(update=shape)

@@ -76,6 +76,10 @@ def test_what_goes_together(settings):
             "MOE_FFN_HIDDEN_SIZE=16: FP8_RECIPE=mxfp8 multiplies matrices whose sizes",
         ),
         (
+            {"moe_latent_size": "120"},
+            "MOE_LATENT_SIZE=120: FP8_RECIPE=tensorwise multiplies matrices whose sizes are multiples of 16.",
+        ),
+        (
             {"seq_len": "2047", "mbsz": "1"},
             "SEQ_LEN=2047: with MBSZ=1 a rank multiplies 2047 tokens, FP8_RECIPE=tensorwise wants a multiple",
         ),

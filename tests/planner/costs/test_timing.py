@@ -208,6 +208,19 @@ def test_dispatchers_send_different_amounts():
     assert sent["allgather"] > 1.2 * sent["alltoall"]
 
 
+def test_latent_experts_exchange_the_latent_width():
+    """Seconds are linear in it, and at the model's width those of tokens that are sent as they are."""
+    moe = {"use_moe": True, "num_experts": 64, "topk": 4, "ep": 32}
+    whole, *parts = (seconds(**moe, moe_latent_size=size) for size in (0, 4096, 3072, 1024))
+    sent = [part.expert_parallel for part in parts]
+    assert sent[0] == whole.expert_parallel
+    assert sent[0] - sent[2] == pytest.approx(3 * (sent[0] - sent[1]), rel=1e-6)
+    assert sent[2] < 0.3 * sent[0]
+    # Two more products of 4096 x 4096 for each token, against 4 experts of 3 * 4096 * 11008.
+    assert 1.02 * whole.compute < parts[0].compute < 1.1 * whole.compute
+    assert parts[2].compute < 0.5 * whole.compute
+
+
 CHOICES = (
     "dispatcher", "recompute", "overlap", "optimizer", "optimizer_state_dtype", "cross_entropy",
     "router_score", "router_dtype", "expert_backend", "normalization", "activation", "qk_norm_scope",

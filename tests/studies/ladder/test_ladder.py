@@ -85,6 +85,8 @@ def test_sizes_scale_by_the_rule():
     # From 4 layers of width 128 with 4 heads in 2 groups, MLP 256: a half of each.
     shape = {"num_layers": 2, "num_heads": 2, "num_query_groups": 1, "ffn_hidden_size": 128}
     assert {name: half[name] for name in shape} == shape
+    assert half["moe_latent_size"] == 0
+    assert scaled(base.model_copy(update={"moe_latent_size": 48}), 64)["moe_latent_size"] == 24
     assert half["lr"] == pytest.approx(base.lr * math.sqrt(2), rel=1e-3)
     assert half["min_lr"] == pytest.approx(base.min_lr * math.sqrt(2), rel=1e-2)
     # An eighth of the parameters in the body and so of the tokens.
