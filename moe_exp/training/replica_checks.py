@@ -6,7 +6,7 @@ What must be equal, and over which ranks:
     data      parameters except experts', and the routers' biases         data and context parallel ranks
     experts   parameters of experts                                       expert data parallel ranks
     tensor    of `data`, what tensor parallelism does not split:          and tensor parallel ranks
-              routers, norms, gates
+              routers, norms, gates, latent projections
     tied      embedding and output layer if shared                        first and last pipeline stage
 
 Training never compares them, as only gradients are reduced. A flipped bit, a rank that loaded something else

@@ -20,6 +20,7 @@ from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
+from moe_exp.layers.megatron.latent_projections import Linear, latent_projections
 from moe_exp.layers.megatron.moe_parts import (
     MegatronMoELayer,
     _dispatcher,
@@ -249,6 +250,26 @@ def test_router_of_a_transformer_config():
     )
     assert router_config(settings(moe_router_load_balancing_type="sinkhorn"), {}).assignment == "sinkhorn"
     assert router_config(settings(moe_router_force_load_balancing=True), {}).assignment == "balanced"
+
+
+def test_latent_projections_of_transformer_engine_are_built_as_by_megatron():
+    """Arguments of its linear layer; without it Megatron's own, with initial weights and biases of zero."""
+    config = settings(moe_latent_size=8, sequence_parallel=True)
+    calls: list[Any] = []
+
+    def linear(*sizes: int, **options: Any) -> None:
+        calls.append((sizes, {name: value for name, value in options.items() if value}))
+
+    latent_projections(config, linear, "tensor parallel ranks")
+    always = {"config": config, "bias": True, "parallel_mode": "duplicated"}
+    first, second = config.init_method, config.output_layer_init_method
+    assert calls == [((16, 8), always | {"init_method": first}), ((8, 16), always | {"init_method": second})]
+    down, up = latent_projections(config, Linear, "tensor parallel ranks")
+    assert (down.weight.shape, up.weight.shape) == ((8, 16), (16, 8))
+    assert not down.bias.any() and not up.bias.any()
+    assert [p.sequence_parallel for one in (down, up) for p in one.parameters()] == [True] * 4
+    assert down.weight.std().item() == pytest.approx(0.02, rel=0.3)
+    assert up.weight.std().item() == pytest.approx(0.02 / 2, rel=0.3)  # of two layers
 
 
 # Gone after 0.16, or new in 0.17 to 0.19.
