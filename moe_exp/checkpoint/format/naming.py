@@ -181,7 +181,7 @@ def group_of(name: str) -> str:
 _GROUPS = (
     ("embedding", {"embedding"}), ("output", {"output_layer"}), ("router", {"router"}),
     ("shared experts", {"shared_experts"}), ("experts", {"experts"}), ("attention", {"self_attention"}),
-    ("mlp", {"mlp"}),
+    ("latent projections", {"fc1_latent_proj", "fc2_latent_proj"}), ("mlp", {"mlp"}),
 )  # fmt: skip
 
 

@@ -87,6 +87,7 @@ def test_one_name_for_every_style(key, place, name, half):
         ("decoder.layers.0.mlp.router.weight", "router"),
         ("decoder.layers.0.mlp.experts.3.linear_fc1.weight", "experts"),
         ("decoder.layers.0.mlp.shared_experts.linear_fc1.weight", "shared experts"),
+        ("decoder.layers.0.mlp.fc2_latent_proj.weight", "latent projections"),
         ("decoder.layers.0.mlp.linear_fc1.weight", "mlp"),
         ("something", "other"),
     ],
