@@ -18,8 +18,12 @@ from moe_exp.layers.megatron.attention_parts import (
     latent_attention_spec,
 )
 from moe_exp.layers.megatron.config_fields import check_fields
-from moe_exp.layers.megatron.latent_projections import device_of_model
-from moe_exp.layers.megatron.moe_parts import MegatronExperts, MegatronMoELayer, MegatronRouter
+from moe_exp.layers.megatron.moe_parts import (
+    MegatronExperts,
+    MegatronMoELayer,
+    MegatronRouter,
+    device_of_model,
+)
 from moe_exp.layers.megatron.norm import Norm
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add

@@ -15,33 +15,27 @@ from megatron.core.post_training.modelopt.layers import Linear as Linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def device_of_model() -> torch.device:
-    """Device of the parameters: this rank's GPU, or the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-
-
 def latent_size(config: TransformerConfig) -> int:
     """Width of the experts' input and output if the layer has latent projections, else 0."""
     return config.moe_latent_size or 0
 
 
-def latent_projections(config: TransformerConfig, linear: Any, tp_group: Any) -> tuple[Any, Any]:
+def latent_projections(
+    config: TransformerConfig, linear: Any, tp_group: Any, device: torch.device
+) -> tuple[Any, Any]:
     """Megatron's `fc1_latent_proj`, from hidden to latent size, and `fc2_latent_proj`, back.
 
     Args:
         linear: Linear, which needs no package, or Transformer Engine's TELinear.
         tp_group: the ranks that have copies, of which one saves them.
+        device: of the parameters.
     """
     # Linear is always duplicated, TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
     hidden, latent = config.hidden_size, latent_size(config)
     return (
-        _projection(linear, config, hidden, latent, config.init_method, **mode),
-        _projection(linear, config, latent, hidden, config.output_layer_init_method, **mode),
+        _projection(linear, config, hidden, latent, config.init_method, device, **mode),
+        _projection(linear, config, latent, hidden, config.output_layer_init_method, device, **mode),
     )
 
 
@@ -51,10 +45,11 @@ def _projection(
     inputs: int,
     outputs: int,
     init_method: Callable[[Tensor], Any],
+    device: torch.device,
     **mode: Any,
 ) -> Any:
     options = {"bias": config.add_bias_linear, "skip_bias_add": False, "skip_weight_param_allocation": False}
-    with device_of_model():
+    with device:
         projection = linear(inputs, outputs, config=config, init_method=init_method, **options, **mode)
     if linear is Linear:  # it leaves the initial weights to torch
         init_method(projection.weight)

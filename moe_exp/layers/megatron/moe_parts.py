@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from moe_exp.config.choices import LOSSES
@@ -18,7 +19,6 @@ from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.latent_projections import (
     Linear,
-    device_of_model,
     latent_projections,
     latent_size,
     projecting,
@@ -37,6 +37,15 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+def device_of_model() -> torch.device:
+    """Device of the parameters: this rank's GPU, or the CPU."""
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
@@ -236,7 +245,7 @@ class MegatronMoELayer(MegatronMoE):
             )
         self.fc1_latent_proj = self.fc2_latent_proj = None
         if latent_size(config):
-            projections = latent_projections(config, latent_linear, groups.tp)
+            projections = latent_projections(config, latent_linear, groups.tp, device_of_model())
             self.fc1_latent_proj, self.fc2_latent_proj = projections
         self.moe_layer_recompute = (
             config.recompute_granularity == "selective" and "moe" in config.recompute_modules

@@ -260,11 +260,11 @@ def test_latent_projections_of_transformer_engine_are_built_as_by_megatron():
     def linear(*sizes: int, **options: Any) -> None:
         calls.append((sizes, {name: value for name, value in options.items() if value}))
 
-    latent_projections(config, linear, "tensor parallel ranks")
+    latent_projections(config, linear, "tensor parallel ranks", torch.device("cpu"))
     always = {"config": config, "bias": True, "parallel_mode": "duplicated"}
     first, second = config.init_method, config.output_layer_init_method
     assert calls == [((16, 8), always | {"init_method": first}), ((8, 16), always | {"init_method": second})]
-    down, up = latent_projections(config, Linear, "tensor parallel ranks")
+    down, up = latent_projections(config, Linear, "tensor parallel ranks", torch.device("cpu"))
     assert (down.weight.shape, up.weight.shape) == ((8, 16), (16, 8))
     assert not down.bias.any() and not up.bias.any()
     assert [p.sequence_parallel for one in (down, up) for p in one.parameters()] == [True] * 4
