@@ -13,8 +13,8 @@ from itertools import combinations
 
 from moe_exp.host.files import read_json, write_atomically
 from moe_exp.host.progress import progress
-from moe_exp.planner.costs.constants import RECENT, TimeConstants
-from moe_exp.planner.fit.calibration import Fit, log_memory_ratio, log_time_ratio
+from moe_exp.planner.costs.constants import RECENT
+from moe_exp.planner.fit.calibration import log_memory_ratio, log_time_ratio
 from moe_exp.planner.fit.public import PublicRun, fit_public, read_public_runs
 from moe_exp.planner.prediction import CONSTANTS, load_constants
 
@@ -61,22 +61,18 @@ def scored_runs() -> list[Scored]:
             others = [run for run in runs if run.cluster != cluster]
             constants = fit_public(others, start=everything).constants
             dense = [run for run in inside if not run.job.config.use_moe]
-            own = fit_public(dense, prior=constants)
+            own = fit_public(dense, prior=constants).constants
             for run in inside:
                 found.append(
                     Scored(
                         run,
                         math.expm1(log_time_ratio(run, constants)),
                         math.expm1(log_memory_ratio(run, memory)) if run.memory_gib else None,
-                        _calibrated(run, own) if dense and run.job.config.use_moe else None,
+                        math.expm1(log_time_ratio(run, own)) if dense and run.job.config.use_moe else None,
                     )
                 )
             advance(1)
     return found
-
-
-def _calibrated(run: PublicRun, own: Fit[TimeConstants]) -> float:
-    return math.exp(log_time_ratio(run, own.constants)) * own.machines.get(run.cluster, 1.0) - 1
 
 
 def report(found: Sequence[Scored]) -> Iterable[str]:
@@ -84,6 +80,7 @@ def report(found: Sequence[Scored]) -> Iterable[str]:
     stated = [one for one in found if one.run.is_stated]
     yield from _table("rows that state layout, recompute and dispatcher", stated)
     yield from _table("the others", [one for one in found if not one.run.is_stated])
+    yield from _repeated(stated)
     yield f"\nOff by more than {_FAR:.0%}:\n"
     yield "| run | source | model | devices | measured s | error |\n|---|---|---|---|---|---|"
     for one in sorted(stated, key=lambda one: -abs(one.time)):
@@ -117,6 +114,35 @@ def _table(title: str, found: Sequence[Scored]) -> Iterable[str]:
     for kind, of in kinds.items():
         for value in sorted({of(one) for one in moe}):
             yield _row(f"MoE, {kind} {value}", [one for one in moe if of(one) == value])
+
+
+def _repeated(found: Sequence[Scored]) -> Iterable[str]:
+    """Table of runs that were published more than once with the same settings, mostly by one program release
+    after another: how much they differ, and the least mean error of any function of the settings.
+    """
+    yield "\nPublished more than once with the same settings:\n"
+    yield (
+        "| runs | rows | settings | pairs differ | least error of these rows | of all |\n" + "|---" * 6 + "|"
+    )
+    for name in ("MoE within NVLink", "MoE across nodes", "dense", ""):
+        groups: dict[tuple[str, ...], list[float]] = {}
+        for one in found:
+            if one.run.kind.startswith(name):
+                groups.setdefault(one.run.settings, []).append(one.run.seconds)
+        repeated = [times for times in groups.values() if len(times) > 1]
+        pairs = [max(pair) / min(pair) - 1 for times in repeated for pair in combinations(times, 2)]
+        least, rows = sum(map(_least_error, repeated)), sum(map(len, repeated))
+        cells = (
+            f"{statistics.fmean(pairs):.1%}",
+            f"{least / rows:.1%}",
+            f"{least / sum(map(len, groups.values())):.1%}",
+        )
+        yield f"| {name or 'all'} | {rows} | {len(repeated)} | {' | '.join(cells)} |"
+
+
+def _least_error(times: Sequence[float]) -> float:
+    """Least sum of |t / time - 1| of any t: it is a weighted median, so one of the times."""
+    return min(sum(abs(t / time - 1) for time in times) for t in times)
 
 
 def _row(name: str, found: Sequence[Scored]) -> str:

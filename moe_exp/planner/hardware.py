@@ -15,7 +15,7 @@ _ALIASES = {
     "a100": "A100-80GB", "v100": "V100-32GB", "h100": "H100-80GB", "h200": "H200-141GB", "b200": "B200-180GB",
     "gb200": "GB200-186GB", "b300": "B300-288GB", "gb300": "GB300-288GB", "mi300x": "MI300X-192GB",
 }  # fmt: skip
-_ARCHITECTURES = ("volta", "ampere", "hopper", "blackwell", "cdna3", "cpu")
+_ARCHITECTURES = ("volta", "ampere", "hopper", "blackwell", "blackwell_ultra", "cdna3", "cpu")
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Hardware:
     """One device and what connects it with others."""
 
     name: str  # as a CSV or `--gpu` gives it
-    architecture: str  # volta, ampere, hopper, blackwell, cdna3, or cpu
+    architecture: str  # volta, ampere, hopper, blackwell, blackwell_ultra, cdna3, or cpu
     memory_bytes: float  # memory of the device
     # peak of the matrix units by compute type (fp32, bf16, fp16, and fp8 if there is one), multiply and add
     # counted as two, in FLOP/s
@@ -41,12 +41,19 @@ class Hardware:
     matrix_share: float  # share of dense_flops that large products reach, in that of an A100
     # devices that are connected as those of one node are: 72 for NVL72; not given: those of a node
     gpus_per_link_domain: int = 0
+    # of softmax, by the special function units (MUFU.EX2); 0: not counted beside attention's products
+    exponentials_per_second: float = 0.0
     watts: float = 1000.0  # power limit, where the speed of products depends on it: Blackwell
 
     @property
     def is_recent(self) -> bool:
         """Whether it is newer than Ampere: `TimeConstants` has other constants for such devices."""
-        return self.architecture in ("hopper", "blackwell", "cdna3")
+        return self.architecture == "cdna3" or self.has_published_runs
+
+    @property
+    def has_published_runs(self) -> bool:
+        """Whether `profiles/public_runs.csv` has runs on devices like it."""
+        return self.architecture in ("hopper", "blackwell", "blackwell_ultra")
 
     def link_domain(self, gpus_per_node: int) -> int:
         """Devices that are connected as those of a node are, with nodes of `gpus_per_node`."""

@@ -132,7 +132,6 @@ def kind_of(job: Job, hardware: Hardware) -> str:
 def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:
     """Memory and time of a job; with the constants that came with the package if none are given."""
     constants = constants or load_constants()
-    has_published = hardware.architecture in ("hopper", "blackwell")
     return Prediction(
         stages=memory_of(job, hardware, constants.memory),
         time=time_of(job, hardware, constants.time),
@@ -140,5 +139,5 @@ def predict(job: Job, hardware: Hardware, constants: Constants | None = None) ->
         memory_error=constants.memory_error,
         time_error=constants.time_error,
         is_calibrated=hardware.name in constants.hardware,
-        published=constants.published.get(kind_of(job, hardware)) if has_published else None,
+        published=constants.published.get(kind_of(job, hardware)) if hardware.has_published_runs else None,
     )

@@ -20,13 +20,14 @@ _HEAD_BYTES = (4, 6)  # per channel of queries and keys: rotation, or a norm
 _ACTIVATION_BYTES = (6, 10)  # per token and channel of an MLP
 _SLOT_BYTES = (12, 16)  # per slot and channel of an expert's input: rows gathered for the experts, and back
 # share of those that Megatron's all-to-all adds: rows are sorted again by local expert, there and back
-_PERMUTE_SHARE = 0.6
+_PERMUTE_SHARE = 0.5
 _LOGIT_BYTES = (12, 18)  # per token and row of the vocabulary: fp32 logits, maximum, exponentials, gradient
 _FUSED_LOGIT_BYTES = (4, 6)  # the same of one kernel: logits are read, their gradient is written over them
 # Bytes per weight and micro-batch for adding a gradient to those before it.
 _ACCUMULATION_BYTES = {"fp16": 8, "bf16": 8, "fp32": 12, "bf16_fp32grad": 16}
 # FP8: input, weight and gradient of the output are read in bf16 and written twice, by rows and by columns.
 _CAST_BYTES = 4
+_MAXIMUM_BYTES = 2  # current scaling reads the whole tensor first, for its largest value
 # Flash attention leaves out the masked half, computes scores again for gradients, and is slower a FLOP.
 _FLASH_FORWARD, _FLASH_BACKWARD = 0.5, 0.5 * 2.5
 # share of the residual bytes above that norms read and write
@@ -34,6 +35,8 @@ _NORMS_OF_RESIDUAL = 0.4
 # Share of the host's seconds of a layer's part that a CUDA graph of a scope saves: estimates, by kernels.
 _GRAPHED = {"attn": 1.0, "mlp": 1.0, "moe_router": 0.3, "moe_preprocess": 0.2}
 _ATTENTION_SHARE = 0.7  # of host_dense, an estimate, by kernels
+# weights of a layer without experts: norms, projections, router or MLP. An expert has two.
+_DENSE_WEIGHTS = 6
 # share of layer_seconds for each expert of a loop: 0.1 ms, from reference runs with and without grouped GEMM
 _LOOPED_EXPERT = 0.125
 
@@ -115,7 +118,7 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
         parts["rows"] = device.moved(slots * config.expert_hidden_size, _SLOT_BYTES)
         if device.is_recent:
             is_sorted = config.ep > 1 and config.dispatcher in ("auto", "alltoall")
-            extra = _PERMUTE_SHARE * constants.permute_bytes if is_sorted else 0.0
+            extra = _PERMUTE_SHARE if is_sorted else 0.0
             parts["rows"] *= constants.slot_bytes + extra
             parts["experts"] *= 1 / constants.grouped_matrix
             if job.engine.static_rows:
@@ -142,12 +145,18 @@ def _host_seconds(job: Job, device: Device, constants: TimeConstants) -> tuple[f
         captured = sum(_GRAPHED[scope] for scope in scopes if scope in graphs) if "all" not in graphs else 1.0
         return seconds * (1 - captured * (1 - constants.host_graph))
 
-    attention = started(_ATTENTION_SHARE * constants.host_dense, "attn")
-    mlp = started((1 - _ATTENTION_SHARE) * constants.host_dense, "mlp")
-    of_fp8 = constants.host_fp8 if fp8_parts(config)[0] else 1.0
-    experts = started(constants.host_expert * of_fp8 * config.num_experts / config.ep)
+    # casts and their scales are kernels of their own
+    for_experts, for_others = (constants.host_fp8 if is_fp8 else 1.0 for is_fp8 in fp8_parts(config))
+    local = config.num_experts / config.ep
+    attention = started(_ATTENTION_SHARE * constants.host_dense * for_others, "attn")
+    mlp = started((1 - _ATTENTION_SHARE) * constants.host_dense * for_others, "mlp")
+    experts = started(constants.host_expert * for_experts * local)
     moe = started(constants.host_moe, "moe_router", "moe_preprocess") + experts
-    return (attention + mlp) * device.host_share, (attention + moe) * device.host_share
+    of_overlap = constants.host_overlap if job.engine.overlaps_exchange else 1.0
+    of_weight = constants.host_sharded if job.engine.shards_parameters else 0.0
+    dense = attention + mlp + of_weight * _DENSE_WEIGHTS
+    with_experts = (attention + moe) * of_overlap + of_weight * (_DENSE_WEIGHTS + 2 * local)
+    return dense * device.host_share, with_experts * device.host_share
 
 
 def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
@@ -156,6 +165,8 @@ def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
     num_bytes: float = _ACCUMULATION_BYTES[job.precision]
     if is_fused:
         num_bytes = 2 * job.engine.gradient_bytes
+    is_scaled_by_tensor = device.is_recent and job.config.fp8_recipe == "tensorwise"
+    cast_bytes = _CAST_BYTES + (_MAXIMUM_BYTES if is_scaled_by_tensor else 0)
     forward = backward = 0.0
     for rows, columns, depth, count, is_fp8 in shapes:
         once, twice = device.linear(rows, columns, depth, count)
@@ -163,9 +174,9 @@ def _linears(job: Job, device: Device, shapes: Sequence[Shape]) -> Pass:
             speedup = device.fp4_speedup if job.engine.is_nvfp4 else device.fp8_speedup
             # weights that come in FP8 are not cast
             cast_weights = 0 if job.engine.gathered_bytes == 1 else columns
-            casts = device.moved((rows + cast_weights) * depth * count, (_CAST_BYTES, 0)).forward
+            casts = device.moved((rows + cast_weights) * depth * count, (cast_bytes, 0)).forward
             forward += casts * device.cast_share
-            backward += device.moved(rows * columns * count, (0, _CAST_BYTES)).backward * device.cast_share
+            backward += device.moved(rows * columns * count, (0, cast_bytes)).backward * device.cast_share
             once, twice = once / speedup, twice / speedup
         forward += once
         backward += twice + columns * depth * count * num_bytes / device.bandwidth
@@ -189,8 +200,12 @@ def _core(job: Job, device: Device, constants: TimeConstants) -> Pass:
     if config.multi_latent_attention and device.is_recent:
         channels = (channels + config.v_head_dim) / 2
     once = 4 * batch * queries * keys * channels / device.attention_flops
+    softmax = 0.0  # computed again in the backward pass
+    if rate := device.hardware.exponentials_per_second:
+        softmax = _FLASH_FORWARD * batch * queries * keys / rate * constants.exponentials
     if engine.window:
-        once *= (1 + min(1.0, 2 * engine.window / keys)) / 2
+        share = (1 + min(1.0, 2 * engine.window / keys)) / 2
+        once, softmax = once * share, softmax * share
     if engine.fp8_attention:
         once *= constants.fp8_attention
-    return Pass(once * _FLASH_FORWARD, once * _FLASH_BACKWARD)
+    return Pass(once * _FLASH_FORWARD + softmax, once * _FLASH_BACKWARD + softmax)

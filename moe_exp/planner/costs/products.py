@@ -65,9 +65,10 @@ def _shares(hardware: Hardware, constants: TimeConstants) -> _Shares:
         matrix *= constants.v100_share if hardware.architecture == "volta" else 1.0
         return _Shares(matrix, matrix / _FLASH_COST, constants.memory_efficiency, constants.half_depth)
     matrix, memory, narrow = constants.recent_matrix, constants.recent_memory, 1.0
-    if hardware.architecture == "blackwell":
+    if hardware.architecture in ("blackwell", "blackwell_ultra"):
         matrix *= constants.blackwell_matrix * (hardware.watts / 1000) ** constants.power
         memory *= constants.blackwell_memory
+        matrix *= constants.ultra_matrix if hardware.architecture == "blackwell_ultra" else 1.0
         narrow = constants.blackwell_fp8
     return _Shares(matrix, constants.attention_share, memory, constants.recent_depth, narrow)
 

@@ -26,6 +26,8 @@ __all__ = ["IterationTime", "TimeConstants", "time_of"]
 # Bytes that the optimizer's step moves: per parameter (norm of the gradients, new weights), and per parameter
 # whose state is here.
 _STEP_BYTES, _STATE_BYTES = 8, 40
+# iteration_seconds of devices newer than Ampere: an estimate, which published runs do not determine
+_ITERATION_SECONDS = 0.01
 # share of the gradients that nothing hides, even where reduce and gather overlap: the last bucket to be ready
 _FIRST_BUCKET = 0.1
 
@@ -75,7 +77,7 @@ def time_of(
     seconds = {name: num_microbatches * sum(values) / config.pp * factor for name, values in parts.items()}
     rank = max(job.parameters, key=lambda stage: stage.total)
     hidden = max(totals) * (1.0 if hardware.is_recent else 0.5) if _overlaps(job, hardware) else 0.0
-    once = constants.recent_iteration if hardware.is_recent else constants.iteration_seconds
+    once = _ITERATION_SECONDS if hardware.is_recent else constants.iteration_seconds
     step = _optimizer(job, device, rank) + muon_seconds(config, hardware, constants, counts)
     return IterationTime(
         **seconds,
@@ -129,7 +131,8 @@ def _parts_of_stages(
     parts = {part: [n * dense[part] + n_moe * moe[part] for n, n_moe in counts] for part in dense}
     parts["compute"][-1] += (1 + job.engine.num_mtp_layers) * sum(times.parts["output"])
     parts["pipeline"] = [_message(job, hardware, constants)] * job.config.pp
-    return parts
+    own = constants.own_moe if job.config.use_moe else constants.own_dense
+    return {part: [own * seconds for seconds in of_stages] for part, of_stages in parts.items()}
 
 
 def bubble_seconds(stages: list[float], num_microbatches: int, num_chunks: int = 1) -> float:

@@ -14,15 +14,24 @@ from pathlib import Path
 
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import TimeConstants
-from moe_exp.planner.fit.calibration import Fit, fit, log_time_ratio
+from moe_exp.planner.fit.calibration import NOISE_OF_RECENT, Fit, fit, log_time_ratio
 from moe_exp.planner.fit.measured import PUBLIC_RUNS, MeasuredRun, job_of_row
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import kind_of, load_constants
 
 # What a row has to state, to be scored with the others.
 _NEEDS, _NEEDS_OF_MOE = {"layout", "recompute"}, {"layout", "recompute", "dispatcher"}
-# Relative error of a good row: runs that were published several times with the same settings differ by 7.5%.
-_NOISE = 0.08
+
+
+# Words of a source, or on it, that make a figure doubtful: documents of unknown lengths, a slow version of
+# cuDNN that the release notes name, two pages that give the same figure for different devices.
+_DOUBTFUL = ("packed", "cuDNN regression", "GPU kind disputed")
+# columns that say where a row is from and what was measured, not what was run
+_NO_SETTINGS = {
+    "row_id", "repo", "path", "commit", "software", "date", "cluster", "tokens_per_s_per_gpu",
+    "tflops_per_gpu",
+    "sec_per_it", "mem_gb", "mem_kind", "sim_sec_per_it", "sim_mem_gb", "stated", "assumed", "notes",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,7 @@ class PublicRun(MeasuredRun):
     is_stated: bool = True
     source: str = ""  # repository and path
     date: str = ""  # of the publication, year first
+    settings: tuple[str, ...] = ()  # all that the row says of what was run
 
     @property
     def kind(self) -> str:
@@ -68,8 +78,8 @@ def fit_public(
         ratio,
         prior,
         start,
-        machine_of=cluster_of,
-        noise=_NOISE,
+        machine_of=cluster_of if prior is None else None,
+        noise=NOISE_OF_RECENT,
         hold={"unaligned": load_constants().time.unaligned},  # the runs of older devices determine it
     )
 
@@ -110,12 +120,13 @@ def _run(row: Mapping[str, str], jobs: dict[str, Job]) -> PublicRun:
         is_stated=_is_stated(row),
         source=f"{row['repo']} {row['path']}",
         date=row["date"],
+        settings=tuple(text for name, text in row.items() if name not in _NO_SETTINGS),
     )
 
 
 def _is_stated(row: Mapping[str, str]) -> bool:
     stated = set(row["stated"].split(";"))
-    if "packed" in row["notes"]:  # documents of unknown lengths
+    if "seq: not stated" in row["assumed"] or any(words in row["notes"] for words in _DOUBTFUL):
         return False
     if int(row["experts"] or 0) < 2:
         return stated >= _NEEDS

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from moe_exp.planner.costs.constants import RECENT
+from moe_exp.planner.costs.constants import OWN, RECENT
 from moe_exp.planner.costs.timing import TimeConstants, time_of
 from moe_exp.planner.fit.calibration import (
     Calibration,
@@ -46,7 +46,7 @@ def test_the_constants_of_the_package_are_the_fit_to_its_runs():
 
 def test_few_constants():
     constants = load_constants()
-    assert len(vars(constants.memory)) + len(vars(constants.time)) - len(RECENT) <= 20
+    assert len(vars(constants.memory)) + len(vars(constants.time)) - len((*RECENT, *OWN)) <= 20
     assert 8 * len(RECENT) < sum(run.is_stated for run in read_public_runs())
 
 
@@ -98,6 +98,25 @@ def test_without_rows_constants_are_their_priors():
     assert fit(TimeConstants, [], log_time_ratio, prior).constants.matrix_efficiency == pytest.approx(0.5)
     near = fit(TimeConstants, [made(TIMED[0])], log_time_ratio, prior).constants
     assert near.v100_share == pytest.approx(TimeConstants().v100_share)
+
+
+def test_dense_runs_of_a_slow_cluster_say_little_about_its_moe_runs():
+    """With a prior, what dense runs share is a factor of theirs; without, there is none."""
+    prior = load_constants()
+    dense = [run for run in read_public_runs() if run.is_stated and run.cluster == "SimuMax B200-180GB"]
+    dense = [run for run in dense if not run.job.config.use_moe][:12]
+
+    def slower(run):
+        return replace(run, memory_gib=None, seconds=1.3 * time_of(run.job, run.hardware, prior.time).total)
+
+    found = calibrate([slower(run) for run in dense], prior, prior).time
+    assert max(map(abs, found.errors.values())) < 0.05
+    assert found.constants.own_dense == pytest.approx(1.25, abs=0.05) and found.constants.own_moe == 1.0
+    moe = next(run for run in read_public_runs() if run.row_id == "s023")
+    before, after = (time_of(moe.job, moe.hardware, of).total for of in (prior.time, found.constants))
+    assert 1.0 < after / before < 1.1
+    alone = fit(TimeConstants, dense[:1], log_time_ratio).constants
+    assert alone.own_dense == alone.own_moe == 1.0
 
 
 def test_nothing_to_fit_to():

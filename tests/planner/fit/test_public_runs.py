@@ -96,9 +96,9 @@ def test_published_times_with_the_shipped_constants():
     errors = {run.row_id: log_time_ratio(run, constants) for run in stated}
     moe = [run for run in stated if run.job.config.use_moe]
     assert len(moe) > 190
-    assert mean(errors[run.row_id] for run in moe if run.kind.startswith("MoE within")) < 0.07
+    assert mean(errors[run.row_id] for run in moe if run.kind.startswith("MoE within")) < 0.05
     assert mean(errors[run.row_id] for run in moe if run.kind.startswith("MoE across")) < 0.1
-    assert mean(errors.values()) < 0.07
+    assert mean(errors.values()) < 0.06
 
 
 @pytest.mark.slow
