@@ -119,6 +119,14 @@ def test_dense_runs_of_a_slow_cluster_say_little_about_its_moe_runs():
     assert alone.own_dense == alone.own_moe == 1.0
 
 
+def test_runs_that_depend_on_no_constant():
+    """Peaks of torch's allocator in dense models have no part that is fitted."""
+    of_simumax = [run for run in read_public_runs() if run.row_id == "s001"]
+    found = calibrate(of_simumax, load_constants()).memory
+    assert vars(found.constants) == pytest.approx(vars(load_constants().memory))
+    assert abs(found.left_out["s001"]) < 0.03
+
+
 def test_nothing_to_fit_to():
     with pytest.raises(ValueError, match=r"RUNS: no row has a measured mem_gb or sec_per_it"):
         calibrate([replace(run, seconds=None, memory_gib=None) for run in RUNS])
