@@ -200,6 +200,14 @@ def test_functions_that_reach_into_cuda_are_mended():
         importlib.import_module(name)
 
 
+@without_cuda
+def test_optional_packages_that_take_long_are_not_loaded_for_megatron():
+    timers = importlib.import_module("megatron.core.timers")
+    assert (timers.wandb, timers.SummaryWriter) == (None, None)
+    datasets = importlib.import_module("megatron.core.datasets.indexed_dataset")
+    assert not hasattr(datasets, "boto3")
+
+
 # (a) Expert gradients with TP=2, EP=1, ETP=1
 
 

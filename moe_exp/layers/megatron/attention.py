@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.attention.bias import causal_lower_right
 
 from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron.documents import Documents
@@ -163,7 +162,12 @@ class CausalAttention(nn.Module):
             )
             return rows.reshape(q.size(0), 1, q.size(1), v.size(3)).transpose(0, 1)
         square = q.size(2) == k.size(2)
-        mask = None if square else causal_lower_right(q.size(2), k.size(2))
+        mask = None
+        if not square:
+            # here: it loads torch.compile's half of torch, which takes longer than Megatron's modules
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(q.size(2), k.size(2))
         out = nn.functional.scaled_dot_product_attention(
             q,
             k,
