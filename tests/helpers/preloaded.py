@@ -3,6 +3,7 @@
 import gc
 from importlib import import_module
 
+from helpers.layers import interpreter
 from moe_exp.cli import COMMANDS
 
 for name in (
@@ -16,10 +17,13 @@ for name in (
     "moe_exp.train",
     "pytest",
     "tensorboard.plugins.hparams.metadata",
+    "torch._dynamo",
     "torch.distributed",
+    "torch.utils.tensorboard",
     *(f"moe_exp.commands.{name}" for name in COMMANDS),
 ):
     import_module(name)
 
+interpreter.speed_up()
 gc.collect()
 gc.freeze()  # the forks need not look at these objects again
