@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from unittest.mock import patch
 
 import hypothesis
 import pytest
@@ -19,6 +20,7 @@ import torch
 
 from helpers.servers.s3 import BUCKET, S3Server, s3_server
 from helpers.whole_runs import Runs
+from moe_exp.data import embedded
 
 # Before anything imports Triton: its kernels run on CPU tensors then.
 if not torch.cuda.is_available():
@@ -98,10 +100,14 @@ def _version(name: str) -> str:
 
 @pytest.fixture(scope="session")
 def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    """Runs that all tests share. One DATA_DIR for all workers: the embedded corpus is built once."""
+    """Runs that all tests share. One DATA_DIR for all workers, with an embedded corpus of every tenth of its
+    documents: tokenizing them all takes longer than any test, see tests/data/test_embedded.py.
+    """
     folder = tmp_path_factory.getbasetemp()
     data_dir = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "data"
-    data_dir.mkdir(exist_ok=True)
+    documents = embedded._documents
+    with patch.object(embedded, "_documents", lambda: documents()[::10]):
+        embedded.ensure_embedded_corpus(data_dir)
     return Runs(tmp_path_factory.mktemp("session") / "runs", data_dir)
 
 

@@ -72,7 +72,12 @@ class Hardware:
 
 def hardware_names() -> list[str]:
     """Names of the profiles that come with the package."""
-    return sorted(path.stem for path in PROFILES.glob("*.json") if "dense_flops" in path.read_text())
+    return list(_names(PROFILES))
+
+
+@cache
+def _names(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in folder.glob("*.json") if "dense_flops" in path.read_text()))
 
 
 def hardware_profiles() -> dict[str, Any]:

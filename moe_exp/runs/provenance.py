@@ -9,6 +9,7 @@ import socket
 import subprocess
 from collections.abc import Sequence
 from datetime import datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,9 @@ def provenance(argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
+@cache
 def package_versions() -> dict[str, str]:
-    """Versions of installed packages that can change a run's numbers or speed."""
+    """Versions of installed packages that can change a run's numbers or speed; read once per process."""
     versions = {}
     for package in _PACKAGES:
         try:

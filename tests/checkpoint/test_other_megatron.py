@@ -40,7 +40,7 @@ def other_python() -> str:
     ids=["bias", "PP2-muon"],
 )
 def test_losses_continue(settings, from_other, other_python, script_runs: Runs, tmp_path):
-    with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=2048) as writer:
         for number in range(2000):
             writer.add_document(range(number + 1, number + 21))
     settings = settings | {"TRAIN_DATA": tmp_path / "tokens", "TRAIN_ITERS": 8, "EXIT_INTERVAL": 4}

@@ -43,9 +43,9 @@ class Comparisons:
     def __init__(self, path: Path):
         self.path, self.folder = path, path / "runs" / "mine"
         self.started: list[subprocess.Popen[bytes]] = []
-        with BinIdxWriter(path / "tokens", vocab_size=4096) as writer:
+        with BinIdxWriter(path / "tokens", vocab_size=2048) as writer:
             for number in range(200):
-                writer.add_document([(number * 7 + i * i) % 4096 for i in range(60)])
+                writer.add_document([(number * 7 + i * i) % 2048 for i in range(60)])
         self.places = {"TRAIN_DATA": path / "tokens", "VALID_DATA": path / "tokens", "RUN_DIR": path / "runs"}
 
     def start(self, *flags: str, limited: bool = False, **settings: object) -> subprocess.Popen[bytes]:

@@ -58,6 +58,16 @@ def test_corpus_holds_every_document_once(small_corpus, tmp_path):
     assert not corpus.was_cached
 
 
+@pytest.mark.slow
+def test_all_sources_of_python_and_torch(tmp_path):
+    corpus = ensure_embedded_corpus(tmp_path)
+    assert corpus.num_documents > 1500 and corpus.num_train_tokens > 5e6
+    tokenizer = Tokenizer.from_file(corpus.tokenizer_path)
+    assert tokenizer.get_vocab_size() == 2048
+    texts = read_texts(corpus.valid_prefix, tokenizer)
+    assert set(texts) <= {text for _, text in embedded._documents()}
+
+
 def test_manifest_and_counts_agree_with_the_files(small_corpus, tmp_path):
     corpus = ensure_embedded_corpus(tmp_path, vocab_size=300)
     folder = tmp_path / FOLDER

@@ -5,6 +5,7 @@ from importlib import import_module
 
 from helpers.layers import interpreter
 from moe_exp.cli import COMMANDS
+from moe_exp.runs.provenance import package_versions
 
 for name in (
     "hypothesis",
@@ -25,5 +26,6 @@ for name in (
     import_module(name)
 
 interpreter.speed_up()
+package_versions()
 gc.collect()
 gc.freeze()  # the forks need not look at these objects again

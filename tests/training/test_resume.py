@@ -113,8 +113,8 @@ def test_checkpoint_has_megatrons_keys(interrupted):
     }
     layer = "decoder.layers"
     expected = {
-        "embedding.word_embeddings.weight": (4096, 64),
-        "output_layer.weight": (4096, 64),
+        "embedding.word_embeddings.weight": (2048, 64),
+        "output_layer.weight": (2048, 64),
         "decoder.final_layernorm.weight": (64,),
         f"{layer}.self_attention.linear_qkv.layer_norm_weight": (2, 64),
         f"{layer}.mlp.router.weight": (2, 8, 64),
@@ -219,7 +219,7 @@ def test_load_dir_starts_from_another_run(interrupted, runs):
 def test_other_tokens_in_the_same_file_are_refused(runs, tmp_path):
     """The middle half of it, of the same size, lengths and ends."""
     path = tmp_path / "tokens.bin"
-    with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=2048) as writer:
         for number in range(2000):
             writer.add_document(range(number + 1, number + 21))
     settings = {"TRAIN_DATA": tmp_path / "tokens", "SAVE_INTERVAL": 2}
@@ -243,7 +243,7 @@ def test_goes_on_with_the_same_data_only(interrupted, runs, tmp_path):
     """
     saved_at_6(interrupted(1, 1, 0.0), runs, "one")
     source = runs.folder("one").checkpoints
-    with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=2048) as writer:
         for number in range(100):
             writer.add_document(range(number + 1, number + 21))
     other = {"TRAIN_DATA": tmp_path / "tokens", "TRAIN_ITERS": 7}
