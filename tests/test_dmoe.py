@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from helpers.ranks import run_script_on_ranks
 from helpers.relative_error import relative_error
 
 # before moe_exp: it may have to put it on the path
@@ -209,13 +210,24 @@ def main() -> int:
         return 0 if equal else 1
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_under_torchrun(ranks):
     result = torchrun(ranks, __file__)
     print(result.stdout)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert f"EP={ranks}" in result.stdout
-    assert result.stdout.count("output after a step") == len(CASES)
+    _is_whole(result.stdout, ranks)
+
+
+def test_on_forked_ranks():
+    codes, printed = run_script_on_ranks(2, main)
+    assert codes == [0, 0], printed
+    _is_whole(printed, 2)
+
+
+def _is_whole(printed, ranks):
+    assert f"EP={ranks}" in printed
+    assert printed.count("output after a step") == len(CASES)
 
 
 def test_number_of_ranks_that_does_not_divide_the_experts(monkeypatch, capsys):

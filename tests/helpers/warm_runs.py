@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +40,20 @@ def run_warm(environ: Mapping[str, str], out: Path, err: Path, *, timeout: float
     return process.exitcode
 
 
+def answer_warm(
+    argv: Sequence[str], environ: Mapping[str, str], folder: Path, *, timeout: float = 120.0
+) -> subprocess.CompletedProcess[str]:
+    """`moe-exp` with the arguments `argv` in `folder`, to its end."""
+    with tempfile.TemporaryDirectory() as streams:
+        out, err = Path(streams) / "out", Path(streams) / "err"
+        process = start_process(_command, list(argv), dict(environ), folder, out, err)
+        process.join(timeout)
+        if process.exitcode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise AssertionError(f"{argv} did not end in {timeout} s:\n{out.read_text()}{err.read_text()}")
+        return subprocess.CompletedProcess(list(argv), process.exitcode, out.read_text(), err.read_text())
+
+
 def become_program(environ: Mapping[str, str], err: Path, out: Path | None = None) -> None:
     """Gives this forked process a session, an environment and streams of its own, which are appended to."""
     os.setsid()
@@ -47,6 +62,15 @@ def become_program(environ: Mapping[str, str], err: Path, out: Path | None = Non
             os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(environ)
+
+
+def _command(argv: list[str], environ: dict[str, str], folder: Path, out: Path, err: Path) -> None:
+    become_program(environ, err, out)
+    os.chdir(folder)
+    from moe_exp.cli import main
+
+    sys.argv = ["moe-exp", *argv]
+    sys.exit(main(argv))
 
 
 def _launch(environ: dict[str, str], out: Path, err: Path) -> None:

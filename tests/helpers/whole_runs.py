@@ -38,12 +38,13 @@ SMALL: dict[str, Any] = {
     "train_iters": 300, "warmup_iters": 20, "lr": 3e-3, "min_lr": 3e-4, "log_interval": 10,
     "eval_interval": 100, "eval_iters": 4, "save_interval": 100,
 }  # fmt: skip
-# A model for which a run is little more than its imports, with the tokens of the embedded corpus. The learning
-# rate moves at every step.
+# A model for which a run is little more than its imports, with the vocabulary of the embedded corpus. The
+# learning rate moves at every step.
 TINY = {name.upper(): value for name, value in SMALL.items()} | {
     "GPUS_PER_NODE": 1, "NUM_LAYERS": 2, "HIDDEN_SIZE": 64, "FFN_HIDDEN_SIZE": 96,
-    "SEQ_LEN": 64, "VOCAB_SIZE": 2048, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 20, "WARMUP_ITERS": 10,
-    "DECAY_ITERS": 20, "LR": 0.001, "Z_LOSS_COEFF": 0.001, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0,
+    "SEQ_LEN": 64, "VOCAB_SIZE": 2048, "NUM_EXPERTS": 8, "TOPK": 2, "MBSZ": 2, "GBSZ": 8,
+    "TRAIN_ITERS": 20, "WARMUP_ITERS": 10, "DECAY_ITERS": 20,
+    "LR": 0.001, "Z_LOSS_COEFF": 0.001, "LOG_INTERVAL": 1, "EVAL_INTERVAL": 0,
     "SAVE_INTERVAL": 0,
 }  # fmt: skip
 

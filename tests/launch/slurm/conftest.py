@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from helpers.slurm.stand_in import StandIn
+from helpers.warm_runs import answer_warm
 from helpers.whole_runs import ROOT, clean_environ
 
 SCRIPT = ROOT / "moe_exp" / "scripts" / "run_slurm.sh"
@@ -77,6 +78,13 @@ class Submitted:
         )
 
     def submit(self, codes: str, *flags: str, **settings: object) -> subprocess.CompletedProcess[str]:
+        """What the script does once it has found a Python; `submit_by_script` starts that."""
+        environ = self.environ(codes, **settings) | {"PYTHONPATH": str(ROOT)}
+        return answer_warm(["slurm", *flags], environ, self.setup.parent)
+
+    def submit_by_script(
+        self, codes: str, *flags: str, **settings: object
+    ) -> subprocess.CompletedProcess[str]:
         # not the checkout, in which `python -m moe_exp` is that one
         environ, folder = self.environ(codes, **settings), self.setup.parent
         return subprocess.run(

@@ -15,7 +15,7 @@ from moe_exp.runs.records import read_metrics
 
 
 def test_array_goes_on_until_the_run_has_finished_and_cancels_the_rest(chain):
-    done = chain.submit("75/0", NUM_JOBS=4, PASS_ENV="SECRET", LR="0.002")
+    done = chain.submit_by_script("75/0", NUM_JOBS=4, PASS_ENV="SECRET", LR="0.002")
     assert done.returncode == 0, done.stderr
     assert "submitted 4 jobs of 2 nodes as 101;" in done.stdout
     assert chain.cluster.run() == (101, 0)
