@@ -20,6 +20,7 @@ pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 
 from helpers.servers.hub import Fault, HubServer, write_fineweb_parquet
+from helpers.warm_runs import answer_warm
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 
 SCRIPTS = ROOT / "moe_exp/scripts"
@@ -37,8 +38,12 @@ def run(tmp_path: Path, *command: object, **variables: str) -> str:
         "NO_PROXY": "127.0.0.1",
         **variables,
     }
-    words = [sys.executable, *map(str, command)]
-    ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    words = [*map(str, command)]
+    if words[:2] == ["-m", "moe_exp"]:
+        ended = answer_warm(words[2:], environment, tmp_path)
+    else:
+        options = {"capture_output": True, "text": True, "timeout": 300}
+        ended = subprocess.run([sys.executable, *words], cwd=tmp_path, env=environment, **options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
 

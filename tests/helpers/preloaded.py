@@ -7,6 +7,7 @@ from helpers.layers import interpreter
 from moe_exp.cli import COMMANDS
 from moe_exp.runs.provenance import package_versions
 
+gc.disable()  # as in moe_exp.train: the imports make no garbage
 for name in (
     "hypothesis",
     "matplotlib.backends.backend_agg",
@@ -29,3 +30,4 @@ interpreter.speed_up()
 package_versions()
 gc.collect()
 gc.freeze()  # the forks need not look at these objects again
+gc.enable()

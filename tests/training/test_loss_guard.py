@@ -91,40 +91,40 @@ def test_log_names_the_batch(tmp_path):
 
 @pytest.mark.parametrize("layout", ["1 rank", pytest.param("EP=2", marks=pytest.mark.slow)])
 def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
-    corrupted_corpus(tmp_path, CORRUPT)
+    corrupted_corpus(tmp_path, 41)
     settings = (
-        spiking_settings(tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback")
+        spiking_settings(tmp_path, "run", train_iters=60, save_interval=20, spike_action="rollback")
         | LAYOUTS[layout]
     )
     folder = RunFolder(tmp_path / "run")
     code, printed = start(settings)
     assert code == START_AGAIN
     assert (
-        "moe-exp: back to iteration 40, before the spike: samples 236 to 243 of iterations 60 to 61 are"
+        "moe-exp: back to iteration 20, before the spike: samples 156 to 163 of iterations 40 to 41 are"
         " skipped" in printed
     )
     (rollback,) = events(folder.path, "rollback")
-    # The checkpoint at 60 has the batch before the alarm, whose step may be the cause.
+    # The checkpoint at 40 has the batch before the alarm, whose step may be the cause.
     assert (rollback["back_to"], rollback["set_aside"], rollback["samples"]) == (
-        40,
-        ["1/iter_0000060"],
-        [[236, 244]],
+        20,
+        ["1/iter_0000040"],
+        [[156, 164]],
     )
-    assert latest_iteration(folder.checkpoints) == 40
-    assert Manifest.read(iteration_folder(folder.set_aside / "1", 60)) is not None
+    assert latest_iteration(folder.checkpoints) == 20
+    assert Manifest.read(iteration_folder(folder.set_aside / "1", 40)) is not None
     assert start(settings)[0] == FINISHED
     reference = settings | {"run_name": "reference", "spike_action": "none", "async_save": False}
-    run_on_ranks(settings["gpus_per_node"], run_without, reference, 236, 244, free_port(), join=False)
+    run_on_ranks(settings["gpus_per_node"], run_without, reference, 156, 164, free_port(), join=False)
     assert curve(folder.path) == curve(tmp_path / "reference")
-    assert len(curve(folder.path)) == 80
-    ends = (iteration_folder(path / "checkpoints", 80) for path in (folder.path, tmp_path / "reference"))
+    assert len(curve(folder.path)) == 60
+    ends = (iteration_folder(path / "checkpoints", 60) for path in (folder.path, tmp_path / "reference"))
     same = compare(*ends, optimizer=True)
     assert same.is_within(0.0)
     assert any(tensor.name.startswith("ema of ") for tensor in same.tensors)
     # The skips are in the checkpoints: without the file the next start reads the same samples.
     folder.skipped_samples.unlink()
-    iteration_folder(folder.checkpoints, 80).rename(tmp_path / "away")
-    (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text("60")
+    iteration_folder(folder.checkpoints, 60).rename(tmp_path / "away")
+    (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text("40")
     assert start(settings)[0] == FINISHED
     assert curve(folder.path) == curve(tmp_path / "reference")
 

@@ -249,7 +249,7 @@ print(peak_kb() - before)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("number", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_the_memory_is_about_one_tensor_per_checkpoint(number, tmp_path):
-    num_bytes, sources = 96 * 2**20, [write_checkpoint(tmp_path / "small")]
+    num_bytes, sources = 48 * 2**20, [write_checkpoint(tmp_path / "small")]
     for n in range(number):
         sources.append(tmp_path / f"{n}" / "iter_0000001")
         with TorchDistWriter(sources[-1]) as writer:

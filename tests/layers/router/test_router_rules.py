@@ -96,7 +96,7 @@ def test_gradients_of_shifted_scores_are_right(score):
         actual = shifted(score, shift)
         names = [name for name in exact if name != "logits"]
         assert_equal_to(2e-6, {name: actual[name] for name in names}, {name: exact[name] for name in names})
-        logits_TE = exact["logits"].detach()[:4].requires_grad_()
+        logits_TE = exact["logits"].detach()[:2].requires_grad_()
         assert torch.autograd.gradcheck(lambda z: scores_torch(z, score)[1].softmax(dim=1), logits_TE)
 
 
