@@ -11,32 +11,35 @@ from moe_exp.layers.kernels.launch import INTERPRETED
 
 
 def speed_up() -> None:
-    """Where kernels are interpreted: keeps the names of Triton's builtins and the numpy types of its own."""
+    """Where kernels are interpreted: patches `triton.language` once per launch, and keeps numpy's types."""
     if not INTERPRETED:
         return
     from triton.runtime import interpreter
 
-    if hasattr(interpreter, "_patch_builtin"):
-        interpreter._patch_builtin = _ByName(interpreter)
+    if hasattr(interpreter, "_LangPatchScope"):
+        interpreter._patch_lang = _Once(interpreter)
     if hasattr(interpreter, "_get_np_dtype"):
         interpreter._get_np_dtype = _NumpyTypes(interpreter)
 
 
-class _ByName:
-    """`_patch_builtin`: asks only names that were builtins once, not all members of the module or class."""
+class _Once:
+    """`_patch_lang`, for device functions too: it does nothing while their kernel has patched the same."""
 
     def __init__(self, interpreter: ModuleType):
-        self._interpreter = interpreter
-        self._names: dict[Any, list[str]] = {}
+        self._patch, self._scope = interpreter._patch_lang, interpreter._LangPatchScope
+        self._tl = interpreter.tl
+        self._modules: dict[Any, list[Any]] = {}
 
-    def __call__(self, package: Any, builder: Any, scope: Any) -> None:
-        is_builtin = self._interpreter.tl.core.is_builtin
-        if package not in self._names:  # patched members are no builtins: look outside of any kernel
-            self._names[package] = [name for name in dir(package) if is_builtin(getattr(package, name, None))]
-        for name in self._names[package]:
-            member = getattr(package, name)
-            if is_builtin(member):
-                self._interpreter._patch_attr(package, name, member, builder, scope)
+    def __call__(self, function: Any) -> Any:
+        if function not in self._modules:
+            values = function.__globals__.values()
+            self._modules[function] = [
+                value for value in values if value is self._tl or value is self._tl.core
+            ]
+        modules = self._modules[function]
+        if any(self._tl.core.is_builtin(module.load) for module in modules) or not modules:
+            return self._patch(function)
+        return self._scope()
 
 
 class _NumpyTypes:
