@@ -20,7 +20,6 @@ import torch
 
 from helpers.servers.s3 import BUCKET, S3Server, s3_server
 from helpers.whole_runs import Runs
-from moe_exp.data import embedded
 
 # Before anything imports Triton: its kernels run on CPU tensors then.
 if not torch.cuda.is_available():
@@ -105,6 +104,8 @@ def session_runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """
     folder = tmp_path_factory.getbasetemp()
     data_dir = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "data"
+    from moe_exp.data import embedded
+
     documents = embedded._documents
     with patch.object(embedded, "_documents", lambda: documents()[::10]):
         embedded.ensure_embedded_corpus(data_dir)
