@@ -250,6 +250,7 @@ SETTINGS = {
     "num_layers": 4,
     "hidden_size": 64,
     "ffn_hidden_size": 96,
+    "vocab_size": 2048,
     "seq_len": 64,
     "mbsz": 2,
     "gbsz": 8,

@@ -24,7 +24,7 @@ TINY = {
         ({"use_moe": False}, ""),
         (
             {"aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.01,0.01"},
-            "seq_aux_loss needs the scores of all experts",
+            "seq_aux_loss or l1 or entropy needs the scores of all experts",
         ),
         ({"force_routing": "balanced"}, "it has top-k alone, not balanced"),
         ({"router_dtype": "fp64"}, "it computes in fp32, not in fp64"),

@@ -243,12 +243,13 @@ def test_dead_experts_and_top1_weight_by_hand() -> None:
         SETTINGS | {"num_experts": 4, "topk": 2, "aux_loss_type": "none", "gpus_per_node": 1}, {}
     )
     # 1000 tokens, 2000 slots: a fair share is 500, and 4 is under 1% of it, 5 is not.
-    row = [1000.0, 991.0, 5.0, 4.0, 100.0, 693.0, 600.0, 40.0, 24.0, 8.0]
+    row = [1000.0, 991.0, 5.0, 4.0, 100.0, 693.0, 600.0, 40.0, 24.0, 8.0, 1000.0]
     layer = _expert_record(2, row, config, num_shares=16)
     assert layer == {
         "layer": 3, "tokens_per_expert": [1000, 991, 5, 4], "max_over_mean": 2.0,
         "microbatch_max_over_mean": 2.5, "dead_fraction": 0.25, "dropped_fraction": 0.05,
-        "router_entropy": 0.693, "top1_weight": 0.6, "load_balancing_loss": 1.5, "z_loss": 0.5,
+        "experts_per_token": 2.0, "router_entropy": 0.693, "top1_weight": 0.6,
+        "load_balancing_loss": 1.5, "z_loss": 0.5,
         "aux_losses": {},
     }  # fmt: skip
 
