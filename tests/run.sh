@@ -42,15 +42,22 @@ step() {
     printf '\n== %s (%s)\n' "$1" "$(date +%T)"
     "$PYTHON" -m "${@:2}" || failed+=("$1")
 }
-step "style" ruff check .
-step "format" ruff format --check .
-step "types" mypy
-# Not words: Transformer Engine, a CUDA error, and parts of test texts.
-step "spelling" codespell_lib -L te,ue,alle,nd,caf --skip "*.png,*.json,*.js,*.css,*.ipynb" \
-    README.md CONTRIBUTING.md CHANGELOG.md docs examples moe_exp tests bench
+failed_checks="$(mktemp)"
+{ # beside the start of the tests, which print nothing until these have ended
+    step "style" ruff check .
+    step "format" ruff format --check .
+    step "types" mypy
+    # Not words: Transformer Engine, a CUDA error, and parts of test texts.
+    step "spelling" codespell_lib -L te,ue,alle,nd,caf --skip "*.png,*.json,*.js,*.css,*.ipynb" \
+        README.md CONTRIBUTING.md CHANGELOG.md docs examples moe_exp tests bench
+    [ "${#failed[@]}" -eq 0 ] || printf '%s\n' "${failed[@]}" >"$failed_checks"
+} &
 step "tests" pytest -n 4 --dist loadfile --no-loadscope-reorder --timeout=600 --durations=10 \
     ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
 
+wait
+while IFS= read -r name; do failed+=("$name"); done <"$failed_checks"
+rm "$failed_checks"
 if [ "${#failed[@]}" -gt 0 ]; then
     (IFS=, && echo "FAILED: ${failed[*]}")
     exit 1

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from helpers import whole_runs
+from helpers.warm_runs import answer_warm
 from helpers.whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 from moe_exp.cli import main
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -64,6 +65,13 @@ class Comparisons:
         ended = self.start(*flags, limited=limited, **settings).wait(300)
         assert ended == code, self.printed()
         return self.printed()
+
+    def answer(self, code: int = 0, **settings: object) -> str:
+        """The same of a command that trains nothing, in a fork."""
+        environ = clean_environ(**{**TINY, **self.places, **settings})
+        ended = answer_warm(["compare"], environ, self.path)
+        assert ended.returncode == code, ended.stdout + ended.stderr
+        return ended.stdout + ended.stderr
 
     def printed(self) -> str:
         return (self.path / "printed").read_text()
@@ -116,10 +124,10 @@ def test_two_models_are_trained_and_not_again(comparisons):
     assert re.search(r"\| loss at 1.024K tokens +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
     assert re.search(r"\| last validation loss +\| +\d\.\d{4} \| +\d\.\d{4} \|", report)
     before = {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")}
-    again = comparisons.run(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
+    again = comparisons.answer(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
     assert report in again
     assert {path: path.stat().st_mtime_ns for path in comparisons.folder.glob("*/metrics.jsonl")} == before
-    refused = comparisons.run(code=1, TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4, HIDDEN_SIZE=128)
+    refused = comparisons.answer(code=1, TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4, HIDDEN_SIZE=128)
     assert (
         "HIDDEN_SIZE=128: " in refused
         and "holds a dmoe with 64. Fix: set it as it was, or give another RUN_NAME." in refused
