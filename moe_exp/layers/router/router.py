@@ -168,6 +168,9 @@ class Router(nn.Module):
         raw_TE, log_TE, scores_TE = self._scores(logits_TE)
         expert_TK = self._choose_experts(raw_TE.detach(), scores_TE.detach(), logits_TE.detach(), valid_T)
         if self.replay is not None:
+            if config.has_free_number:
+                rule = "the number of experts follows the scores of each pass, which a replay does not record"
+                raise ValueError(f"routing replay: {rule}. Fix: use top_p=1 and another score than relu.")
             expert_TK = self.replay.apply(expert_TK, training=self.training)
         counted_TK = used_TK = self.counted(scores_TE.detach(), expert_TK)
         if config.num_null_experts:  # their slots are counted, and never kept

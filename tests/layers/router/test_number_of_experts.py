@@ -10,6 +10,7 @@ from helpers.relative_error import assert_equal_to
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.router.assignment import within_top_p
+from moe_exp.layers.router.replay import record_routing
 
 # Scores of experts 0 to 3: 0.5, 0.3, 0.15, 0.05; then 0.25 each but for rounding; then 0.9, 0.05, 0.03, 0.02.
 SCORES = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.27, 0.26, 0.24, 0.23], [0.9, 0.05, 0.03, 0.02]])
@@ -161,6 +162,13 @@ def test_the_layer_is_a_sum_over_all_experts_by_weight(name, backend):
 def test_what_cannot_work_is_refused(settings, error):
     with pytest.raises(ValueError, match=error):
         RouterConfig(hidden_size=4, num_experts=4, topk=2, **settings)
+
+
+@pytest.mark.parametrize("settings", [{"score": "relu"}, {"top_p": 0.5}])
+def test_a_replay_is_refused_where_the_number_would_not_be_repeated(settings):
+    router = identity_router(4, 2, **settings)
+    with record_routing(router), pytest.raises(ValueError, match=r"routing replay: the number .* Fix: use"):
+        router(SCORES)
 
 
 def test_l1_needs_relu():
