@@ -198,7 +198,13 @@ def entropy_loss_share(
     Without it, scores of a router with `top_p` become even, and all tokens use K experts. Huang et al. 2024
     (arXiv:2403.07652), equation 8.
     """
-    return -(scores_TE * scores_TE.clamp_min(1e-30).log()).sum() / _num_tokens(scores_TE, num_tokens, group)
+    return entropy_sum(scores_TE) / _num_tokens(scores_TE, num_tokens, group)
+
+
+def entropy_sum(scores_TE: Tensor) -> Tensor:
+    """The entropy of the scores, in nats, summed over tokens."""
+    # A log that is finite at 0, instead of torch.xlogy, which a CPU computes at a fifth of the speed.
+    return -(scores_TE * scores_TE.clamp_min(1e-30).log()).sum()
 
 
 def z_loss_share(
