@@ -185,11 +185,10 @@ def _transfer(arguments: argparse.Namespace) -> int:
     from moe_exp.studies.child_runs import held
     from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, moved, optimum
 
+    given = _numbers("lrs", arguments.lrs, float) if arguments.lrs else []
     axes = _models(arguments, _TRANSFER)
     base = _first(axes)
-    rates = [base.lr * 2.0**k for k in range(-3, 4)]
-    if arguments.lrs:
-        rates = _numbers("lrs", arguments.lrs, float)
+    rates = given or [base.lr * 2.0**k for k in range(-3, 4)]
     folder = Path(arguments.out)
     with held(folder, f"OUT={folder}", "transfer"):
         losses = _losses(arguments, folder, axes, rates)
