@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 
+from helpers.ranks import share_fork_server
 from helpers.servers.s3 import BUCKET, S3Server, s3_server
 from helpers.whole_runs import Runs
 
@@ -63,7 +64,7 @@ def _file(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """Tests press Ctrl-C. A shell has what it starts with `&` ignore it, and so would all that the tests
     start. And examples that hypothesis draws may take their time: other tests run beside them.
     """
@@ -71,6 +72,8 @@ def pytest_configure() -> None:
     hypothesis.settings.load_profile("unhurried")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.getoption("numprocesses", 0) and "PYTEST_XDIST_WORKER" not in os.environ:
+        share_fork_server()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

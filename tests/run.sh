@@ -6,7 +6,7 @@
 #   bash tests/run.sh --python 3.12         # that Python, of PATH or pyenv, in an environment of its own: .venv-3.12
 #   bash tests/run.sh -k router tests/      # other arguments go to pytest
 #
-# Four files of tests run at a time (pytest's -n 4): most tests wait for processes that they started. -n 0
+# Three files of tests run at a time (pytest's -n 3): most tests wait for processes that they started. -n 0
 # for one. The longest come first, by tests/durations.json, which --write-durations writes anew. Makes .venv
 # when no environment with the dev packages is active. Every step runs; the exit code is 1 if one failed.
 set -euo pipefail
@@ -52,7 +52,7 @@ failed_checks="$(mktemp)"
         README.md CONTRIBUTING.md CHANGELOG.md docs examples moe_exp tests bench
     [ "${#failed[@]}" -eq 0 ] || printf '%s\n' "${failed[@]}" >"$failed_checks"
 } &
-step "tests" pytest -n 4 --dist loadfile --no-loadscope-reorder --timeout=600 --durations=10 \
+step "tests" pytest -n 3 --dist loadfile --no-loadscope-reorder --timeout=600 --durations=10 \
     ${select[@]+"${select[@]}"} ${arguments[@]+"${arguments[@]}"}
 
 wait

@@ -26,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,8 @@ from moe_exp.host.processes import free_port as free_port
 # Importing this package asks whether there is a CUDA device; asked of the driver's library, CUDA would not
 # work in forks any more.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+_FORK_SERVER = "MOE_EXP_TESTS_FORK_SERVER"  # address
 
 
 class RankError(RuntimeError):
@@ -164,14 +166,40 @@ class _SharedGroups:
 
 def start_process(target: Callable[..., object], *args: Any, daemon: bool = False) -> Any:
     """Starts `target(*args)` in a process forked from one that has imported helpers/preloaded.py."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["helpers.preloaded"])
-    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
-    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
-        forkserver.ensure_running()
-    process = context.Process(target=target, args=args, daemon=daemon)
+    _have_fork_server()
+    process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=daemon)
     process.start()
     return process
+
+
+def share_fork_server() -> None:
+    """In the process that starts the workers of pytest: they fork from one process, which imports once and
+    prints nowhere.
+    """
+    printing, null = {stream: os.dup(stream) for stream in (1, 2)}, os.open(os.devnull, os.O_WRONLY)
+    try:
+        for stream in printing:
+            os.dup2(null, stream)
+        os.environ[_FORK_SERVER] = _have_fork_server()
+    finally:
+        for stream, before in printing.items():
+            os.dup2(before, stream)
+            os.close(before)
+        os.close(null)
+
+
+def _have_fork_server() -> str:
+    """Its address; started if no process above this one shares its own."""
+    server, shared = forkserver._forkserver, os.environ.get(_FORK_SERVER, "")
+    if shared and server._forkserver_address is None:
+        server._forkserver_address = shared
+        server._forkserver_alive_fd = os.open(os.devnull, os.O_WRONLY)  # the other process keeps it alive
+        server.ensure_running = resource_tracker.ensure_running
+    server.set_forkserver_preload(["helpers.preloaded"])
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(paths)):
+        server.ensure_running()
+    return str(server._forkserver_address)
 
 
 def _collect(ranks: list[Any], pipes: list[Connection], deadline: float) -> list[Any]:

@@ -109,6 +109,7 @@ def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, run
     assert again.curve("iteration") == list(range(1, 19))
 
 
+@pytest.mark.slow
 def test_signal_before_the_agent_can_answer_it(runs):
     """It waits until there are ranks to pass it on to; by itself it would end the agent."""
     process = runs.start("early", GPUS_PER_NODE=1)
@@ -260,7 +261,7 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
 @pytest.mark.parametrize(
     ("failing", "settings"),
     [
-        (1, {"GPUS_PER_NODE": 2, "EP": 2}),
+        pytest.param(1, {"GPUS_PER_NODE": 2, "EP": 2}, marks=pytest.mark.slow),
         pytest.param(0, {"GPUS_PER_NODE": 2, "PP": 2}, marks=pytest.mark.slow),
         pytest.param(2, {"GPUS_PER_NODE": 4, "TP": 2, "PP": 2}, marks=pytest.mark.slow),
     ],
