@@ -110,6 +110,7 @@ def summarize(
             record["kind"] == "event" and record["event"] in ("start", "resume") for record in records
         ),
         "expert_balance": _expert_balance([record.get("experts") or [] for record in train]),
+        "transformers": next(iter(_latest_start(records)), {}).get("transformers"),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
 
@@ -254,7 +255,7 @@ def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> l
     if summary["checkpoints"] and (config.tokenizer or not config.train_data):
         prompt = "The" if config.train_data else "def main("
         lines.append(f"{program} generate --checkpoint {folder} --prompt {shlex.quote(prompt)}")
-    if summary["checkpoints"] and not (config.use_moe and config.moe_type == "moe"):
+    if summary["checkpoints"] and summary["transformers"]:
         lines.append(f"{program} convert to-hf {folder} exported   # for transformers and vLLM")
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
         lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")

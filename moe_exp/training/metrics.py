@@ -10,6 +10,7 @@ from datetime import datetime
 from types import TracebackType
 from typing import Any
 
+from moe_exp.checkpoint.hf.choice import exports_as
 from moe_exp.config import Config
 from moe_exp.runs.records import (
     EXPERT_KEYS,
@@ -65,7 +66,11 @@ class Metrics:
             self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
         self._mirrors += open_prometheus(config)
-        facts = {"num_removed_records": num_removed, "attention_flops": config.attention_flops}
+        facts = {
+            "num_removed_records": num_removed,
+            "attention_flops": config.attention_flops,
+            "transformers": exports_as(config),
+        }
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:

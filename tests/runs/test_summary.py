@@ -44,7 +44,7 @@ RECORDS = [
     # The first record holds the warm-up: medians have to pass it by.
     train(1, 8.0, elapsed_time_per_iteration_ms=9000.0, tokens_per_second=111.0),
     train(2, 5.0, experts=[{"layer": 2, "tokens_per_expert": [0, 8]}]),
-    {"kind": "event", "event": "resume", "iteration": 2},
+    {"kind": "event", "event": "resume", "iteration": 2, "transformers": "OlmoeForCausalLM"},
     train(3, 4.0, skipped_iterations=1),
     train(4, 4.5),
     {"kind": "valid", "iteration": 2, "lm_loss": 5.5, "lm_loss_ppl": 244.7},
@@ -101,6 +101,7 @@ def test_summary(folder: RunFolder) -> None:
             "num_experts": 4,
             "dead_experts": [[2, 1]],
         },
+        "transformers": "OlmoeForCausalLM",
         "checkpoints": ["iter_0000002", "iter_0000004"],
     }
 
@@ -155,8 +156,9 @@ def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> 
 
 
 def test_no_command_is_suggested_that_would_be_refused(folder: RunFolder) -> None:
-    upcycled = config(upcycle_from="runs/other/checkpoints", moe_type="moe")
-    text = summary_text(summarize(upcycled, RECORDS, folder, 12.3, "finished"), upcycled)
+    upcycled = config(upcycle_from="runs/other/checkpoints", router_score="relu")
+    records = [record | {"transformers": None} for record in RECORDS]
+    text = summary_text(summarize(upcycled, records, folder, 12.3, "finished"), upcycled)
     assert "dense" not in text.partition("next")[2] and "to-hf" not in text
     nodes = config(nnodes=2, gpus_per_node=8)
     assert "--ep" not in summary_text(summarize(nodes, RECORDS, folder, 12.3, "finished"), nodes)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from helpers.checkpoint.file_limit import no_file_over
+from moe_exp.checkpoint.hf.choice import exports_as
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
 from moe_exp.runs import records
@@ -314,6 +315,7 @@ def test_a_resume_removes_later_records_and_a_broken_last_line(config: Config, f
     ]  # fmt: skip
     assert found[3]["event"] == "checkpoint_failed"  # it is the history of the run, its curve is not
     assert found[4]["event"] == "resume" and found[4]["num_removed_records"] == 2
+    assert found[4]["transformers"] == exports_as(config) == "Qwen2MoeForCausalLM"
     assert found[5]["lm_loss"] == 7.0
 
 

@@ -151,3 +151,11 @@ def choose_architecture(config: Config) -> Choice:
         each = "; ".join(f"{name} has no {', '.join(reasons)}" for name, reasons in nearest.items())
         what = f"model: no architecture of transformers that is converted here computes this ({each})"
     raise UnsupportedModel(f"{what}. Fix: train with settings that docs/huggingface.md lists.")
+
+
+def exports_as(config: Config) -> str | None:
+    """The class of transformers that a model can be converted to; None if there is none."""
+    try:
+        return choose_architecture(config).architecture.name
+    except UnsupportedModel:
+        return None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from helpers.whole_runs import SMALL
-from moe_exp.checkpoint.hf.choice import choose_architecture
+from moe_exp.checkpoint.hf.choice import choose_architecture, exports_as
 from moe_exp.checkpoint.hf.config_json import fields_of
 from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
@@ -133,12 +133,14 @@ def test_chosen(settings, name):
     choice = choose_architecture(config_of(settings))
     assert choice.architecture.name == f"{name}ForCausalLM"
     assert {choice.architecture.name, *choice.against} == set(ARCHITECTURES)
+    assert exports_as(config_of(settings)) == choice.architecture.name
 
 
 @pytest.mark.parametrize(("settings", "text"), REFUSED, ids=lambda value: str(value)[:60])
 def test_refused_by_name(settings, text):
     with pytest.raises(UnsupportedModel, match=text) as caught:
         choose_architecture(config_of(settings))
+    assert exports_as(config_of(settings)) is None
     assert str(caught.value).count("Fix: ") == 1
     assert "\n" not in str(caught.value)
 
