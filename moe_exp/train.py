@@ -36,7 +36,7 @@ from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
 from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.data_stages import microbatch_samples, stages_of
+from moe_exp.config.data_stages import stages_of
 from moe_exp.config.loading import given_values
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.data.embedded import ensure_embedded_corpus
@@ -69,7 +69,7 @@ from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.training.metrics import Metrics
-from moe_exp.training.microbatch import forward_step, read_microbatch
+from moe_exp.training.microbatch import read_microbatch, run_schedule
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
@@ -83,8 +83,6 @@ from moe_exp.training.samples import (
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.watch.hangs import heartbeat
 from moe_exp.watch.hangs.call_trace import trace_calls
-
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 logger = logging.getLogger("moe_exp.train")  # by name: torchrun runs this module as __main__
 
@@ -417,16 +415,7 @@ def forward_backward(
         ]
     heartbeat.enter("forward_backward")
     with timed(timers, "forward_backward"):
-        outputs = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
-            model=model if len(model) > 1 else model[0],
-            num_microbatches=num_microbatches,
-            seq_length=seq_len,
-            micro_batch_size=microbatch_samples(config, seq_len) * config.seq_len // seq_len,
-            forward_only=forward_only,
-        )
-    return [output["lm_loss"] for output in outputs]
+        return run_schedule(config, model, microbatches, seq_len=seq_len, forward_only=forward_only)
 
 
 @heartbeat.during("evaluation")

@@ -1,5 +1,6 @@
-"""A micro-batch on this rank: its samples, Megatron's forward step, and the loss."""
+"""A micro-batch on this rank: its samples, Megatron's schedule and forward step, and the loss."""
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,8 @@ from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
 from moe_exp.layers.microbatch import context_ranges
 from moe_exp.training.samples import read_tokens
+
+from megatron.core.pipeline_parallel import get_forward_backward_func
 
 
 def read_microbatch(
@@ -58,6 +61,27 @@ def read_microbatch(
     if lengths is not None:
         part["documents"] = Documents(lengths, part["position_ids"], ranges)
     return part
+
+
+def run_schedule(
+    config: Config,
+    model: list[Any],
+    microbatches: Sequence[dict[str, Any]],
+    *,
+    seq_len: int,
+    forward_only: bool = False,
+) -> list[Tensor]:
+    """Runs Megatron's schedule; returns micro-batch losses on the last pipeline stage, else []."""
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
+        model=model if len(model) > 1 else model[0],
+        num_microbatches=len(microbatches),
+        seq_length=seq_len,
+        micro_batch_size=microbatch_samples(config, seq_len) * config.seq_len // seq_len,
+        forward_only=forward_only,
+    )
+    return [output["lm_loss"] for output in outputs]
 
 
 def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:

@@ -14,10 +14,9 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler, set_megatron_hooks
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.router import Router
-from moe_exp.training.microbatch import forward_step, read_microbatch
+from moe_exp.training.microbatch import read_microbatch, run_schedule
 from moe_exp.training.samples import build_data
 
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
@@ -48,25 +47,12 @@ class Proxy:
         microbatches = self.microbatches(count) if batch is None else [batch]
         self.model[0].zero_grad_buffer()
         self._optimizer.zero_grad()
-        outputs = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=iter(microbatches),
-            model=self.model[0],
-            num_microbatches=len(microbatches),
-            seq_length=self.config.seq_len,
-            micro_batch_size=self.config.mbsz,
-            forward_only=False,
-        )
+        losses = run_schedule(self.config, self.model, microbatches, seq_len=self.config.seq_len)
         updated, _, _ = self._optimizer.step()
         self._consumed_samples += batch_size
         if updated:
             self._scheduler.step(increment=batch_size)
-        return float(torch.stack([_loss_of(output) for output in outputs]).mean())
-
-
-def _loss_of(output: dict[str, Tensor]) -> Tensor:
-    (loss,) = output.values()
-    return loss.detach()
+        return float(torch.stack(losses).mean())
 
 
 def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, float]]]:
