@@ -122,7 +122,8 @@ def test_muon_shared_out_trains_as_on_one_rank(tmp_path):
 
 
 @pytest.mark.skipif(bool(bitsandbytes_problem("CPU")), reason=bitsandbytes_problem("CPU"))
-@pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_adam8bit_goes_on(dtype, tmp_path, monkeypatch):
     """Under its own layout with the same codes; under another one blocks of values have other borders, and
     new scales.

@@ -239,6 +239,7 @@ def test_a_fifo_among_the_files_of_a_folder_is_refused(tmp_path, suffix):
         next(read_lines(fifo))
 
 
+@pytest.mark.slow
 def test_memory_of_a_file_that_compresses_well_is_that_of_its_chunks(tmp_path):
     """600 MB of blank lines in 18 kB."""
     path = tmp_path / "blank.jsonl.zst"

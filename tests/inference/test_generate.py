@@ -131,7 +131,7 @@ def use_on_rank(folder: Path, layout: Layout, tokens: Path, out: Path):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("qwen3_moe", Layout(ep=2, gpus_per_node=2)),
+        pytest.param("qwen3_moe", Layout(ep=2, gpus_per_node=2), marks=pytest.mark.slow),
         ("qwen3_moe", Layout(tp=2, gpus_per_node=2)),
         pytest.param("deepseek_v3", Layout(tp=2, ep=2, gpus_per_node=2), marks=pytest.mark.slow),
         pytest.param("qwen3_moe", Layout(tp=2, pp=2, etp=2, gpus_per_node=4), marks=pytest.mark.slow),

@@ -586,6 +586,7 @@ def test_the_memory_stays_in_the_budget(tmp_path):
     assert 0 < grown_kb < 24 * 1024 and before_kb < 50 * 1024
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_memory_does_not_grow_with_the_number_of_documents(tmp_path):
     with (tmp_path / "a.jsonl").open("w") as file:

@@ -160,6 +160,7 @@ def test_too_few_runs_say_what_to_add(tmp_path):
     assert found.speedups["dmoe"].rungs[0].value > 0
 
 
+@pytest.mark.slow
 def test_a_prediction_of_other_rungs_does_not_count(ladder, tmp_path):
     write_rungs(ladder, ladder.rungs[:-1])
     assert predict(ladder) == ""
@@ -202,6 +203,7 @@ def test_a_run_whose_validation_is_no_number_is_left_out(ladder):
     assert results_of(ladder).left_out == ["rung_1/dmoe diverged: its loss is nan"]
 
 
+@pytest.mark.slow
 def test_the_last_rung_waits_for_a_run_that_has_stopped(ladder, monkeypatch, capsys):
     write_rungs(ladder, ladder.rungs[:-1])
     write_run(ladder.rungs[0].runs()[0], 3.0, status="stopped")
