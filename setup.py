@@ -121,6 +121,7 @@ if __name__ == "__main__":
                 "scripts/*.sh",
                 "scripts/*.py",
                 "report/assets/**",
+                "layers/native.cpp",
             ]
         },
         install_requires=REQUIRES,

@@ -9,6 +9,7 @@ from moe_exp.config.choices import OPTIMIZERS
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config, use_te
 from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import choose_communication
+from moe_exp.layers import native
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels.choice import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.attention import choose_attention
@@ -94,7 +95,7 @@ def chosen_backends(
     attention = choose_attention(device_type, dtype, other_value_size=other_value_size)
     if documents:
         attention = (f"{attention[0]} by document", f"{attention[1]}; DOCUMENT_MASK=true")
-    return {
+    found = {
         "communication": choose_communication(),
         "attention": te if use_te and not documents else attention,
         "norm": te if use_te else choose_norm(device_type),
@@ -114,3 +115,7 @@ def chosen_backends(
         "cross entropy": choose_cross_entropy(cross_entropy, device_type=device_type),
         "optimizer": choose_optimizer(*optimizer),
     }
+    if device_type == "cpu":
+        loaded, reason = native.library()
+        found["CPU functions"] = ("torch" if loaded is None else "C++", reason)
+    return found

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding_bag
 
+from moe_exp.layers import native
 from moe_exp.layers.capacity import count_per_expert, rank_in_expert, without_dropped
 from moe_exp.layers.kernels.choice import takes_kernels
 from moe_exp.layers.kernels.combine import combine
@@ -112,6 +113,9 @@ def sort_by_expert(
     expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
     if counts_E is None:
         counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
+    if native.takes(expert_N, torch.int64):
+        slot_N, row_N = native.sort_slots(expert_N, num_experts)
+        return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, row_N, use_kernels)
     slot_N = torch.argsort(expert_N, stable=True)
     return SortedSlots(slot_N, counts_E, expert_TK.size(1), kept_TK is not None, use_kernels=use_kernels)
 

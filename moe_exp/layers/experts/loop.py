@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
 from moe_exp.layers.dispatcher.row_order import RowOrder, sum_slots
 from moe_exp.layers.experts.threads import for_each_group
 from moe_exp.layers.kernels.launch import compilable
+from moe_exp.layers.native import weighted_activation, weighted_activation_backward
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ def _forward(
     splits = rows_per_expert_L.tolist()
     hidden_RF, output_RD = _empty_outputs(x, weights_R, weight1_LFD)
     groups, group_rows = _groups(splits, hidden_RF)
-    rows_of, weights = _rows_of(x, group_rows, token_R), weights_R.to(x.dtype).unsqueeze(1)
+    rows_of = _rows_of(x, group_rows, token_R)
     hiddens, outputs = hidden_RF.split(splits), output_RD.split(splits)
-    group_hiddens, group_weights = hidden_RF.split(group_rows), weights.split(group_rows)
+    group_hiddens, group_weights = hidden_RF.split(group_rows), weights_R.split(group_rows)
     weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
 
     def one_group(g: int) -> None:
@@ -163,7 +163,8 @@ def _forward(
         for e, rows, weight in zip(experts, active.split(sizes), group_weights[g].split(sizes), strict=True):
             torch.mm(rows, weight2[e].t(), out=outputs[e])
             if bias2_LD is not None:
-                outputs[e].narrow(1, bias2_start, bias2_LD.size(1)).addcmul_(weight, bias2_LD[e])
+                part = outputs[e].narrow(1, bias2_start, bias2_LD.size(1))
+                part.addcmul_(weight.to(x.dtype).unsqueeze(1), bias2_LD[e])
 
     if weights_R.size(0) <= _FEW_ROWS:
         for group in range(len(groups)):
@@ -228,7 +229,7 @@ def _backward(
     needs_x, needs_weights, needs_weight1, needs_weight2, needs_bias1, needs_bias2 = needs
     groups, group_rows = _groups(splits, hidden_RF)
     rows_of, grads_of = _rows_of(x, group_rows, token_R), _rows_of(grad, group_rows, token_R)
-    weights, hiddens = weights_R.to(x.dtype).unsqueeze(1).split(group_rows), hidden_RF.split(group_rows)
+    weights, hiddens = weights_R.split(group_rows), hidden_RF.split(group_rows)
     weight1, weight2 = weight1_LFD.unbind(0), weight2_LDF.unbind(0)
     dx = dx_RD.split(splits) if needs_x else ()
     dweights = dweights_R.split(group_rows) if needs_weights else ()
@@ -242,7 +243,7 @@ def _backward(
         dhidden, dweight, active = weighted_activation_backward(dactive, hiddens[g], weights[g], activation)
         dhiddens = dhidden.split(sizes)
         if needs_weight2:
-            for e, grad, rows in zip(experts, grads, active.mul_(weights[g]).split(sizes), strict=True):
+            for e, grad, rows in zip(experts, grads, active.split(sizes), strict=True):
                 torch.mm(grad.t(), rows, out=dweight2_LDF[e])
         if needs_weight1:
             for e, dhidden, rows in zip(experts, dhiddens, rows_of(g).split(sizes), strict=True):
@@ -259,7 +260,7 @@ def _backward(
                 grad = grad.narrow(1, bias2_start, bias2_LD.size(1))
                 rows.add_(torch.mv(grad, bias2_LD[e]))
                 if needs_bias2:
-                    torch.mv(grad.t(), weight.squeeze(1), out=dbias2_LD[e])
+                    torch.mv(grad.t(), weight.to(grad.dtype), out=dbias2_LD[e])
         if needs_weights:
             dweights[g].copy_(dweight)
 

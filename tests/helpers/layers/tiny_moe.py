@@ -53,7 +53,9 @@ def tiny_layer(
     """
     width = latent or HIDDEN
     gated = activation == "swiglu"
-    config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk, dtype="fp64", **(router or {}))
+    config = RouterConfig(
+        hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk, **{"dtype": "fp64"} | (router or {})
+    )
     router = Router(config, microbatch_group=microbatch_group, dtype=dtype)
     ep, etp = group_size(ep_group), group_size(etp_group)
     experts = Experts(

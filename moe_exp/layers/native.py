@@ -1,0 +1,172 @@
+"""Functions of the layer on a CPU, compiled from native.cpp by the C++ compiler of this machine.
+
+Each is one pass over its data where plain torch makes several. Plain torch runs without a compiler, for other
+dtypes than fp32 and bf16, and in the graphs of torch.compile: see `takes`. It rounds bf16 after each step;
+here only results are rounded, and router weights are not. Shape suffixes in `moe_exp.layers`.
+
+The library lies in the user's cache folder, in a file named by a hash of all that it depends on, so that
+machines with a common home folder have one each. CXX names another compiler; with CXX=false there is none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from filelock import FileLock
+from torch import Tensor
+
+from moe_exp.layers import activations
+
+logger = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-fPIC",
+    "-shared",
+)  # fmt: skip
+_MOST_SECONDS = 120  # that compiling may take, here or in another process; it takes 2
+_FLOATS = (torch.float32, torch.bfloat16)
+
+
+def takes(x: Tensor, *dtypes: torch.dtype) -> bool:
+    """Whether functions of this file take `x`; `dtypes`: of its elements, by default fp32 and bf16."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)  # other classes have no data of their own
+        and x.device.type == "cpu"
+        and x.dtype in (dtypes or _FLOATS)
+        and library()[0] is not None
+    )
+
+
+def weighted_activation(hidden_RW: Tensor, weights_R: Tensor, name: str) -> Tensor:
+    """`activations.weighted_activation` with router weights of any dtype; by plain torch where need be."""
+    if not takes(hidden_RW):
+        return activations.weighted_activation(hidden_RW, weights_R.to(hidden_RW.dtype).unsqueeze(1), name)
+    hidden_RW, weights_R = hidden_RW.contiguous(), weights_R.float().contiguous()
+    width = hidden_RW.size(1) // (1 + activations.ACTIVATIONS[name][1])
+    active_RF = hidden_RW.new_empty(hidden_RW.size(0), width)
+    _call(name, hidden_RW.dtype, *active_RF.shape, hidden_RW, weights_R, active_RF)
+    return active_RF
+
+
+def weighted_activation_backward(
+    grad_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, name: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `weighted_activation`, likewise; overwrites `grad_RF`, which has to be contiguous.
+
+    Returns:
+        Gradient of `hidden_RW`, gradient of the weights [R], and the result of `weighted_activation`.
+    """
+    if not takes(hidden_RW):
+        weights_R1 = weights_R.to(hidden_RW.dtype).unsqueeze(1)
+        dhidden_RW, dweights_R, product_RF = activations.weighted_activation_backward(
+            grad_RF, hidden_RW, weights_R1, name
+        )
+        return dhidden_RW, dweights_R, product_RF.mul_(weights_R1)
+    hidden_RW, weights_R = hidden_RW.contiguous(), weights_R.float().contiguous()
+    dhidden_RW, dweights_R = torch.empty_like(hidden_RW), torch.empty_like(weights_R)
+    tensors = grad_RF, hidden_RW, weights_R, dhidden_RW, dweights_R
+    _call(f"{name}_backward", hidden_RW.dtype, *grad_RF.shape, *tensors)
+    return dhidden_RW, dweights_R, grad_RF
+
+
+def sort_slots(expert_N: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """Slots sorted by expert, and the place of each slot, both [N].
+
+    Args:
+        expert_N: int64 if `takes` it, in [0, E]; E is for slots that come last.
+    """
+    slot_N, row_N = torch.empty_like(expert_N), torch.empty_like(expert_N)
+    ends_E = expert_N.new_empty(num_experts + 1)
+    _call("sort_slots", None, expert_N.numel(), num_experts + 1, expert_N.contiguous(), ends_E, slot_N, row_N)
+    return slot_N, row_N
+
+
+def _call(name: str, dtype: torch.dtype | None, *arguments: int | Tensor) -> None:
+    values = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
+    _function(name, dtype, len(values))(*values)
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype | None, num_arguments: int) -> Callable[..., None]:
+    loaded, _ = library()
+    assert loaded is not None
+    function = loaded[name if dtype is None else f"{name}_{str(dtype).removeprefix('torch.')}"]
+    # Sizes and addresses, which both have 64 bits.
+    function.restype, function.argtypes = None, [ctypes.c_int64] * num_arguments
+    return function
+
+
+@functools.cache
+def library() -> tuple[ctypes.CDLL | None, str]:
+    """The compiled library, and which compiler made it; or None, and why there is none."""
+    named = shlex.split(os.environ.get("CXX", ""))
+    commands = [named] if named else [["g++"], ["clang++"], ["c++"]]
+    compiler = next((command for command in commands if shutil.which(command[0])), None)
+    if compiler is None:
+        return None, f"no C++ compiler: PATH has no {', '.join(command[0] for command in commands)}"
+    try:
+        version = _run(*compiler, "--version")
+        path = _cache_folder() / f"layer-{_key(*_FLAGS, *compiler, version, _cpu())}.so"
+        if not path.exists():
+            _compile(compiler, path)
+        return ctypes.CDLL(str(path)), f"compiled by {version.splitlines()[0]}"
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        reason = " ".join(str(error).split())
+        logger.warning("the layer's native.cpp is not used, but plain torch: %s", reason)
+        return None, reason
+
+
+def _compile(compiler: Sequence[str], path: Path) -> None:
+    """Writes the library atomically; of several processes, one compiles and the others wait."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock", timeout=_MOST_SECONDS), TemporaryDirectory(dir=path.parent) as folder:
+        if not path.exists():
+            made = Path(folder) / path.name
+            _run(*compiler, *_FLAGS, "-o", str(made), str(_SOURCE))
+            made.replace(path)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_MOST_SECONDS,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{command[0]} fails with exit code {done.returncode}: {done.stderr[-300:]}")
+    return done.stdout
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moe-exp"
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join((*parts, _SOURCE.read_text())).encode()).hexdigest()[:16]
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    about = [line for line in lines if line.startswith(("model name", "flags", "Features"))]
+    return "\n".join([platform.system(), platform.machine(), platform.processor(), *sorted(set(about))])

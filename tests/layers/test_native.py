@@ -1,0 +1,227 @@
+"""The compiled functions of a CPU: against float64 and plain torch, and where there is no compiler."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers import ROOT
+from helpers.layers.tiny_moe import random
+from moe_exp.layers import activations, native
+from moe_exp.layers.activations import ACTIVATIONS
+
+# Largest relative error of a rounding to the nearest, and that of a few operations in fp32 besides.
+ROUNDING = {torch.float32: 0, torch.bfloat16: 2.0**-8}
+FP32 = 1e-6
+
+has_compiler = pytest.mark.skipif(native.library()[0] is None, reason=native.library()[1])
+
+
+def inputs(rows: int, width: int, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    wide = width * (1 + ACTIVATIONS[name][1])
+    hidden, grad = 3 * random(rows, wide, seed=1), random(rows, width, seed=2)
+    return hidden.to(dtype), random(rows, seed=3).float(), grad.to(dtype)
+
+
+def expected_of(hidden, weights, grad, name) -> list[torch.Tensor]:
+    """Result of plain torch in float64, and gradients of the hidden rows and of the weights."""
+    hidden, weights = hidden.double(), weights.double().unsqueeze(1)
+    active = activations.weighted_activation(hidden, weights, name)
+    dhidden, dweights, _ = activations.weighted_activation_backward(grad.double(), hidden, weights, name)
+    return [active, dhidden, dweights]
+
+
+def is_rounded_once(actual: torch.Tensor, exact: torch.Tensor) -> bool:
+    largest = exact.abs().max() if exact.numel() else 0
+    return bool(((actual - exact).abs() <= ROUNDING[actual.dtype] * exact.abs() + FP32 * largest).all())
+
+
+@has_compiler
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("rows", "width"), [(0, 8), (1, 1), (1, 37), (5, 64), (3, 1030)])
+def test_activations_are_rounded_once(name, dtype, rows, width):
+    hidden, weights, grad = inputs(rows, width, name, dtype)
+    active, dhidden, dweights = expected_of(hidden, weights, grad, name)
+    result = native.weighted_activation(hidden, weights, name)
+    assert result.dtype == dtype
+    assert is_rounded_once(result, active)
+    grad_before = grad.clone()
+    actual, actual_dweights, again = native.weighted_activation_backward(grad, hidden, weights, name)
+    assert torch.equal(again, result)
+    assert is_rounded_once(actual, dhidden)
+    assert actual_dweights.dtype == torch.float32
+    terms = grad_before.double() * active / weights.double().unsqueeze(1)
+    assert ((actual_dweights - dweights).abs() <= FP32 * terms.abs().sum(dim=1)).all()
+
+
+@has_compiler
+@pytest.mark.parametrize("name", ["swiglu", "gelu"])
+def test_relative_error_of_an_activation_everywhere(name):
+    """In units of the last place, also where the result is tiny; GELU squares its argument."""
+    gate = torch.cat(
+        [torch.linspace(-105, 105, 40001), torch.logspace(-30, 0, 2001), -torch.logspace(-30, 0, 2001)]
+    )
+    hidden = torch.stack([gate, torch.ones_like(gate)], dim=1) if name == "swiglu" else gate.unsqueeze(1)
+    actual = native.weighted_activation(hidden, torch.ones(len(gate)), name).squeeze(1).double()
+    x = gate.double()
+    exact = x * torch.sigmoid(x) if name == "swiglu" else x * torch.special.erfc(-x / 2**0.5) / 2
+    normal = exact.abs() > 2.0**-120
+    ulps = ((actual - exact).abs() / exact.abs())[normal] / 2.0**-24
+    limit = 4 if name == "swiglu" else 6 + x.square()[normal]
+    assert (ulps <= limit).all()
+    assert (actual - exact)[~normal].abs().max() <= 2.0**-120
+
+
+@has_compiler
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_so_and_in_its_row(name, dtype, value):
+    hidden, weights, grad = inputs(3, 37, name, dtype)
+    hidden[1, 5] = value
+    expected = expected_of(hidden, weights, grad, name)
+    active = native.weighted_activation(hidden, weights, name)
+    dhidden, dweights, _ = native.weighted_activation_backward(grad, hidden, weights, name)
+    for actual, other in zip((active, dhidden, dweights), expected, strict=True):
+        assert torch.equal(actual.isnan(), other.isnan())
+        assert torch.equal(actual.isinf(), other.isinf())
+        assert actual[[0, 2]].isfinite().all()
+
+
+@has_compiler
+@pytest.mark.parametrize("num_slots", [0, 1, 500])
+def test_slots_are_sorted_like_a_stable_sort(num_slots):
+    expert_N = torch.randint(0, 8, (num_slots,), generator=torch.Generator().manual_seed(1))
+    slot_N, row_N = native.sort_slots(expert_N, 7)
+    assert torch.equal(slot_N, expert_N.argsort(stable=True))
+    assert torch.equal(row_N[slot_N], torch.arange(num_slots))
+
+
+@has_compiler
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_dtypes_are_left_to_torch(dtype):
+    assert not native.takes(torch.zeros(1, dtype=dtype))
+    assert not native.takes(torch.zeros(1, device="meta"))
+    assert native.takes(torch.nn.Parameter(torch.zeros(1)))
+
+
+# Where the library comes from
+
+WITHOUT_OPTIMIZING = (
+    '#!/bin/sh\n[ "$1" = --version ] || echo compiled >>"$COMPILED"\nexec {compiler} "$@" -O0\n'
+)
+
+
+def library_in(folder: Path, **environ: str) -> subprocess.Popen[str]:
+    """Another process, which prints whether it has a library and why, and a result of the layer."""
+    code = """
+import torch
+from helpers.layers.tiny_moe import tiny_layer
+from moe_exp.layers import native
+loaded, why = native.library()
+print(loaded is not None, why)
+layer = tiny_layer(dtype=torch.float32, router={'dtype': 'fp32'})
+output, _ = layer(torch.ones(3, 6))
+output.sum().backward()
+print(float(output.detach().sum()))
+"""
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(folder)} | environ,
+    )  # fmt: skip
+
+
+def answer(process: subprocess.Popen[str]) -> tuple[bool, str, float, str]:
+    output, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors
+    first, total = output.splitlines()
+    loaded, _, why = first.partition(" ")
+    return loaded == "True", why, float(total), errors
+
+
+@pytest.fixture
+def compiler(tmp_path: Path) -> Path:
+    """A compiler that takes half a second and writes a line for each library."""
+    real = shutil.which("g++") or shutil.which("clang++")
+    if real is None:
+        pytest.skip("no C++ compiler")
+    path = tmp_path / "compiler"
+    path.write_text(WITHOUT_OPTIMIZING.format(compiler=real))
+    path.chmod(0o755)
+    return path
+
+
+def test_processes_compile_once_between_them_and_compute_the_same(tmp_path, compiler):
+    environ = {"CXX": str(compiler), "COMPILED": str(tmp_path / "compiled")}
+    answers = [answer(process) for process in [library_in(tmp_path / "cache", **environ) for _ in range(2)]]
+    assert [loaded for loaded, *_ in answers] == [True, True]
+    assert all(why.startswith("compiled by ") for _, why, *_ in answers)
+    assert [errors for *_, errors in answers] == ["", ""]
+    assert answers[0][2] == answers[1][2]
+    assert (tmp_path / "compiled").read_text() == "compiled\n"
+    assert {path.suffix for path in (tmp_path / "cache" / "moe-exp").iterdir()} <= {".so", ".lock"}
+
+
+BROKEN = {
+    "compiler fails": "echo no header >&2; exit 1",
+    "not a library": 'while [ "$1" != -o ]; do shift; done; echo text >"$2"',
+}
+
+
+@pytest.mark.parametrize("case", ["PATH is empty", "compiler fails", "not a library", "no folder"])
+def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case):
+    environ = {"CXX": str(compiler), "COMPILED": str(tmp_path / "compiled")}
+    broken = tmp_path / "broken"
+    environ |= {"CXX": "", "PATH": str(tmp_path)} if case == "PATH is empty" else {}
+    if case == "no folder":
+        (tmp_path / "cache").write_text("a file")
+    if case in BROKEN:
+        broken.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo broken 1 && exit\n{BROKEN[case]}\n')
+    if broken.exists():
+        broken.chmod(0o755)
+        environ["CXX"] = str(broken)
+    loaded, why, total, errors = answer(library_in(tmp_path / "cache", **environ))
+    assert not loaded
+    expected = {
+        "PATH is empty": "no C++ compiler: PATH has no g++, clang++, c++",
+        "compiler fails": f"{broken} fails with exit code 1: no header",
+        "not a library": "file too short",
+        "no folder": "Not a directory",
+    }[case]
+    assert expected in why
+    # Where a compiler is there it should have worked, so that is said, once.
+    assert errors.count("native.cpp is not used") == (case != "PATH is empty")
+    assert abs(
+        total - answer(library_in(tmp_path / "other", CXX=str(compiler), COMPILED=os.devnull))[2]
+    ) <= 1e-5 * abs(total)
+
+
+@has_compiler
+def test_the_name_of_the_library_depends_on_the_processor(monkeypatch):
+    """Machines with a common home folder do not run each other's instructions."""
+    names: list[str] = []
+    monkeypatch.setattr(native, "_compile", lambda compiler, path: names.append(path.name))
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    for flags in ("avx2", "avx512f"):
+        monkeypatch.setattr(native, "_cpu", lambda flags=flags: flags)
+        loaded, why = native.library.__wrapped__()
+        assert loaded is None and names[-1] in why
+    assert names[0] != names[1]
+
+
+@has_compiler
+def test_a_forked_child_computes_the_same():
+    hidden, weights, _ = inputs(5, 64, "swiglu", torch.float32)
+    expected = native.weighted_activation(hidden, weights, "swiglu")
+    if (child := os.fork()) == 0:
+        os._exit(0 if torch.equal(native.weighted_activation(hidden, weights, "swiglu"), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
