@@ -281,6 +281,11 @@ class ModelSettings(BaseModel):
         "implementation of router, token drops and row order; auto: Triton kernels on GPUs that run "
         "them; off: plain torch everywhere",
     )
+    moe_sm_margin: NonNegative = experts(
+        0,
+        "multiprocessors of the GPU that the expert GEMMs leave free for communication "
+        "(EXPERT_BACKEND=triton)",
+    )
     dispatcher: Annotated[str, one_of(DISPATCHERS, "auto")] = experts(
         "auto", "token dispatcher; local needs EP=1 and ETP=1, deepep its package and GPUs"
     )

@@ -13,13 +13,13 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels.choice import KernelFailure as KernelFailure
 from moe_exp.layers.kernels.choice import and_more, choose_routing, failure_of
-from moe_exp.layers.kernels.launch import missing
+from moe_exp.layers.kernels.launch import leave_free, missing, processors
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.moe_layer import needs_scores
@@ -39,12 +39,14 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         The parts with a wrong kernel, for `build_model` and `backends_of`, which then use none there.
 
     Raises:
-        ConfigError: on every rank, if a kernel requested by name is wrong on any.
+        ConfigError: on every rank, if a kernel requested by name is wrong on any, or MOE_SM_MARGIN leaves no
+            multiprocessor.
     """
     device = runtime.device
     parts = [part for part in parts_with_kernels(config, device) if can_check(device)]
     if not parts:
         return []
+    _leave_free(config, device)
     sizes = sizes_of(config)
     found = {
         part: [check.line(device) for check in check_kernels(part, sizes, device) if check.problem]
@@ -55,6 +57,21 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         for part, problems in zip(parts, _of_all_ranks(list(found.values()), runtime), strict=True)
         if problems
     ]
+
+
+def _leave_free(config: Config, device: torch.device) -> None:
+    margin, available = config.moe_sm_margin, processors(device)
+    if margin >= available:
+        rule = f"the device has {available} multiprocessors, and the GEMMs need one"
+        raise ConfigError([problem("moe_sm_margin", margin, rule, f"set at most {available - 1}")])
+    if margin:
+        logger.info(
+            "MOE_SM_MARGIN=%d: the expert GEMMs leave %d of %d multiprocessors free",
+            margin,
+            margin,
+            available,
+        )
+    leave_free(margin)
 
 
 def parts_with_kernels(config: Config, device: torch.device) -> list[str]:

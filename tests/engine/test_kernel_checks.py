@@ -134,3 +134,16 @@ def test_wrong_kernels_of_routing_are_reported_and_torch_runs(monkeypatch):
     assert kernel_checks.check_run(config, rank) == [
         KernelFailure("routing", ["slot_sort is wrong"], "torch")
     ]
+
+
+def test_a_margin_leaves_a_multiprocessor(monkeypatch):
+    """The interpreter has two."""
+    monkeypatch.setattr(launch, "_num_free_processors", 0)
+    monkeypatch.setattr(kernel_checks, "check_kernels", lambda *args: [])
+    rank: Any = type("Rank", (), {"device": torch.device("cpu")})
+    settings = {"preset": "cpu", "gpus_per_node": 1, "expert_backend": "triton"}
+    assert kernel_checks.check_run(load_config(settings | {"moe_sm_margin": 1}, {}), rank) == []
+    assert launch._num_free_processors == 1
+    line = r"MOE_SM_MARGIN=2: the device has 2 multiprocessors, and the GEMMs need one\. Fix: set at most 1\."
+    with pytest.raises(ConfigError, match=line):
+        kernel_checks.check_run(load_config(settings | {"moe_sm_margin": 2}, {}), rank)

@@ -364,21 +364,35 @@ def _has_tma(x: Tensor) -> bool:
     return (INTERPRETED or torch.cuda.get_device_capability(x.device) >= (9, 0)) and x.data_ptr() % 16 == 0
 
 
-def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1) -> int:
+_num_free_processors = 0  # per process, as all layers share the device
+
+
+def leave_free(num_processors: int) -> None:
+    """Sets how many multiprocessors the persistent grids of GEMMs leave free for others (MOE_SM_MARGIN)."""
+    global _num_free_processors
+    _num_free_processors = num_processors
+
+
+def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all: bool = False) -> int:
     """Programs of a persistent grid, in which each computes one tile after another.
 
     Args:
         x: on the device.
         num_tiles: upper limit; under the interpreter two, so that each program has several tiles.
         per_processor: programs that fit on a streaming multiprocessor together.
+        takes_all: also those that `leave_free` excludes, as sums depend on the number of programs.
     """
-    if not x.is_cuda:
-        return min(2, num_tiles)
-    return min(num_tiles, per_processor * _num_processors(x.device.index))
+    num_processors = max(1, processors(x.device) - (0 if takes_all else _num_free_processors))
+    return min(num_tiles, num_processors * (per_processor if x.is_cuda else 1))
+
+
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors of the device; under the interpreter two."""
+    return _num_processors(device.index) if device.type == "cuda" else 2
 
 
 @functools.cache
-def _num_processors(device: int) -> int:
+def _num_processors(device: int | None) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 

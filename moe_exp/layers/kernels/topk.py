@@ -413,9 +413,8 @@ def _topk_forward(
     if num_tokens == 0:
         return expert_TK, weights_TK, lse_T, sums.zero_(), counts.zero_()
     blocks = _blocks(num_experts)
-    programs = num_programs(
-        logits_TE, cdiv(num_tokens, blocks["BLOCK_T"]), per_processor=_PROGRAMS_PER_PROCESSOR
-    )
+    num_blocks = cdiv(num_tokens, blocks["BLOCK_T"])
+    programs = num_programs(logits_TE, num_blocks, per_processor=_PROGRAMS_PER_PROCESSOR, takes_all=True)
     partial_sums = sums.new_empty(programs, num_experts + 2)
     partial_counts = sums.new_empty(programs, 2, num_experts, dtype=torch.int32)
     _forward_kernel[(programs,)](

@@ -4,6 +4,7 @@ real shapes on a GPU.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
 from moe_exp.layers.kernels import grouped_matmul as down
 from moe_exp.layers.kernels import launch
 from moe_exp.layers.kernels import up_projection as up
+from moe_exp.layers.kernels.activation_grad import activation_grad
 
 LIMIT = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 1e-3}
 # A sum over K products in fp32, one after the other, is off by about 6e-8 times the root of K/2, and the real
@@ -293,3 +295,38 @@ def test_real_shapes(shape: tuple[int, int, int, int], skewed: bool, dtype: torc
     check_up(((x, w * dim**-0.5, offsets), kwargs), ends[-1], REAL_LIMIT)
     check_down(ends, ffn, dim, dtype, True, REAL_LIMIT)
     check_down(ends, 2 * ffn, dim, dtype, False, REAL_LIMIT)
+
+
+# Multiprocessors that are left free
+
+
+@pytest.mark.parametrize("margin", [0, 1, 4, 6])
+def test_every_tile_is_computed_with_the_same_bits_whatever_the_margin(
+    margin: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (x, w, offsets), options = up_case(ENDS["uneven"], 37, 70, "swiglu", True, torch.float32)
+    dy, weight2_LDF = random(21, 37, dtype=torch.float32), random(4, 37, 70, dtype=torch.float32)
+
+    def results() -> list[Tensor]:
+        hidden_RW, active_RF = up.up_projection(x, w, offsets, **options)
+        y_RD = down.grouped_matmul(active_RF, weight2_LDF.transpose(1, 2), offsets)
+        grads = activation_grad(dy, weight2_LDF, hidden_RW, offsets, **options)
+        return [rows[:70] for rows in (hidden_RW, active_RF, y_RD, *grads)]
+
+    expected = results()
+    monkeypatch.setattr(launch, "_num_free_processors", margin)
+    monkeypatch.setattr(launch, "processors", lambda device: 7)
+    for actual, of_all in zip(results(), expected, strict=True):
+        assert torch.equal(actual, of_all)
+
+
+def test_programs_of_a_persistent_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    x: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
+    monkeypatch.setattr(launch, "_num_processors", lambda device: 132)
+    monkeypatch.setattr(launch, "_num_free_processors", 0)
+    for margin, programs in ((0, 132), (16, 116), (131, 1), (200, 1)):
+        launch.leave_free(margin)
+        assert launch.num_programs(x, 10**6) == programs
+        assert launch.num_programs(x, 10**6, per_processor=2) == 2 * programs
+        assert launch.num_programs(x, 10**6, takes_all=True) == 132
+        assert launch.num_programs(x, 1) == 1
