@@ -36,7 +36,7 @@ def pretend(broken_rank: int | None) -> list[str]:
     """
     for place in ("moe_exp.engine.kernel_checks", "moe_exp.layers.spec", "moe_exp.engine.backends"):
         vars(__import__(place, fromlist=["choose_backend"]))["choose_backend"] = as_on_a_gpu
-    kernel = grouped_matmul._kernel.timed.fn
+    kernel = grouped_matmul._kernel.fn
     run = kernel.run
     if int(os.environ["RANK"]) == broken_rank:
         kernel.run = lambda *args, **kwargs: (run(*args, **kwargs), args[2].mul_(2))

@@ -10,10 +10,10 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,7 +26,7 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 try:
     import triton
     import triton.language
-    import triton.runtime.autotuner
+    import triton.runtime
     import triton.tools.tensor_descriptor
 except ImportError:  # `missing` reports it when the kernels are requested
     triton = None
@@ -81,36 +81,177 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=varying, repr=lambda _: name)
 
 
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class KernelConfig:
+    """One way to launch a kernel.
+
+    Args:
+        constants: of the kernel, with `num_warps` and `num_stages`; TMA=1 needs tensor descriptors.
+        set_blocks: see `tuned`.
+    """
+
+    constants: dict[str, int]
+    set_blocks: Callable[[dict[str, Any]], None] | None = None
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}: {value}" for name, value in self.constants.items())
+
+
 class Tuned:
     """A kernel with several configs: `kernel[grid](...)` takes the fastest.
+
+    The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
+    all tensors. A config that fails in any way, also after it was chosen (operands with another alignment),
+    is dropped with one warning, and another takes its place.
 
     With torch.use_deterministic_algorithms it takes the first: another start may measure another config as
     fastest, whose tiles sum in another order. Checked at every launch, as in torch, so also after timing.
 
     Args:
-        first: autotuner with only the first config, which times nothing.
-        timed: autotuner with all configs.
+        function: the kernel.
+        configs: see `tuned`.
+        key: names of arguments.
+        trial: see `tuned`.
     """
 
-    def __init__(self, first: Any, timed: Any):
-        self.first, self.timed = first, timed
+    def __init__(
+        self, function: Any, configs: Sequence[KernelConfig], key: Sequence[str], trial: str | None = None
+    ):
+        self.fn, self.configs, self._trial = function, list(configs), trial
+        self.name = function.fn.__module__.rpartition(".")[2]
+        self._of_key = [(name, function.arg_names.index(name)) for name in key]
+        self.choices: dict[Key, KernelConfig] = {}
+        self._dropped: list[KernelConfig] = []
+        self._warned: list[KernelConfig] = []
+        self._only: KernelConfig | None = None
 
-    def __getitem__(self, grid: Any) -> Any:
-        is_first = torch.are_deterministic_algorithms_enabled() and self.timed.only is None
-        return (self.first if is_first else self.timed)[grid]
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        return functools.partial(self.run, grid=grid, warmup=False)
 
-    def configs(self) -> list[Any]:
+    def candidates(self) -> list[KernelConfig]:
         """Configs that may run now."""
-        return self.timed.configs[:1] if torch.are_deterministic_algorithms_enabled() else self.timed.configs
+        return self.configs[:1] if torch.are_deterministic_algorithms_enabled() else self.configs
 
     @contextmanager
-    def only(self, config: Any) -> Iterator[None]:
+    def only(self, config: KernelConfig) -> Iterator[None]:
         """Inside, launches take this config; UnsuitedError if the operands do not suit it."""
-        self.timed.only = config
+        self._only = config
         try:
             yield
         finally:
-            self.timed.only = None
+            self._only = None
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Launches the fastest config, or the next one if that fails."""
+        if self._only is not None:
+            if not _suits(self._only, kwargs):
+                raise UnsuitedError(f"kernel {self.name}: config {self._only} is not for these operands")
+            return self._launch(self._only, args, kwargs)
+        if torch.are_deterministic_algorithms_enabled():
+            return self._launch(self.configs[0], args, kwargs)
+        key = self.key(args, kwargs)
+        while True:
+            config = self.choices.get(key) or self._choose(key, args, kwargs)
+            try:
+                return self._launch(config, args, kwargs)
+            except Exception as error:
+                if len(self.configs) == 1 or is_of_device(error):
+                    raise
+                self.drop(config, error)
+
+    def key(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
+        """What the choice depends on."""
+        given = len(args)
+        values = [args[place] if place < given else kwargs[name] for name, place in self._of_key]
+        return *values, *[x.dtype for x in args if isinstance(x, Tensor)]
+
+    def prepared(
+        self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Positional and keyword arguments of a launch with `config`."""
+        kwargs = kwargs | config.constants
+        if self._trial:
+            kwargs[self._trial] = is_trial
+        if kwargs.get("HAS_TMA"):
+            if config.constants["TMA"]:
+                assert config.set_blocks is not None
+                config.set_blocks({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs})
+            else:  # not encoded in vain, and a driver that cannot encode them fails no config without them
+                descriptor = triton.tools.tensor_descriptor.TensorDescriptor
+                args = [None if isinstance(x, descriptor) else x for x in args]
+        return args, kwargs
+
+    def suited(self, kwargs: dict[str, Any]) -> list[KernelConfig]:
+        """Configs that suit the operands and have not failed."""
+        return [x for x in self.configs if x not in self._dropped and _suits(x, kwargs)]
+
+    def drop(self, config: KernelConfig, error: Exception) -> None:
+        """Never uses the config again."""
+        self._dropped.append(config)
+        self.choices = {key: chosen for key, chosen in self.choices.items() if chosen is not config}
+        self._warn(config, error)
+
+    def _launch(
+        self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
+    ) -> Any:
+        args, kwargs = self.prepared(config, args, kwargs, is_trial=is_trial)
+        return self.fn.run(*args, **kwargs)
+
+    def _choose(self, key: Key, args: Sequence[Any], kwargs: dict[str, Any]) -> KernelConfig:
+        left = self.suited(kwargs) if len(self.configs) > 1 else self.configs
+        if not left:
+            raise self._no_config_error()
+        config = left[0] if len(left) == 1 else self._fastest(left, key, args, kwargs)
+        self.choices[key] = config
+        return config
+
+    def _fastest(
+        self, configs: Sequence[KernelConfig], key: Key, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> KernelConfig:
+        found: dict[KernelConfig, float] = {}
+        error: Exception | None = None
+        for config in configs:
+            try:
+                found[config] = milliseconds(
+                    functools.partial(self._launch, config, args, kwargs, is_trial=1)
+                )
+            except torch.OutOfMemoryError as full:
+                line = "kernel %s: the configs are not timed, as memory is full; takes config %s: %s"
+                logger.warning(line, self.name, configs[0], in_one_line(full))
+                return configs[0]
+            except Exception as caught:
+                if is_of_device(caught):
+                    raise
+                error = caught
+                self._warn(config, caught)
+        if not found:
+            raise self._no_config_error() from error
+        logger.debug("kernel %s, %s: %s", self.name, key, {str(config): ms for config, ms in found.items()})
+        return min(found, key=lambda config: found[config])
+
+    def _warn(self, config: KernelConfig, error: Exception) -> None:
+        if config not in self._warned:
+            self._warned.append(config)
+            logger.warning("kernel %s: config %s is not used: %s", self.name, config, in_one_line(error))
+
+    def _no_config_error(self) -> RuntimeError:
+        return RuntimeError(f"kernel {self.name}: none of its {len(self.configs)} configs runs")
+
+
+class UnsuitedError(ValueError):
+    """The config does not suit these operands, such as one with tensor descriptors if there are none."""
+
+
+def _suits(config: KernelConfig, kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("HAS_TMA")) or not config.constants.get("TMA")
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    """Median time of a launch on the device, by Triton's benchmark."""
+    return float(triton.runtime.driver.active.get_benchmarker()(run, quantiles=(0.5, 0.2, 0.8))[0])
 
 
 def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
@@ -124,137 +265,26 @@ def tuned(
     trial: str | None = None,
     set_blocks: Callable[[dict[str, Any]], None] | None = None,
 ) -> Callable[[Any], Any]:
-    """Decorator for an autotuner over `configs`; see Tuned and Autotuner.
+    """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
 
     Args:
         configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 needs tensor
-            descriptors; the argument HAS_TMA says whether there are. The first is used for deterministic
-            algorithms and the interpreter.
+            descriptors; the argument HAS_TMA, given by keyword, says whether there are. The first is used for
+            deterministic algorithms and the interpreter.
         key: kernel arguments; the configs are timed for each new set of their values.
         trial: argument of a kernel that accumulates into its output: 1 while configs are timed, when it must
             leave the output unchanged, else 0; not passed by the launch. Triton's own way is to copy the
             output, in the first backward pass of a run.
-        set_blocks: sets block shapes of descriptors; called with all arguments before each launch.
+        set_blocks: sets block shapes of descriptors; called with all arguments before each launch with TMA=1.
     """
 
     def decorate(function: Any) -> Any:
         if triton is None:
             return function
-        function, hooks = _counting_trials(function, trial) if trial else (function, {})
-        # As soon as there are two configs, Triton needs a driver.
         chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
-        first = triton.autotune(chosen[:1], key=[])(function)
-        return Tuned(first, Autotuner(function, chosen, key, **hooks))
+        return Tuned(function, chosen, key, trial)
 
     return decorate
-
-
-class UnsuitedError(ValueError):
-    """The config does not suit these operands, such as one with tensor descriptors if there are none."""
-
-
-class Autotuner(object if triton is None else triton.runtime.autotuner.Autotuner):  # type: ignore[misc]
-    """Triton's autotuner, except that a config that fails in any way is skipped, with one warning.
-
-    Triton's own skips configs that need too much shared memory or registers; any other error of compiling, of
-    a tensor descriptor or of the launch would end the run. A config that fails after it was chosen (operands
-    with another alignment) is dropped, too, and the others are timed again.
-
-    Args:
-        key: see `tuned`.
-        pre_hook, post_hook: Triton's, called before and after each timed launch.
-    """
-
-    def __init__(
-        self,
-        function: Any,
-        configs: Sequence[Any],
-        key: Sequence[str],
-        *,
-        pre_hook: Any = None,
-        post_hook: Any = None,
-    ):
-        self._error: Exception | None = None  # of the config that is timed
-
-        def after_trial(args: dict[str, Any], exception: Exception | None) -> None:
-            self._error = exception or self._error
-            if post_hook is not None:
-                post_hook(args, exception)
-
-        options = {
-            "pre_hook": pre_hook,
-            "post_hook": after_trial,
-            "prune_configs_by": {"early_config_prune": _suited},
-        }
-        super().__init__(function, function.arg_names, list(configs), list(key), None, None, **options)
-        self._dropped: list[Any] = []
-        self._warned: list[Any] = []
-        self._num_left = 0
-        self.only: Any = None  # see Tuned.only
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Launches the fastest config, or the next one if that fails."""
-        if self.only is not None:
-            return self._run_only(self.only, *args, **kwargs)
-        while True:
-            self.best_config = None
-            try:
-                return super().run(*args, **kwargs)
-            except Exception as error:
-                # Without a config it was not a launch; a single config has no alternative.
-                if self.best_config is None or len(self.configs) == 1 or is_of_device(error):
-                    raise
-                self.drop(self.best_config, error)
-                self.cache = {
-                    key: config for key, config in self.cache.items() if config not in self._dropped
-                }
-
-    def _run_only(self, config: Any, *args: Any, **kwargs: Any) -> Any:
-        named = dict(zip(self.arg_names, args, strict=False)) | kwargs
-        if not _suited([config], named):
-            raise UnsuitedError(f"{self._name()}: config {config} is not for these operands")
-        if config.pre_hook is not None:
-            config.pre_hook(named | config.all_kwargs())
-        return self.fn.run(*args, **kwargs, **config.all_kwargs())
-
-    def drop(self, config: Any, error: Exception) -> None:
-        """Never uses the config again."""
-        self._dropped.append(config)
-        self._warn(config, error)
-
-    def prune_configs(self, kwargs: dict[str, Any]) -> list[Any]:
-        """Configs that suit the operands and have not failed in a launch."""
-        left = [config for config in super().prune_configs(kwargs) if config not in self._dropped]
-        self._num_left = len(left)
-        if not left:
-            raise self._no_config_error()
-        return left
-
-    def _bench(self, *args: Any, config: Any, **meta: Any) -> Any:
-        self._error = None
-        try:
-            timings = super()._bench(*args, config=config, **meta)
-        except Exception as error:
-            if is_of_device(error):
-                raise
-            self._error, timings = error, [math.inf] * 3
-        if self._error is not None:
-            self._warn(config, self._error)
-            self._num_left -= 1
-            if self._num_left == 0:
-                raise self._no_config_error() from self._error
-        return timings
-
-    def _warn(self, config: Any, error: Exception) -> None:
-        if config not in self._warned:
-            self._warned.append(config)
-            logger.warning("%s: config %s is not used: %s", self._name(), config, in_one_line(error))
-
-    def _no_config_error(self) -> RuntimeError:
-        return RuntimeError(f"{self._name()}: none of its {len(self.configs)} configs runs")
-
-    def _name(self) -> str:
-        return f"kernel {self.base_fn.__module__.rpartition('.')[2]}"
 
 
 def in_one_line(error: BaseException) -> str:
@@ -276,41 +306,19 @@ def is_of_device(error: Exception) -> bool:
     return False
 
 
-def _counting_trials(function: Any, trial: str) -> tuple[Any, dict[str, Callable[..., None]]]:
-    """The kernel with its argument `trial` supplied, and the autotuner's hooks around every timed launch."""
-    is_trial = 0
-
-    def begin(args: dict[str, Any], reset_only: bool = False) -> None:
-        nonlocal is_trial
-        is_trial = int(not reset_only)
-
-    def end(args: dict[str, Any], exception: Exception | None) -> None:
-        nonlocal is_trial
-        is_trial = 0
-
-    return triton.heuristics({trial: lambda args: is_trial})(function), {"pre_hook": begin, "post_hook": end}
-
-
-def make_config(config: dict[str, int], set_blocks: Callable[[dict[str, Any]], None] | None = None) -> Any:
-    """triton.Config of constants with `num_warps` and `num_stages`; small tiles if interpreted."""
-    constants = {name: value for name, value in config.items() if not name.startswith("num_")}
+def make_config(
+    config: dict[str, int], set_blocks: Callable[[dict[str, Any]], None] | None = None
+) -> KernelConfig:
+    """A config of `tuned`; small tiles if interpreted."""
     if INTERPRETED:
-        constants = {
+        config = {
             name: min(value, _INTERPRETED_TILE) if name.startswith("BLOCK_") else value
-            for name, value in constants.items()
+            for name, value in config.items()
         }
-    return triton.Config(
-        constants, num_warps=config["num_warps"], num_stages=config["num_stages"], pre_hook=set_blocks
-    )
+    return KernelConfig(config, set_blocks)
 
 
 _INTERPRETED_TILE = 32  # so that small shapes have several tiles
-
-
-def _suited(configs: list[Any], named_args: dict[str, Any], **others: Any) -> list[Any]:
-    if not (named_args | others).get("HAS_TMA"):
-        configs = [config for config in configs if not config.kwargs.get("TMA")]
-    return configs
 
 
 def rows_class(num_rows: int, num_groups: int = 1) -> int:
@@ -361,7 +369,12 @@ def _fits_tma(x: Tensor) -> bool:
 
 
 def _has_tma(x: Tensor) -> bool:
-    return (INTERPRETED or torch.cuda.get_device_capability(x.device) >= (9, 0)) and x.data_ptr() % 16 == 0
+    return (INTERPRETED or _capability(x.device.index) >= (9, 0)) and x.data_ptr() % 16 == 0
+
+
+@functools.cache
+def _capability(device: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 _num_free_processors = 0  # per process, as all layers share the device

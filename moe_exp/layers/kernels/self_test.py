@@ -171,10 +171,10 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
         name = str(case.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
         return KernelCheck(case.kernel, name, case.shape, len(errors), error, problem)
 
-    for config in [None] if tuned is None else tuned.configs():
+    for config in [None] if tuned is None else tuned.candidates():
         at = "" if config is None else f"config {config}: "
         try:
-            with nullcontext() if tuned is None else tuned.only(config):
+            with nullcontext() if tuned is None or config is None else tuned.only(config):
                 errors.append(_error(case.run(), expected))
         except UnsuitedError:
             continue
@@ -191,7 +191,7 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
         return found(math.inf, ("" if config is None else f"config {config}: ") + in_one_line(first))
     for config, caught in failed:
         assert tuned is not None
-        tuned.timed.drop(config, caught)
+        tuned.drop(config, caught)
     return found(max(errors, key=_nan_last), problem)
 
 

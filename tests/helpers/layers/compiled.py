@@ -114,35 +114,27 @@ def _prepare() -> None:
 def _compile(launch: Callable[[], Any], capability: int, config: int) -> list[Compiled]:
     found: list[Compiled] = []
     for name, kernel, args, kwargs in _launches(launch, capability):
-        kernel, constants = _with_config(kernel, args, kwargs, config)
-        binary = kernel.run(*args, grid=(1,), warmup=True, **{**kwargs, **constants})
+        kernel, constants, args, kwargs = _with_config(kernel, args, kwargs, config)
+        binary = kernel.run(*args, grid=(1,), warmup=True, **kwargs)
         found.append(_described(name, constants, binary))
     return found
 
 
-def _with_config(kernel: Any, args: Any, kwargs: Any, config: int) -> tuple[Any, dict[str, Any]]:
-    """The kernel without its autotuner, and the constants of the config."""
-    configs = _configs(kernel, args, kwargs)
+def _with_config(kernel: Any, args: Any, kwargs: Any, config: int) -> tuple[Any, dict[str, int], Any, Any]:
+    """The kernel without its configs, the constants of one of them, and the arguments of a launch with it."""
+    configs = _configs(kernel, kwargs)
     if not configs:
-        return kernel, {}
+        return kernel, {}, args, kwargs
     chosen = configs[min(config, len(configs) - 1)]
-    constants = chosen.all_kwargs()
-    if chosen.pre_hook:
-        chosen.pre_hook({**dict(zip(kernel.arg_names, args, strict=False)), **kwargs, **constants})
-    return kernel.fn, constants
+    return kernel.fn, chosen.constants, *kernel.prepared(chosen, args, kwargs)
 
 
 def _specialize(launch: Callable[[], Any], capability: int) -> list[tuple[str, str]]:
-    from triton.runtime.autotuner import Heuristics
-
     found: list[tuple[str, str]] = []
     for name, kernel, args, kwargs in _launches(launch, capability):
-        kernel, constants = _with_config(kernel, args, kwargs, 0)
-        if isinstance(kernel, Heuristics):
-            constants |= {argument: value({}) for argument, value in kernel.values.items()}
-            kernel = kernel.fn
+        kernel, _, args, kwargs = _with_config(kernel, args, kwargs, 0)
         *_, binder = kernel.device_caches[capability]
-        found.append((name, str(binder(*args, **kwargs, **constants)[1])))
+        found.append((name, str(binder(*args, **kwargs)[1])))
     return found
 
 
@@ -151,18 +143,12 @@ def _current_devices(launch: Callable[[], Any], capability: int) -> list[tuple[s
 
 
 def _count_configs(launch: Callable[[], Any], capability: int) -> int:
-    return max(
-        len(_configs(kernel, args, kwargs)) or 1 for _, kernel, args, kwargs in _launches(launch, capability)
-    )
+    return max(len(_configs(kernel, kwargs)) or 1 for _, kernel, _, kwargs in _launches(launch, capability))
 
 
-def _configs(kernel: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Those that the autotuner would time."""
-    if not hasattr(kernel, "configs"):
-        return []
-    return kernel.early_config_prune(
-        kernel.configs, dict(zip(kernel.arg_names, args, strict=False)), **kwargs
-    )
+def _configs(kernel: Any, kwargs: Any) -> list[Any]:
+    """Those that would be timed."""
+    return kernel.suited(kwargs) if hasattr(kernel, "suited") else []
 
 
 def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any]]:
@@ -172,7 +158,6 @@ def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any
 def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any, int]]:
     from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensorMode
-    from triton.runtime.autotuner import Autotuner
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
@@ -191,7 +176,7 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
 
     def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         del grid, warmup
-        name = getattr(kernel, "base_fn", kernel).__module__.rpartition(".")[2]
+        name = kernel.fn.__module__.rpartition(".")[2]
         mocks = [_mock(arg) for arg in args], {key: _mock(arg) for key, arg in kwargs.items()}
         started.append((name, kernel, *mocks, current[-1]))
 
@@ -199,7 +184,7 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
     with (
         FakeTensorMode(),
         _replaced(fake_tensor, "init_gpu_context", lambda device: None),  # it would need the GPU
-        _replaced(Autotuner, "run", record),
+        _replaced(package.Tuned, "run", record),
         _replaced(JITFunction, "run", record),
     ):
         launch()

@@ -27,7 +27,8 @@ needs_descriptors = pytest.mark.skipif(
 def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     """Has the kernel of a module take its first config with tensor descriptors."""
     config = next(config for config in module.CONFIGS if config["TMA"])
-    monkeypatch.setattr(module._kernel.timed, "configs", [launch.make_config(config, module._set_blocks)])
+    monkeypatch.setattr(module._kernel, "configs", [launch.make_config(config, module._set_blocks)])
+    monkeypatch.setattr(module._kernel, "choices", {})
 
 
 def at_real_size(*values: object) -> object:

@@ -29,7 +29,7 @@ ROUTER = {"num_experts": 8, "score": "sigmoid", "normalize": True, "expert_bias"
 
 def broken(monkeypatch, kernel, spoil):
     """`kernel` spoils what it has written; `spoil` gets the arguments of the launch."""
-    function = kernel.timed.fn if isinstance(kernel, launch.Tuned) else kernel
+    function = kernel.fn if isinstance(kernel, launch.Tuned) else kernel
     run = function.run
     monkeypatch.setattr(function, "run", lambda *args, **kwargs: (run(*args, **kwargs), spoil(*args)))
 
@@ -113,12 +113,12 @@ def test_an_exception_is_named(monkeypatch):
 def test_every_config_is_compared_and_one_that_cannot_run_is_dropped(monkeypatch, caplog):
     """With descriptors or without; wrong numbers of any of them are a problem of the kernel."""
     half = replace(SMALL, dtype=torch.float16)
-    timed, run = grouped_matmul._kernel.timed, grouped_matmul._kernel.timed.fn.run
+    kernel, run = grouped_matmul._kernel, grouped_matmul._kernel.fn.run
     configs = [launch.make_config(c, grouped_matmul._set_blocks) for c in grouped_matmul.CONFIGS]
-    monkeypatch.setattr(timed, "configs", configs)
-    monkeypatch.setattr(timed, "_dropped", [])
-    monkeypatch.setattr(timed, "_warned", [])
-    monkeypatch.setattr(timed, "cache", {})
+    monkeypatch.setattr(kernel, "configs", configs)
+    monkeypatch.setattr(kernel, "_dropped", [])
+    monkeypatch.setattr(kernel, "_warned", [])
+    monkeypatch.setattr(kernel, "choices", {})
     forward, backward = (
         check for check in check_kernels("experts", half, CPU) if check.kernel == "grouped_matmul"
     )
@@ -129,9 +129,9 @@ def test_every_config_is_compared_and_one_that_cannot_run_is_dropped(monkeypatch
             raise RuntimeError("no descriptor")
         run(*args, **kwargs)
 
-    monkeypatch.setattr(timed.fn, "run", launched)
+    monkeypatch.setattr(kernel.fn, "run", launched)
     assert failed(sizes=half) == []
-    assert {config.kwargs["TMA"] for config in timed._dropped} == {1}
+    assert {config.constants["TMA"] for config in kernel._dropped} == {1}
     assert len(caplog.records) == 3 and "is not used: RuntimeError: no descriptor" in caplog.text
 
     def wrong(*args, **kwargs):
@@ -139,7 +139,7 @@ def test_every_config_is_compared_and_one_that_cannot_run_is_dropped(monkeypatch
         if kwargs["num_stages"] == 3 and not kwargs["TMA"]:
             args[2].zero_()
 
-    monkeypatch.setattr(timed.fn, "run", wrong)
+    monkeypatch.setattr(kernel.fn, "run", wrong)
     forward, backward = failed(sizes=half)
     assert (
         "TMA: 0" in forward.problem

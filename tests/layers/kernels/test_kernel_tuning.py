@@ -1,6 +1,4 @@
-"""How the fastest config is found and who takes it: Triton's own autotuner over interpreted kernels, with
-times that the test makes up.
-"""
+"""How the fastest config is found and who takes it: interpreted kernels with times that the test makes up."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ import torch
 from helpers.layers.backward_cases import drawn, error, offsets_of, poisoned
 
 pytest.importorskip("triton")
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moe_exp.layers.kernels import (
     activation_grad,
@@ -37,12 +36,12 @@ class Stopwatch:
         self.num_timed = 0
         self.launched: list[dict[str, int]] = []
 
-    def __call__(self, run_once, quantiles):
+    def __call__(self, run_once):
         for _ in range(2):
             run_once()
             self.after_trial()
         self.num_timed += 1
-        return [1 / self.num_timed] * len(quantiles)
+        return 1 / self.num_timed
 
     def after_trial(self) -> None:
         pass
@@ -53,18 +52,17 @@ def stopwatch(monkeypatch):
     """A function that gives the kernel of a module all of its configs and a stopwatch."""
 
     def attach(module: ModuleType) -> Stopwatch:
-        watch, autotuner = Stopwatch(), module._kernel.timed
+        watch, kernel = Stopwatch(), module._kernel
         set_blocks = getattr(module, "_set_blocks", None)
         monkeypatch.setattr(
-            autotuner, "configs", [launch.make_config(config, set_blocks) for config in module.CONFIGS]
+            kernel, "configs", [launch.make_config(config, set_blocks) for config in module.CONFIGS]
         )
-        monkeypatch.setattr(autotuner, "cache", {})
-        monkeypatch.setattr(autotuner, "_dropped", [], raising=False)
-        monkeypatch.setattr(autotuner, "_warned", [], raising=False)
-        monkeypatch.setitem(vars(autotuner), "do_bench", watch)
-        run = autotuner.fn.run
+        for name, empty in (("choices", {}), ("_dropped", []), ("_warned", [])):
+            monkeypatch.setattr(kernel, name, empty)
+        monkeypatch.setattr(launch, "milliseconds", watch)
+        run = kernel.fn.run
         monkeypatch.setattr(
-            autotuner.fn, "run", lambda *args, **kwargs: (watch.launched.append(kwargs), run(*args, **kwargs))
+            kernel.fn, "run", lambda *args, **kwargs: (watch.launched.append(kwargs), run(*args, **kwargs))
         )
         return watch
 
@@ -123,7 +121,7 @@ def test_few_rows_do_not_choose_for_many(stopwatch):
 
 @pytest.mark.parametrize("module", TUNED)
 def test_every_kernel_knows_how_many_rows_there_are(module):
-    assert "rows_class" in module._kernel.timed.keys
+    assert "rows_class" in dict(module._kernel._of_key)
 
 
 def test_classes_of_rows():
@@ -148,16 +146,16 @@ def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
     assert error(y_RO, expected) < 1e-3
 
 
-def failing(monkeypatch, watch, autotuner, is_failing, error):
+def failing(monkeypatch, kernel, is_failing, error):
     """The launches of some configs fail, as ptxas, a descriptor or the driver has them fail."""
-    run = autotuner.fn.run
+    run = kernel.fn.run
 
     def launched(*args, **kwargs):
         if is_failing(kwargs):
             raise error
         return run(*args, **kwargs)
 
-    monkeypatch.setattr(autotuner.fn, "run", launched)
+    monkeypatch.setattr(kernel.fn, "run", launched)
 
 
 def product():
@@ -178,7 +176,7 @@ ERRORS = [
 def test_a_config_that_fails_is_not_used_and_named_once(stopwatch, monkeypatch, caplog, failure):
     """All with descriptors: those without are left."""
     watch, (operands, expected) = stopwatch(grouped_matmul), product()
-    failing(monkeypatch, watch, grouped_matmul._kernel.timed, lambda kwargs: kwargs["TMA"], failure)
+    failing(monkeypatch, grouped_matmul._kernel, lambda kwargs: kwargs["TMA"], failure)
     for _ in range(2):
         y_RO = grouped_matmul.grouped_matmul(*operands)
         assert error(y_RO, expected) < 1e-3
@@ -199,7 +197,7 @@ def test_one_of_the_configs_with_descriptors_fails(stopwatch, monkeypatch, caplo
     """The fastest of the others is one with descriptors, too."""
     watch, (operands, _) = stopwatch(grouped_matmul), product()
     fails = lambda kwargs: kwargs["TMA"] and kwargs["num_warps"] == 4  # noqa: E731
-    failing(monkeypatch, watch, grouped_matmul._kernel.timed, fails, RuntimeError("ptxas"))
+    failing(monkeypatch, grouped_matmul._kernel, fails, RuntimeError("ptxas"))
     grouped_matmul.grouped_matmul(*operands)
     assert watch.launched[-1]["TMA"] == 1 and watch.launched[-1]["num_warps"] != 4
     assert len(caplog.records) == 1
@@ -214,22 +212,54 @@ def test_a_config_that_fails_after_it_was_chosen(stopwatch, monkeypatch, caplog)
     def fails(kwargs):
         return kwargs["TMA"] and (kwargs["num_stages"], kwargs["num_warps"]) == chosen
 
-    failing(monkeypatch, watch, grouped_matmul._kernel.timed, fails, RuntimeError("illegal alignment"))
+    failing(monkeypatch, grouped_matmul._kernel, fails, RuntimeError("illegal alignment"))
     y_RO = grouped_matmul.grouped_matmul(*operands)
     assert error(y_RO, expected) < 1e-3
     assert not fails(watch.launched[-1])
     assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
+def test_descriptors_that_cannot_be_encoded_fail_no_config_without_them(stopwatch, monkeypatch, caplog):
+    """The driver encodes every descriptor of a launch, used or not."""
+    watch, (operands, expected) = stopwatch(grouped_matmul), product()
+    run = grouped_matmul._kernel.fn.run
+
+    def launched(*args, **kwargs):
+        if any(isinstance(x, TensorDescriptor) for x in args):
+            raise RuntimeError("Triton Error [CUDA]: Failed to create tensor map")
+        return run(*args, **kwargs)
+
+    monkeypatch.setattr(grouped_matmul._kernel.fn, "run", launched)
+    assert error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
+    assert watch.launched[-1]["TMA"] == 0
+    assert len(caplog.records) == sum(config["TMA"] for config in grouped_matmul.CONFIGS)
+
+
+def test_full_memory_ends_the_timing_and_not_the_run(stopwatch, monkeypatch, caplog):
+    """Triton's benchmark needs a buffer."""
+    watch, (operands, expected) = stopwatch(grouped_matmul), product()
+
+    def full(run):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(launch, "milliseconds", full)
+    for _ in range(2):
+        assert error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
+    assert [launched["num_warps"] for launched in watch.launched] == [warps(grouped_matmul)[0]] * 2
+    (record,) = caplog.records
+    line = "kernel grouped_matmul: the configs are not timed, as memory is full; takes config BLOCK_M: 32"
+    assert record.getMessage().startswith(line)
+
+
 def test_no_config_runs(stopwatch, monkeypatch):
     """The last error is the cause; a full memory is nobody's fault but its own."""
-    watch, (operands, _) = stopwatch(grouped_matmul), product()
-    timed = grouped_matmul._kernel.timed
-    failing(monkeypatch, watch, timed, lambda kwargs: True, RuntimeError("the driver says no"))
+    stopwatch(grouped_matmul)
+    (operands, _), kernel = product(), grouped_matmul._kernel
+    failing(monkeypatch, kernel, lambda kwargs: True, RuntimeError("the driver says no"))
     with pytest.raises(RuntimeError, match="kernel grouped_matmul: none of its 7 configs runs") as raised:
         grouped_matmul.grouped_matmul(*operands)
     assert str(raised.value.__cause__) == "the driver says no"
-    failing(monkeypatch, watch, timed, lambda kwargs: True, torch.OutOfMemoryError("full"))
+    failing(monkeypatch, kernel, lambda kwargs: True, torch.OutOfMemoryError("full"))
     with pytest.raises(torch.OutOfMemoryError):
         grouped_matmul.grouped_matmul(*operands)
 
@@ -249,7 +279,7 @@ def test_an_activation_with_a_gate_does_not_choose_for_one_without(stopwatch, mo
                 drawn(9, width, dtype=torch.float32, seed=3),
             )
             activation_grad.activation_grad(x_RD, weight2_LDF, hidden_RW, offsets_L1, activation=activation)
-    assert len(module._kernel.timed.cache) == 2
+    assert len(module._kernel.choices) == 2
     assert watch.num_timed >= 2 * sum(not config.get("TMA") for config in module.CONFIGS)
 
 
