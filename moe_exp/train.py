@@ -49,7 +49,7 @@ from moe_exp.engine import faults, runtime
 from moe_exp.engine.averaged_weights import averaged_weights, update_average
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.finite_steps import skip_steps_not_finite
-from moe_exp.engine.kernel_checks import KernelFailure, check_run
+from moe_exp.engine.kernel_checks import KernelFailure, check_run, tune_run
 from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import (
     BatchSchedule,
@@ -226,6 +226,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     # Model and optimizer. Megatron's GPTModel gets our MoELayer as its mlp: engine/model.py ->
     # layers/spec.py -> layers/megatron/moe_parts.py -> layers/moe_layer.py.
     kernel_failures = check_run(config, rank)
+    tune_run(config, rank, kernel_failures)
     model = build_model(config, rank, kernel_failures)
     optimizer = build_optimizer(config, model)
     trained = Trained(model, optimizer, build_scheduler(config, optimizer))

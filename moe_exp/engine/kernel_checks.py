@@ -1,4 +1,4 @@
-"""Self-test of the Triton kernels that a run will use, with its sizes, on every rank before training.
+"""Self-test and tuning of the Triton kernels that a run will use, with its sizes, before training.
 
 All ranks decide the same. If a kernel is wrong on any, EXPERT_BACKEND=auto and ROUTING_KERNELS=auto continue
 without Triton's kernels there; kernels requested by name end the start.
@@ -7,7 +7,8 @@ without Triton's kernels there; kernels requested by name end the start.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -15,12 +16,21 @@ import torch.distributed as dist
 
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config
-from moe_exp.engine.runtime import Runtime
+from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.kernels.choice import KernelFailure as KernelFailure
 from moe_exp.layers.kernels.choice import and_more, choose_routing, failure_of
-from moe_exp.layers.kernels.launch import leave_free, missing, processors
-from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels
+from moe_exp.layers.kernels.launch import (
+    TUNED,
+    Key,
+    choices,
+    in_one_line,
+    leave_free,
+    missing,
+    processors,
+    take_choices,
+)
+from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
@@ -57,6 +67,35 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
         for part, problems in zip(parts, _of_all_ranks(list(found.values()), runtime), strict=True)
         if problems
     ]
+
+
+def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]) -> None:
+    """Times the kernels' configs on rank 0, for every class of rows; all ranks take its choices.
+
+    With several ranks nothing is timed later, so that none waits for another. Called by every rank after
+    `check_run`, whose result is `failures`.
+    """
+    failed = {failure.part for failure in failures}
+    parts = [part for part in parts_with_kernels(config, runtime.device) if part not in failed]
+    if not parts or not can_check(runtime.device):
+        return
+    found = from_first_rank(lambda: _timed(parts, sizes_of(config), runtime.device))
+    if runtime.world_size > 1:
+        take_choices(found)
+
+
+def _timed(parts: Sequence[str], sizes: Sizes, device: torch.device) -> dict[str, dict[Key, int]]:
+    start = time.monotonic()
+    for kernel in TUNED.values():
+        kernel.is_decided = False
+    if any(len(kernel.candidates()) > 1 for kernel in TUNED.values()):
+        try:
+            for case in timing_cases(parts, sizes, device):
+                case.run()
+        except torch.OutOfMemoryError as error:
+            logger.warning("some kernels are not tuned, as memory is full: %s", in_one_line(error))
+        logger.info("kernels tuned in %.1f s", time.monotonic() - start)
+    return choices()
 
 
 def _leave_free(config: Config, device: torch.device) -> None:
@@ -113,12 +152,18 @@ def sizes_of(config: Config) -> Sizes:
         ffn_size=config.expert_ffn_size // config.etp,
         num_experts=config.num_experts // config.ep,
         topk=config.topk,
+        num_rows=_num_tokens(config) * config.topk * config.etp,
         activation=config.activation,
         gathers=config.ep == config.etp == 1 and config.dispatcher in ("auto", "local"),
         adds=bool(settings.gradient_accumulation_fusion),
         vocab_size=config.padded_vocab_size // config.tp,
         router=router,
     )
+
+
+def _num_tokens(config: Config) -> int:
+    """Tokens of a micro-batch that a rank routes."""
+    return config.mbsz * config.seq_len // config.cp // config.tp
 
 
 def _of_all_ranks(found: list[list[str]], runtime: Runtime) -> list[list[str]]:

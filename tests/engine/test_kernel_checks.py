@@ -13,16 +13,26 @@ pytest.importorskip("triton")
 
 from helpers.checkpoint.small_job import build_small, records, small_settings, write_tokens
 from helpers.ranks import RankError, free_port, run_on_ranks
+from moe_exp import train
 from moe_exp.config import ConfigError, load_config
 from moe_exp.engine import kernel_checks, runtime
 from moe_exp.layers.experts import grouped_gemm
 from moe_exp.layers.experts.experts import Experts
-from moe_exp.layers.kernels import grouped_matmul, launch
+from moe_exp.layers.kernels import (
+    activation_grad,
+    combine,
+    grouped_matmul,
+    launch,
+    self_test,
+    up_projection,
+    weight_grad,
+)
 from moe_exp.layers.kernels.choice import KernelFailure
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 
 CHOOSE = grouped_gemm.choose_backend
+TUNED = [activation_grad, combine, grouped_matmul, up_projection, weight_grad]
 
 
 def as_on_a_gpu(name: str, **options: Any) -> tuple[str, str]:
@@ -58,12 +68,40 @@ def built(settings: dict[str, Any], broken_rank: int | None, port: int) -> tuple
 
 
 def trained(settings: dict[str, Any], port: int) -> None:
-    from moe_exp import train
-
     pretend(0)
+    train_whole(settings, port)
+
+
+def train_whole(settings: dict[str, Any], port: int) -> None:
     os.environ["MASTER_PORT"] = str(port)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
     assert train.main(flags) == 0
+
+
+def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:
+    """On a rank: the choices and the number of timed configs when training begins and at the end, and all
+    warnings. On rank 0 every config is faster than the one before, on others slower.
+    """
+    warnings, num_timed, begin, states = pretend(None), 0, train.train, []
+    faster = -1 if os.environ["RANK"] == "0" else 1
+
+    def stopwatch(run: Any) -> float:
+        nonlocal num_timed
+        num_timed += 1
+        return faster * num_timed
+
+    def note(*args: Any) -> Any:
+        states.append((num_timed, launch.choices()))
+        return begin(*args)
+
+    for module in TUNED:
+        blocks = getattr(module, "_set_blocks", None)
+        module._kernel.configs = [launch.make_config(config, blocks) for config in module.CONFIGS]
+    launch.milliseconds, train.train = stopwatch, note
+    kernel_checks.check_kernels = lambda *args: []  # takes a minute for all configs
+    self_test.ROWS_OF_CLASSES = ()
+    train_whole(settings, port)
+    return {"begin": states[0], "end": (num_timed, launch.choices()), "warnings": warnings}
 
 
 @pytest.fixture
@@ -109,6 +147,37 @@ def test_ranks_change_together(settings, broken_rank):
         assert backends == {"loop"}
         assert len(warnings) == 2
         assert all(f"(rank {broken_rank}, " in warning for warning in warnings)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_all_ranks_take_what_is_fastest_on_the_first_and_time_nothing_in_training(settings, ep):
+    """Also in evaluation, where the hidden activation is not kept."""
+    two = settings | {"gpus_per_node": 2, "ep": ep, "eval_interval": 1, "eval_iters": 1, "split": "90,10"}
+    first, second = run_on_ranks(2, tuned, two, free_port(), join=False)
+    assert first["begin"] == first["end"] and second["begin"] == second["end"]
+    assert first["warnings"] == second["warnings"] == []
+    num_timed, choices = first["begin"]
+    assert num_timed > 0 and second["begin"] == (0, choices)
+    # One expert GEMM forward and one backward; for fp32 there are no descriptors.
+    num_keys = {name: len(found) for name, found in choices.items()}
+    assert num_keys == {
+        "up_projection": 2, "grouped_matmul": 2, "activation_grad": 1, "weight_grad": 2, "combine": 2 - ep
+    }  # fmt: skip
+    for module in TUNED:
+        last = max(i for i, config in enumerate(module.CONFIGS) if not config.get("TMA"))
+        assert set(choices[module._kernel.name].values()) <= {last}
+
+
+def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
+    def full(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(kernel_checks, "timing_cases", full)
+    monkeypatch.setattr(combine._kernel, "configs", combine._kernel.configs * 2)
+    sizes = self_test.Sizes(torch.float32, 8, 8, 2)
+    assert kernel_checks._timed(["experts"], sizes, torch.device("cpu")) == launch.choices()
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    assert record.getMessage().startswith("some kernels are not tuned, as memory is full: OutOfMemoryError")
 
 
 def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):

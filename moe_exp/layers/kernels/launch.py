@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -105,7 +106,8 @@ class Tuned:
 
     The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
     all tensors. A config that fails in any way, also after it was chosen (operands with another alignment),
-    is dropped with one warning, and another takes its place.
+    is dropped with one warning, and another takes its place. After `take_choices` nothing is timed, as the
+    other ranks would wait: a new key takes the config of the most similar one.
 
     With torch.use_deterministic_algorithms it takes the first: another start may measure another config as
     fastest, whose tiles sum in another order. Checked at every launch, as in torch, so also after timing.
@@ -124,6 +126,7 @@ class Tuned:
         self.name = function.fn.__module__.rpartition(".")[2]
         self._of_key = [(name, function.arg_names.index(name)) for name in key]
         self.choices: dict[Key, KernelConfig] = {}
+        self.is_decided = False
         self._dropped: list[KernelConfig] = []
         self._warned: list[KernelConfig] = []
         self._only: KernelConfig | None = None
@@ -188,6 +191,11 @@ class Tuned:
         """Configs that suit the operands and have not failed."""
         return [x for x in self.configs if x not in self._dropped and _suits(x, kwargs)]
 
+    def take(self, choices: dict[Key, KernelConfig]) -> None:
+        """See `take_choices`; without configs that have failed here."""
+        self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
+        self.is_decided = True
+
     def drop(self, config: KernelConfig, error: Exception) -> None:
         """Never uses the config again."""
         self._dropped.append(config)
@@ -204,9 +212,27 @@ class Tuned:
         left = self.suited(kwargs) if len(self.configs) > 1 else self.configs
         if not left:
             raise self._no_config_error()
-        config = left[0] if len(left) == 1 else self._fastest(left, key, args, kwargs)
+        if len(left) == 1:
+            config = left[0]
+        elif self.is_decided:
+            config = self._of_most_similar(left, key)
+        else:
+            config = self._fastest(left, key, args, kwargs)
         self.choices[key] = config
         return config
+
+    def _of_most_similar(self, configs: Sequence[KernelConfig], key: Key) -> KernelConfig:
+        """Choice for the key that agrees with this one in most places; the first config if there is none."""
+        known = [other for other, config in self.choices.items() if config in configs]
+        similar = max(known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
+        config = configs[0] if similar is None else self.choices[similar]
+        line = "kernel %s: not timed at the start for %s, takes config %s"
+        logger.warning(line, self.name, self._in_words(key), config)
+        return config
+
+    def _in_words(self, key: Key) -> str:
+        of_key = ", ".join(f"{name}={value}" for (name, _), value in zip(self._of_key, key, strict=False))
+        return f"{of_key}, {' '.join(str(x).removeprefix('torch.') for x in key[len(self._of_key) :])}"
 
     def _fastest(
         self, configs: Sequence[KernelConfig], key: Key, args: Sequence[Any], kwargs: dict[str, Any]
@@ -229,7 +255,8 @@ class Tuned:
                 self._warn(config, caught)
         if not found:
             raise self._no_config_error() from error
-        logger.debug("kernel %s, %s: %s", self.name, key, {str(config): ms for config, ms in found.items()})
+        times = {str(config): round(ms, 4) for config, ms in found.items()}
+        logger.debug("kernel %s, %s, milliseconds: %s", self.name, self._in_words(key), times)
         return min(found, key=lambda config: found[config])
 
     def _warn(self, config: KernelConfig, error: Exception) -> None:
@@ -239,6 +266,23 @@ class Tuned:
 
     def _no_config_error(self) -> RuntimeError:
         return RuntimeError(f"kernel {self.name}: none of its {len(self.configs)} configs runs")
+
+
+TUNED: dict[str, Tuned] = {}  # all that `tuned` has made, by name
+
+
+def choices() -> dict[str, dict[Key, int]]:
+    """Number of the config that every kernel takes, by name and key."""
+    return {
+        name: {key: kernel.configs.index(config) for key, config in kernel.choices.items()}
+        for name, kernel in TUNED.items()
+    }
+
+
+def take_choices(found: dict[str, dict[Key, int]]) -> None:
+    """Replaces the choices of this process by those of another; nothing is timed afterwards."""
+    for name, kernel in TUNED.items():
+        kernel.take({key: kernel.configs[number] for key, number in found.get(name, {}).items()})
 
 
 class UnsuitedError(ValueError):
@@ -282,7 +326,9 @@ def tuned(
         if triton is None:
             return function
         chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
-        return Tuned(function, chosen, key, trial)
+        kernel = Tuned(function, chosen, key, trial)
+        TUNED[kernel.name] = kernel
+        return kernel
 
     return decorate
 

@@ -1,7 +1,8 @@
 """Compares kernels with their plain-torch twins before training. Shape suffixes in `moe_exp.layers`.
 
 Kernels are called as in training, with the model's widths but few rows, experts without rows and others with
-more than a tile, in all configs that the autotuner may choose. Does not use torch's global random state.
+more than a tile, in all configs that may be chosen; for tuning, with as many rows as in training. Does not
+use torch's global random state.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from moe_exp.layers.kernels.launch import (
     in_one_line,
     is_of_device,
     missing,
+    rows_class,
     runs_kernel,
     triton_version,
 )
@@ -47,6 +49,7 @@ LIMITS = {torch.bfloat16: 3e-2, torch.float16: 8e-3, torch.float32: 1e-4}
 _LIMIT_TF32 = 5e-3
 
 _ROWS = (37, 0, 3, 130, 1, 64)  # of the experts in turn
+ROWS_OF_CLASSES = (32, 256, 1024)  # of every expert, for timing
 _MOST_WEIGHT_BYTES = 2**30  # of the experts' matrices; with more there are fewer experts
 _INTERPRETED_WIDTH = 48  # an interpreted kernel takes about a second for a model's
 _INTERPRETED_EXPERTS = 3
@@ -62,6 +65,7 @@ class Sizes:
         ffn_size: F on this rank.
         num_experts: L on this rank.
         topk: K.
+        num_rows: of a micro-batch, if all experts have the same number.
         activation: a key of activations.ACTIVATIONS.
         gathers: kernels take rows from the tokens themselves, as if all experts are on the rank.
         adds: gradients are added to main_grad.
@@ -74,6 +78,7 @@ class Sizes:
     ffn_size: int
     num_experts: int
     topk: int = 2
+    num_rows: int = 0
     activation: str = "swiglu"
     gathers: bool = True
     adds: bool = False
@@ -253,11 +258,42 @@ class _Draw:
         return torch.randint(high, shape, generator=self.generator, device=self.device)
 
 
-def _expert_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
-    """Cases of `experts.fused`, forward and backward."""
+def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> Iterator[_Case]:
+    """Kernels with several configs as the run calls them, for each class of rows per expert.
+
+    Args:
+        parts: `experts`, `routing` or both.
+        sizes: of the model.
+    """
+    expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
+    for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
+        tokens_L = [rows_of_expert] * sizes.num_experts
+        if "experts" in parts:
+            yield from _with_choice(_expert_cases(sizes, device, tokens_L))
+        if "routing" in parts and not (sizes.gathers and "experts" in parts):
+            yield from _with_choice(_combine_cases(sizes, device, sum(tokens_L)))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _with_choice(cases: Iterator[_Case]) -> Iterator[_Case]:
+    return (case for case in cases if case.tuned is not None and len(case.tuned.candidates()) > 1)
+
+
+def _combine_cases(sizes: Sizes, device: torch.device, num_rows: int) -> Iterator[_Case]:
+    draw, num_tokens = _Draw(device), cdiv(num_rows, sizes.topk)
+    y_RD = draw.normal(num_rows, sizes.hidden_size, dtype=sizes.dtype)
+    row_TK = draw.integers(num_rows + 1, num_tokens, sizes.topk).int()
+    yield _case(combine, sizes.dtype, f"{num_rows} rows of {sizes.hidden_size}", y_RD, row_TK)
+
+
+def _expert_cases(
+    sizes: Sizes, device: torch.device, tokens_L: Sequence[int] | None = None
+) -> Iterator[_Case]:
+    """Cases of `experts.fused`, forward and backward; `tokens_L`: rows of each expert."""
     draw, dtype, hidden, ffn = _Draw(device), sizes.dtype, sizes.hidden_size, sizes.ffn_size
     num_experts, activation = sizes.num_experts, sizes.activation
-    tokens_L = [_ROWS[expert % len(_ROWS)] for expert in range(num_experts)]
+    tokens_L = tokens_L or [_ROWS[expert % len(_ROWS)] for expert in range(num_experts)]
     num_rows = sum(tokens_L)
     num_tokens = cdiv(num_rows, sizes.topk)
     width = ffn * (2 if ACTIVATIONS[activation][1] else 1)
@@ -277,10 +313,12 @@ def _expert_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
         return _case(module, dtype, shape + what, *args, **options)
 
     yield case(up_projection, x, weight1_LWD, offsets_L1, **gathering)
+    options: dict[str, Any] = {"keeps_hidden": False, "what": ", forward only"}
+    yield case(up_projection, x, weight1_LWD, offsets_L1, **gathering, **options)
     yield case(grouped_matmul, active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
     yield case(activation_grad, dy, weight2_LDF, hidden_RW, offsets_L1, **gathering)
     for a, b, index in ((dy, active_RF, "a_index_R"), (hidden_RW, x, "b_index_R")):
-        options: dict[str, Any] = {index: token_R, "what": ""}
+        options = {index: token_R, "what": ""}
         if sizes.adds:
             options["out"] = draw.normal(num_experts, a.size(1), b.size(1), dtype=torch.float32)
             options["what"] = ", added to main_grad"
@@ -290,7 +328,7 @@ def _expert_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
         expert_TK = draw.integers(num_experts, num_tokens, sizes.topk)
         kept_TK = draw.integers(4, num_tokens, sizes.topk) > 0
         yield case(slot_sort, expert_TK, num_experts, kept_TK)
-        yield case(combine, active_RF, draw.integers(num_rows + 1, num_tokens, sizes.topk).int())
+        yield from _combine_cases(sizes, device, num_rows)
 
 
 def _case(module: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:

@@ -16,6 +16,7 @@ from moe_exp.layers.kernels import (
     grouped_matmul,
     launch,
     rows,
+    self_test,
     slot_sort,
     weight_grad,
 )
@@ -57,6 +58,21 @@ def test_right_kernels_pass(dtype, activation, gathers):
 def test_right_kernels_of_other_parts_pass(part):
     sizes = Sizes(torch.bfloat16, 40, 24, 4, vocab_size=100, router=ROUTER)
     assert failed(part, sizes) == []
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "rows_of_experts"), [(0, [1, 256, 1024]), (800, [32, 100, 1024]), (5601, [32, 256, 701])]
+)
+def test_kernels_are_timed_in_every_class_of_rows_and_with_the_rows_of_the_run(
+    monkeypatch, num_rows, rows_of_experts
+):
+    found = []
+    monkeypatch.setattr(
+        self_test, "_expert_cases", lambda sizes, device, tokens_L: iter(found.append(tokens_L) or ())
+    )
+    sizes = Sizes(torch.float32, 8, 8, 8, num_rows=num_rows)
+    assert list(self_test.timing_cases(["experts", "routing"], sizes, CPU)) == []
+    assert found == [[rows] * 8 for rows in rows_of_experts]
 
 
 def test_a_wrong_row_is_enough(monkeypatch):

@@ -82,9 +82,9 @@ def warps(module: ModuleType) -> list[int]:
     return [config["num_warps"] for config in module.CONFIGS]
 
 
-def combined(num_tokens: int) -> torch.Tensor:
+def combined(num_tokens: int, width: int = 8) -> torch.Tensor:
     row_TK = torch.arange(2 * num_tokens, dtype=torch.int32).view(-1, 2)
-    return combine.combine(torch.ones(2 * num_tokens, 8), row_TK)
+    return combine.combine(torch.ones(2 * num_tokens, width), row_TK)
 
 
 def test_the_fastest_is_taken_and_timed_once(stopwatch):
@@ -281,6 +281,48 @@ def test_an_activation_with_a_gate_does_not_choose_for_one_without(stopwatch, mo
             activation_grad.activation_grad(x_RD, weight2_LDF, hidden_RW, offsets_L1, activation=activation)
     assert len(module._kernel.choices) == 2
     assert watch.num_timed >= 2 * sum(not config.get("TMA") for config in module.CONFIGS)
+
+
+# What another rank has found
+
+
+def test_nothing_is_timed_after_the_choices_of_another_rank_are_taken(stopwatch, monkeypatch, caplog):
+    watch, kernel = stopwatch(combine), combine._kernel
+    for name, other in launch.TUNED.items():
+        if name != "combine":
+            monkeypatch.setattr(other, "choices", {})
+        monkeypatch.setattr(other, "is_decided", False)
+    for num_tokens in (3, 100):
+        combined(num_tokens)
+    (of_3, of_100), num_timed = kernel.choices, watch.num_timed
+    launch.take_choices({"combine": {of_3: 1, of_100: 2}})
+    for num_tokens, number in ((3, 1), (100, 2)):
+        combined(num_tokens)
+        assert watch.launched[-1]["num_warps"] == warps(combine)[number]
+    assert launch.choices()["combine"] == {of_3: 1, of_100: 2}
+    assert not caplog.records
+    # A third class of rows, and another width with few rows, each twice.
+    for num_tokens, width, number in ((600, 8, 1), (600, 8, 1), (3, 16, 1), (100, 16, 2), (100, 16, 2)):
+        combined(num_tokens, width)
+        assert watch.launched[-1]["num_warps"] == warps(combine)[number]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    line = "kernel combine: not timed at the start for rows_class=2, WIDTH=8, TOPK=2, float32 int32 int32"
+    assert caplog.records[0].getMessage().startswith(line)
+    launch.take_choices({})
+    combined(3)
+    assert watch.launched[-1]["num_warps"] == warps(combine)[0]
+    assert watch.num_timed == num_timed
+
+
+def test_a_config_that_has_failed_here_is_not_taken_from_another_rank(stopwatch, monkeypatch, caplog):
+    watch, (operands, expected), kernel = stopwatch(grouped_matmul), product(), grouped_matmul._kernel
+    monkeypatch.setattr(kernel, "is_decided", False)
+    grouped_matmul.grouped_matmul(*operands)
+    (key,), num_timed = kernel.choices, watch.num_timed
+    kernel.drop(kernel.configs[4], RuntimeError("no descriptors here"))
+    kernel.take({key: kernel.configs[4]})
+    assert error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
+    assert watch.launched[-1]["TMA"] == 0 and watch.num_timed == num_timed
 
 
 # Gradients that are added to main_grad
