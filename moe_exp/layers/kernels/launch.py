@@ -8,17 +8,22 @@ interprets kernels on CPU tensors, slowly, and they are used there, too.
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
+import json
 import logging
 import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from moe_exp.host.files import read_json, write_json
 
 # Triton 3.9's default (a * b + c as one instruction). It warns if unset because 3.10 changes it; our numbers
 # must not change with it. Process-wide, so it also applies to kernels of torch.compile.
@@ -237,6 +242,10 @@ class Tuned:
     def _fastest(
         self, configs: Sequence[KernelConfig], key: Key, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> KernelConfig:
+        file = self._file(key)
+        stored = None if file is None else _read(file)
+        if known := next((config for config in configs if str(config) == stored), None):
+            return known
         found: dict[KernelConfig, float] = {}
         error: Exception | None = None
         for config in configs:
@@ -257,7 +266,27 @@ class Tuned:
             raise self._no_config_error() from error
         times = {str(config): round(ms, 4) for config, ms in found.items()}
         logger.debug("kernel %s, %s, milliseconds: %s", self.name, self._in_words(key), times)
-        return min(found, key=lambda config: found[config])
+        fastest = min(found, key=lambda config: found[config])
+        if file is not None:
+            _write(file, {"kernel": self.name, "operands": self._in_words(key), "config": str(fastest)})
+        return fastest
+
+    def _file(self, key: Key) -> Path | None:
+        """Keeps the choice for other processes; its name changes with all that the choice depends on."""
+        on = device_facts()
+        if not on:
+            return None
+        configs = [str(config) for config in self.configs]
+        facts = [
+            self.fn.cache_key,
+            triton.__version__,
+            *on,
+            _num_free_processors,
+            self._in_words(key),
+            configs,
+        ]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        return Path(triton.knobs.cache.dir, "moe_exp", f"{self.name}-{digest[:32]}.json")
 
     def _warn(self, config: KernelConfig, error: Exception) -> None:
         if config not in self._warned:
@@ -283,6 +312,30 @@ def take_choices(found: dict[str, dict[Key, int]]) -> None:
     """Replaces the choices of this process by those of another; nothing is timed afterwards."""
     for name, kernel in TUNED.items():
         kernel.take({key: kernel.configs[number] for key, number in found.get(name, {}).items()})
+
+
+def device_facts() -> tuple[str, ...]:
+    """Name of the current device and version of its driver; empty without one."""
+    if not torch.cuda.is_available():
+        return ()
+    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
+    return torch.cuda.get_device_name(), str(driver)
+
+
+def _read(file: Path) -> str | None:
+    """The config in a file of choices; None if there is none, or the file is damaged."""
+    try:
+        return str(read_json(file)["config"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _write(file: Path, choice: dict[str, str]) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_json(file, choice)
+    except OSError as error:
+        logger.debug("%s is not written: %s", file, in_one_line(error))
 
 
 class UnsuitedError(ValueError):

@@ -283,6 +283,76 @@ def test_an_activation_with_a_gate_does_not_choose_for_one_without(stopwatch, mo
     assert watch.num_timed >= 2 * sum(not config.get("TMA") for config in module.CONFIGS)
 
 
+# What another process has found
+
+
+@pytest.fixture
+def stored(monkeypatch, tmp_path):
+    """As on a GPU: choices are kept in files."""
+    monkeypatch.setattr(launch, "device_facts", lambda: ("H200", "12080"))
+    monkeypatch.setattr(combine._kernel.fn, "cache_key", "source", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_later_process_times_nothing(stopwatch, tmp_path):
+    watch = stopwatch(combine)
+    for num_tokens in (3, 100):
+        combined(num_tokens)
+    chosen, num_timed = dict(combine._kernel.choices), 2 * len(combine.CONFIGS)
+    assert watch.num_timed == num_timed
+    assert len(list(tmp_path.glob("cache/moe_exp/combine-*.json"))) == 2
+    combine._kernel.choices.clear()
+    for num_tokens in (100, 3):
+        combined(num_tokens)
+        assert watch.launched[-1]["num_warps"] == warps(combine)[-1]
+    assert combine._kernel.choices == chosen and watch.num_timed == num_timed
+
+
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(launch, "device_facts", lambda: ("H100", "12080")),
+        lambda patch: patch.setattr(launch, "device_facts", lambda: ("H200", "13000")),
+        lambda patch: patch.setattr(combine._kernel.fn, "cache_key", "other source"),
+        lambda patch: patch.setattr(launch.triton, "__version__", "9.9"),
+        lambda patch: patch.setattr(launch, "_num_free_processors", 16),
+        lambda patch: patch.setattr(combine._kernel, "configs", combine._kernel.configs[1:]),
+    ],
+)
+def test_a_choice_counts_only_where_it_was_made(stopwatch, monkeypatch, change):
+    watch = stopwatch(combine)
+    combined(3)
+    before = watch.num_timed
+    combine._kernel.choices.clear()
+    change(monkeypatch)
+    combined(3)
+    assert watch.num_timed == before + len(combine._kernel.configs)
+
+
+@pytest.mark.usefixtures("stored")
+@pytest.mark.parametrize("damage", ["", "{", "[]", "{}", '{"config": "BLOCK_D: 7"}', "\udcff"])
+def test_a_damaged_file_is_written_anew(stopwatch, tmp_path, damage):
+    watch = stopwatch(combine)
+    combined(3)
+    (file,) = tmp_path.glob("cache/moe_exp/*")
+    text = file.read_text()
+    file.write_bytes(damage.encode(errors="surrogateescape"))
+    combine._kernel.choices.clear()
+    combined(3)
+    assert watch.num_timed == 2 * len(combine.CONFIGS) and file.read_text() == text
+
+
+@pytest.mark.usefixtures("stored")
+def test_a_folder_that_cannot_be_written_to_changes_nothing(stopwatch, tmp_path, caplog):
+    (tmp_path / "cache").write_text("not a folder")
+    watch = stopwatch(combine)
+    combined(3)
+    assert watch.num_timed == len(combine.CONFIGS) and not caplog.records
+    assert watch.launched[-1]["num_warps"] == warps(combine)[-1]
+
+
 # What another rank has found
 
 
