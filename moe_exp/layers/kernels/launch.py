@@ -246,6 +246,10 @@ class Tuned:
         stored = None if file is None else _read(file)
         if known := next((config for config in configs if str(config) == stored), None):
             return known
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            operands, rule = self._in_words(key), "the configs cannot be timed while a CUDA graph is captured"
+            fix = "call it once with operands of these sizes before the capture"
+            raise RuntimeError(f"kernel {self.name}: {operands}: {rule}. Fix: {fix}.")
         found: dict[KernelConfig, float] = {}
         error: Exception | None = None
         for config in configs:

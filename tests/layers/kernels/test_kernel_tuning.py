@@ -251,6 +251,25 @@ def test_full_memory_ends_the_timing_and_not_the_run(stopwatch, monkeypatch, cap
     assert record.getMessage().startswith(line)
 
 
+def test_a_new_key_during_a_capture_is_an_error_in_words(stopwatch, monkeypatch):
+    """One that is known is launched."""
+    watch = stopwatch(combine)
+    combined(3)
+    num_timed = watch.num_timed
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(launch, "device_facts", lambda: ())
+    combined(5)
+    with pytest.raises(RuntimeError, match="kernel combine: ") as raised:
+        combined(100)
+    assert str(raised.value) == (
+        "kernel combine: rows_class=1, WIDTH=8, TOPK=2, float32 int32 int32 float32: the configs cannot be"
+        " timed while a CUDA graph is captured. Fix: call it once with operands of these sizes before the"
+        " capture."
+    )
+    assert watch.num_timed == num_timed
+
+
 def test_no_config_runs(stopwatch, monkeypatch):
     """The last error is the cause; a full memory is nobody's fault but its own."""
     stopwatch(grouped_matmul)
