@@ -171,7 +171,7 @@ class Tuned:
                 self.drop(config, error)
 
     def key(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
-        """What the choice depends on."""
+        """Values of the key's arguments, and the dtypes of all tensors."""
         given = len(args)
         values = [args[place] if place < given else kwargs[name] for name, place in self._of_key]
         return *values, *[x.dtype for x in args if isinstance(x, Tensor)]
