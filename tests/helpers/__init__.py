@@ -25,7 +25,8 @@ Models, data and run folders:
                           file_limit (a disk that is full for this process)
     hf/                   tiny_models of transformers, hf_checkpoint (their weights here), logits_on_ranks
     layers/               tiny_moe, references (formulas and loops to compare with), layout_job,
-                          megatron_pair, attention_pair; for kernels: backward_cases, compiled, kernel_device
+                          megatron_pair, attention_pair; for kernels: backward_cases, compiled, ceilings,
+                          kernel_launches, kernel_device
 
 Documentation:
     docs/                 commands (of the Markdown pages, parsed), links (which lead nowhere)

@@ -39,7 +39,6 @@ from moe_exp.layers.kernels.tiles import (
     row_tile,
     row_tile_ends,
 )
-from moe_exp.layers.kernels.weight_grad import gathered
 
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(
@@ -142,12 +141,14 @@ def _kernel(
         expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK_M)
         rows, first = row + tl.arange(0, BLOCK_M), tile_n * BLOCK_N
         is_row, columns = rows < row_end, first + tl.arange(0, BLOCK_N)
-        dy_rows, has_dy = rows, is_row
+        # Rows past the end and padding read another row, so that the loop has no mask for them.
+        source = tl.minimum(rows, row_end - 1)
         if tokens is not None:
-            dy_rows = tl.load(tokens + rows, mask=is_row, other=num_tokens)
-            has_dy = dy_rows < num_tokens
+            source = tl.load(tokens + source)
+            is_token = source < num_tokens
+            source = tl.minimum(source, num_tokens - 1)
         depths = tl.arange(0, DEPTH)
-        dy_block = dy + dy_rows.to(tl.int64)[:, None] * stride_dy + depths[None, :]
+        dy_block = dy + source.to(tl.int64)[:, None] * stride_dy + depths[None, :]
         w_block = (
             w + expert.to(tl.int64) * stride_wl + depths[:, None] * stride_wd + columns[None, :] * stride_wf
         )
@@ -156,9 +157,9 @@ def _kernel(
             if TMA and dy_tma is not None:
                 a = dy_tma.load([row, start])
             elif EVEN_K:
-                a = tl.load(dy_block, mask=has_dy[:, None], other=0.0)
+                a = tl.load(dy_block)
             else:
-                a = tl.load(dy_block, mask=has_dy[:, None] & (depths < depth - start)[None, :], other=0.0)
+                a = tl.load(dy_block, mask=(depths < depth - start)[None, :], other=0.0)
             if TMA:
                 b = w_tma.load([expert, start, first]).reshape(DEPTH, BLOCK_N)
             elif EVEN_K and EVEN_N:
@@ -170,6 +171,8 @@ def _kernel(
             dactive = dot(a, b, dactive, PRECISION, INTERPRET)
             dy_block += DEPTH
             w_block += DEPTH * stride_wd
+        if tokens is not None:
+            dactive = tl.where(is_token[:, None], dactive, 0.0)
         rows64 = rows.to(tl.int64)
         hidden_rows, dhidden_rows, weighted_rows = (
             hidden + rows64 * stride_hidden,
@@ -204,6 +207,11 @@ def _kernel(
                 GATED,
                 CHUNK,
             )
+
+
+def gathered(x: Tensor, index_R: Tensor) -> Tensor:
+    """x[index] in plain torch; an index of len(x) gives zeros."""
+    return torch.cat([x, x.new_zeros(1, x.size(1))]).index_select(0, index_R)
 
 
 def activation_grad_torch(
@@ -294,6 +302,8 @@ def activation_grad(
     partials_CR = hidden_RW.new_empty(cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
     if num_rows == 0:
         return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)
+    if dy.size(0) == 0:  # every row is padding and reads row 0
+        dy = dy.new_zeros(1, depth)
     offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
     dy, hidden_RW = last_contiguous(dy), last_contiguous(hidden_RW)
 

@@ -290,7 +290,8 @@ class Tuned:
             configs,
         ]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        return Path(triton.knobs.cache.dir, "moe_exp", f"{self.name}-{digest[:32]}.json")
+        folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
+        return Path(folder, "moe_exp", f"{self.name}-{digest[:32]}.json")
 
     def _warn(self, config: KernelConfig, error: Exception) -> None:
         if config not in self._warned:
@@ -418,9 +419,13 @@ def make_config(
             name: min(value, _INTERPRETED_TILE) if name.startswith("BLOCK_") else value
             for name, value in config.items()
         }
-    return KernelConfig(config, set_blocks)
+    # PROGRAMS on a processor share its registers; Triton may need more than their part without a limit.
+    num_registers = _REGISTERS // (32 * config["num_warps"] * config.get("PROGRAMS", 1))
+    limit = {"maxnreg": num_registers} if num_registers < _MOST_REGISTERS else {}
+    return KernelConfig(config | limit, set_blocks)
 
 
+_REGISTERS, _MOST_REGISTERS = 2**16, 255  # of a multiprocessor, and of a thread
 _INTERPRETED_TILE = 32  # so that small shapes have several tiles
 
 

@@ -318,7 +318,9 @@ def _expert_cases(
     yield case(grouped_matmul, active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
     yield case(activation_grad, dy, weight2_LDF, hidden_RW, offsets_L1, **gathering)
     for a, b, index in ((dy, active_RF, "a_index_R"), (hidden_RW, x, "b_index_R")):
-        options = {index: token_R, "what": ""}
+        # Without padding, which no expert gets where the tokens are gathered.
+        row_R = None if token_R is None else token_R.clamp(max=num_tokens - 1)
+        options = {index: row_R, "what": ""}
         if sizes.adds:
             options["out"] = draw.normal(num_experts, a.size(1), b.size(1), dtype=torch.float32)
             options["what"] = ", added to main_grad"

@@ -41,6 +41,7 @@ CONFIGS = configs(
     (64, 128, 64, 8, 2, 0, 4, 3),
     (128, 256, 64, 8, 1, 1, 8, 4),
     (128, 128, 64, 8, 1, 1, 8, 4),
+    (128, 128, 64, 8, 2, 1, 8, 3),
     (128, 128, 64, 8, 2, 1, 4, 3),
 )
 # Columns of the product that the epilogue takes at a time.

@@ -41,25 +41,30 @@ CONFIGS = configs(
     (128, 128, 64, 8, 1, 8, 3),
 )
 
-# Every program compares all pairs of experts; for 256 there are not enough registers.
-_MOST_ORDERED = 128
+# Experts of which `_order_kernel` compares all pairs at a time.
+_BLOCK_E = 64
 
 
 @jit
-def _expert_of_place(place, offsets, num_experts, BLOCK_E: tl.constexpr, ORDERED: tl.constexpr):
-    """The expert at this place when sorted by rows, most first; ties by lower number."""
-    if ORDERED:
-        mine = tl.arange(0, BLOCK_E)
-        is_mine = mine < num_experts
-        rows = tl.load(offsets + mine + 1, mask=is_mine, other=0) - tl.load(
-            offsets + mine, mask=is_mine, other=1
-        )
-        is_before = (rows[None, :] > rows[:, None]) | (
-            (rows[None, :] == rows[:, None]) & (mine[None, :] < mine[:, None])
-        )
-        places = tl.sum(is_before.to(tl.int32), 1)
-        place = tl.sum(tl.where(places == place, mine, 0), 0)
-    return place
+def _num_rows(experts, offsets, num_experts):
+    """Rows of each expert; -1 past the last one."""
+    is_expert = experts < num_experts
+    end = tl.load(offsets + experts + 1, mask=is_expert, other=0)
+    return end - tl.load(offsets + experts, mask=is_expert, other=1)
+
+
+@jit
+def _order_kernel(offsets, order, num_experts, BLOCK: tl.constexpr):
+    """Sorts the experts by rows, most first; ties by lower number. Each program places BLOCK of them."""
+    mine = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    my_rows = _num_rows(mine, offsets, num_experts)[:, None]
+    places = tl.zeros((BLOCK,), dtype=tl.int32)
+    for first in range(0, num_experts, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        rows = _num_rows(others, offsets, num_experts)[None, :]
+        is_before = (rows > my_rows) | ((rows == my_rows) & (others[None, :] < mine[:, None]))
+        places += tl.sum(is_before.to(tl.int32), 1)
+    tl.store(order + places, mine, mask=mine < num_experts)
 
 
 def _set_blocks(args: dict[str, Any]) -> None:
@@ -77,11 +82,11 @@ def _set_blocks(args: dict[str, Any]) -> None:
 )
 @jit
 def _kernel(
-    a, b, dw, a_index, b_index, a_tma, b_tma, offsets, num_experts, rows_of_a, rows_of_b, rows_class,
-    stride_a, stride_b, stride_dl, stride_dm, is_trial, num_m: tl.constexpr, num_n: tl.constexpr,
-    ADDS: tl.constexpr, HAS_TMA: tl.constexpr, ORDERED: tl.constexpr, BLOCK_E: tl.constexpr,
-    PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, TMA: tl.constexpr,
+    a, b, dw, a_index, b_index, a_tma, b_tma, offsets, order, num_experts, rows_class, stride_dl, stride_dm,
+    is_trial, num_m: tl.constexpr, num_n: tl.constexpr, STRIDE_A: tl.constexpr, STRIDE_B: tl.constexpr,
+    ADDS: tl.constexpr, HAS_TMA: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    TMA: tl.constexpr,
 ):  # fmt: skip
     CHUNK: tl.constexpr = 64 if ADDS and BLOCK_N > 64 else BLOCK_N
     DEPTH: tl.constexpr = BLOCK_K * 16 // a.dtype.element_ty.primitive_bitwidth
@@ -89,40 +94,38 @@ def _kernel(
     EVEN_N: tl.constexpr = num_n % BLOCK_N == 0
     tiles_m, tiles_n = tl.cdiv(num_m, BLOCK_M), tl.cdiv(num_n, BLOCK_N)
     place, tile = tl.program_id(0) // (tiles_m * tiles_n), tl.program_id(0) % (tiles_m * tiles_n)
-    expert = _expert_of_place(place, offsets, num_experts, BLOCK_E, ORDERED)
+    expert = tl.load(order + place)
     first, end = tl.load(offsets + expert), tl.load(offsets + expert + 1)
     if ADDS and first == end:
         return
     tile_m, tile_n = in_groups(tile, tiles_m, tiles_n, GROUP_M)
     m, n = tile_m * BLOCK_M + tl.arange(0, BLOCK_M), tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    # Looks up the rows of the next step one step ahead: a load that depends on another would start later. The
-    # block of `a` is loaded as the product takes it, [M, DEPTH]: if transposed, Ampere's is not pipelined.
-    rows = first + tl.arange(0, DEPTH)
-    a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
-    if TMA:
-        # Whole steps, without masks but for gathered rows; the rest is the only step of the next loop.
-        rest = first + (end - first) // DEPTH * DEPTH
-        for start in range(first, rest, DEPTH):
-            a_now, b_now = a_rows, b_rows
-            rows += DEPTH
-            a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
-            if a_tma is None:
-                x = _load(a, a_now[None, :], m[:, None], stride_a, rows_of_a, num_m, EVEN_M)
-            else:
-                x = tl.trans(a_tma.load([start, tile_m * BLOCK_M]))
-            if b_tma is None:
-                y = _load(b, b_now[:, None], n[None, :], stride_b, rows_of_b, num_n, EVEN_N)
-            else:
-                y = b_tma.load([start, tile_n * BLOCK_N])
-            total = dot(x, y, total, PRECISION, INTERPRET)
-        first = rest
-    for _ in tl.range(first, end, DEPTH, num_stages=1 if TMA else None):
+    steps = tl.arange(0, DEPTH)
+    # Whole steps have no masks. Rows are looked up one step ahead (the last step looks up its own again): a
+    # load that depends on another would start later. The block of `a` is loaded as the product takes it,
+    # [M, DEPTH]: if transposed, Ampere's is not pipelined.
+    whole = first + (end - first) // DEPTH * DEPTH
+    rows, is_row = first + steps, first + steps < whole
+    a_rows, b_rows = _rows_of(a_index, rows, is_row), _rows_of(b_index, rows, is_row)
+    for start in range(first, whole, DEPTH):
         a_now, b_now = a_rows, b_rows
-        rows += DEPTH
-        a_rows, b_rows = _rows_of(a_index, rows, end, rows_of_a), _rows_of(b_index, rows, end, rows_of_b)
-        x = _load(a, a_now[None, :], m[:, None], stride_a, rows_of_a, num_m, EVEN_M)
-        y = _load(b, b_now[:, None], n[None, :], stride_b, rows_of_b, num_n, EVEN_N)
+        ahead = tl.minimum(start + DEPTH, whole - DEPTH) + steps
+        a_rows, b_rows = _rows_of(a_index, ahead, None), _rows_of(b_index, ahead, None)
+        if TMA and a_tma is not None:
+            x = tl.trans(a_tma.load([start, tile_m * BLOCK_M]))
+        else:
+            x = _load(a, a_now[None, :], m[:, None], STRIDE_A, None, num_m, EVEN_M)
+        if TMA and b_tma is not None:
+            y = b_tma.load([start, tile_n * BLOCK_N])
+        else:
+            y = _load(b, b_now[:, None], n[None, :], STRIDE_B, None, num_n, EVEN_N)
+        total = dot(x, y, total, PRECISION, INTERPRET)
+    for start in tl.range(whole, end, DEPTH, num_stages=1):  # the rest, if any
+        rows, is_row = start + steps, start + steps < end
+        a_now, b_now = _rows_of(a_index, rows, is_row), _rows_of(b_index, rows, is_row)
+        x = _load(a, a_now[None, :], m[:, None], STRIDE_A, is_row[None, :], num_m, EVEN_M)
+        y = _load(b, b_now[:, None], n[None, :], STRIDE_B, is_row[:, None], num_n, EVEN_N)
         total = dot(x, y, total, PRECISION, INTERPRET)
     block = dw + expert.to(tl.int64) * stride_dl + m.to(tl.int64)[:, None] * stride_dm
     chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
@@ -138,27 +141,26 @@ def _kernel(
 
 
 @jit
-def _load(x, rows, columns, stride, num_rows, num_columns: tl.constexpr, EVEN: tl.constexpr):
-    """A block of an operand, zero where there is no row; its order of dimensions is that of the indices."""
-    mask = rows < num_rows
-    if not EVEN:
-        mask = mask & (columns < num_columns)
-    return tl.load(x + rows.to(tl.int64) * stride + columns, mask=mask, other=0.0)
-
-
-@jit
-def _rows_of(index, rows, end, num_rows):
-    """Row indices into an operand of `num_rows`; one past the last from the end on, and for padding."""
-    if index is None:  # no early return: Triton would keep compiling the rest
-        rows = tl.where(rows < end, rows, num_rows)
-    else:
-        rows = tl.load(index + rows, mask=rows < end, other=num_rows)
+def _rows_of(index, rows, is_row):
+    """Row indices into an operand; 0 or anything where there is no row. `is_row` None: all are there."""
+    if index is not None:
+        rows = tl.load(index + rows) if is_row is None else tl.load(index + rows, mask=is_row, other=0)
     return rows
 
 
-def gathered(x: Tensor, index_R: Tensor) -> Tensor:
-    """x[index] in plain torch; an index of len(x) gives zeros."""
-    return torch.cat([x, x.new_zeros(1, x.size(1))]).index_select(0, index_R)
+@jit
+def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.constexpr, EVEN: tl.constexpr):
+    """A block of an operand, zero where there is no row; its order of dimensions is that of the indices."""
+    block = x + rows.to(tl.int64) * STRIDE + columns
+    if is_row is None and EVEN:
+        values = tl.load(block)
+    elif is_row is None:
+        values = tl.load(block, mask=columns < num_columns, other=0.0)
+    elif EVEN:
+        values = tl.load(block, mask=is_row, other=0.0)
+    else:
+        values = tl.load(block, mask=is_row & (columns < num_columns), other=0.0)
+    return values
 
 
 def weight_grad_torch(
@@ -174,8 +176,8 @@ def weight_grad_torch(
     ends = offsets_L1.tolist()
     dw_LMN = a.new_empty(len(ends) - 1, a.size(1), b.size(1)) if out is None else out
     for dw_MN, first, end in zip(dw_LMN.unbind(0), ends, ends[1:], strict=False):
-        a_rows = a[first:end] if a_index_R is None else gathered(a, a_index_R[first:end])
-        b_rows = b[first:end] if b_index_R is None else gathered(b, b_index_R[first:end])
+        a_rows = a[first:end] if a_index_R is None else a[a_index_R[first:end]]
+        b_rows = b[first:end] if b_index_R is None else b[b_index_R[first:end]]
         if out is None:
             torch.mm(a_rows.t(), b_rows, out=dw_MN)
         elif first < end:
@@ -198,7 +200,7 @@ def weight_grad(
         a: [R, M], sorted by expert, or the source of `a_index_R`; last dimension contiguous.
         b: [R, N], the same.
         offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0. Others are unread.
-        a_index_R: int32, index into `a` of each row; one past the last gives zeros. None: already in order.
+        a_index_R: int32, row of `a` for each row; None: already in order.
         b_index_R: the same for `b`.
         out: fp32 [L, M, N], Megatron's main_grad: added to in place; unchanged for an expert without rows.
 
@@ -253,13 +255,15 @@ def _launch(
     adds: bool,
 ) -> None:
     num_experts, num_m, num_n = dw_LMN.shape
-    num_rows, block_e = (a if a_index_R is None else a_index_R).size(0), power_of_2(num_experts)
+    num_rows = (a if a_index_R is None else a_index_R).size(0)
     if num_rows == 0:
         if not adds:
             dw_LMN.zero_()
         return
     offsets_L1, a_index_R, b_index_R = contiguous(offsets_L1, a_index_R, b_index_R)
     a, b = last_contiguous(a), last_contiguous(b)
+    order_L, block_e = offsets_L1.new_empty(num_experts), min(_BLOCK_E, power_of_2(num_experts))
+    _order_kernel[(cdiv(num_experts, block_e),)](offsets_L1, order_L, num_experts, BLOCK=block_e)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
         # Not persistent: the device schedules the next tile when one is done, whatever its number of rows.
@@ -269,8 +273,8 @@ def _launch(
         descriptors(x if index is None else None)[0] for x, index in ((a, a_index_R), (b, b_index_R))
     )
     _kernel[grid](
-        a, b, dw_LMN, a_index_R, b_index_R, a_tma, b_tma, offsets_L1, num_experts, a.size(0), b.size(0),
-        rows_class(num_rows, num_experts), a.stride(0), b.stride(0), dw_LMN.stride(0), dw_LMN.stride(1),
-        num_m=num_m, num_n=num_n, ADDS=adds, HAS_TMA=a_tma is not None or b_tma is not None,
-        ORDERED=block_e <= _MOST_ORDERED, BLOCK_E=block_e, **dot_constants(a),
+        a, b, dw_LMN, a_index_R, b_index_R, a_tma, b_tma, offsets_L1, order_L, num_experts,
+        rows_class(num_rows, num_experts), dw_LMN.stride(0), dw_LMN.stride(1), num_m=num_m, num_n=num_n,
+        STRIDE_A=a.stride(0), STRIDE_B=b.stride(0), ADDS=adds,
+        HAS_TMA=a_tma is not None or b_tma is not None, **dot_constants(a),
     )  # fmt: skip

@@ -1,5 +1,5 @@
-"""What Triton makes of a launch for a GPU that is not there: shared memory, registers, spills and the kinds
-of instructions.
+"""What Triton makes of a launch for a GPU that is not there: shared memory, registers, spills, the kinds of
+instructions and the length of the loop.
 
     def launch() -> None:
         grouped_matmul(on_gpu(4096, 1024), on_gpu(8, 1024, 2048), on_gpu(9, dtype=torch.int32))
@@ -44,27 +44,46 @@ _INSTRUCTIONS = {
 }
 
 
+# In the machine code: products of matrices, and copies to shared memory beside them, by threads and by TMA.
+_MACHINE = {
+    "products": r"\b(?:HMMA|HGMMA|UTC\w*MMA)\b",
+    "copies": r"\bLDGSTS\b",
+    "tma": r"\bUTMALDG\b",
+}
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One kernel of a launch.
 
     Args:
         name: of the kernel's module.
+        function: name of the kernel, which begins with that of the module.
         config: the constants it was compiled with, `num_warps` and `num_stages` among them.
         shared_bytes: of one program.
         registers: per thread.
         stack_bytes: per thread, where registers are spilled to.
         instructions: how often each kind is in the code, see _INSTRUCTIONS.
         ptx: the code.
+        cubin: the machine code.
     """
 
     name: str
+    function: str
     config: dict[str, int]
     shared_bytes: int
     registers: int
     stack_bytes: int
     instructions: dict[str, int]
     ptx: str = field(repr=False)
+    cubin: bytes = field(repr=False)
+
+    @functools.cached_property
+    def machine(self) -> dict[str, int]:
+        """How often each kind of _MACHINE is in the machine code, and as `loop` the number of instructions of
+        the loop that copies and multiplies, 0 without one.
+        """
+        return _read(_on_file("nvdisasm", "-c", self.cubin))
 
 
 def on_gpu(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -81,6 +100,11 @@ def compiled(launch: Callable[[], Any], capability: int, config: int = 0) -> lis
         config: which of each kernel's configs, where it has several.
     """
     return _compiler().submit(_compile, launch, capability, config).result()
+
+
+def triton_code(launch: Callable[[], Any], capability: int, config: int = 0) -> list[str]:
+    """Triton's own code of the kernels that `launch` starts, before anything is decided for a GPU: quick."""
+    return _compiler().submit(_translate, launch, capability, config).result()
 
 
 def num_configs(launch: Callable[[], Any], capability: int) -> int:
@@ -118,6 +142,29 @@ def _compile(launch: Callable[[], Any], capability: int, config: int) -> list[Co
         binary = kernel.run(*args, grid=(1,), warmup=True, **kwargs)
         found.append(_described(name, constants, binary))
     return found
+
+
+def _translate(launch: Callable[[], Any], capability: int, config: int) -> list[str]:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    found: list[str] = []
+    for _, kernel, args, kwargs in _launches(launch, capability):
+        kernel, _, args, kwargs = _with_config(kernel, args, kwargs, config)
+        with _replaced(CUDABackend, "make_ttgir", staticmethod(_stop)):  # the next step
+            try:
+                binary = kernel.run(*args, grid=(1,), warmup=True, **kwargs)
+                found.append(binary.asm["ttir"])  # it had been compiled
+            except _Stopped as stopped:
+                found.append(str(stopped))
+    return found
+
+
+class _Stopped(Exception):
+    """Its text is the code so far."""
+
+
+def _stop(module: Any, *args: Any) -> None:
+    raise _Stopped(str(module))
 
 
 def _with_config(kernel: Any, args: Any, kwargs: Any, config: int) -> tuple[Any, dict[str, int], Any, Any]:
@@ -211,21 +258,52 @@ def _mock(arg: Any) -> Any:
     return mock
 
 
-def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
+def _on_file(tool: str, option: str, cubin: bytes) -> str:
+    """What a program of Triton's prints about machine code."""
     import triton
 
-    ptx = binary.asm["ptx"]
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(binary.asm["cubin"])
-        cubin.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", cubin.name], check=True, capture_output=True, text=True
-        ).stdout
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
+        return subprocess.run([path, option, file.name], check=True, capture_output=True, text=True).stdout
+
+
+def _read(listing: str) -> dict[str, int]:
+    """See Compiled.machine. A loop ends with a jump back; what is around another loop does not count."""
+    labels: dict[str, int] = {}
+    places: dict[str, list[int]] = {kind: [] for kind in _MACHINE}
+    loops, number = [], 0
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_\w+):", line):
+            labels[label[1]] = number
+        elif re.match(r"\s+/\*[0-9a-f]{4,}\*/", line):
+            for kind, pattern in _MACHINE.items():
+                if re.search(pattern, line):
+                    places[kind].append(number)
+            jump = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+            if jump and jump[1] in labels:
+                loops.append(range(labels[jump[1]], number + 1))
+            number += 1
+    copies = [*places["copies"], *places["tma"]]
+    main = [
+        loop
+        for loop in loops
+        if any(place in loop for place in places["products"]) and any(place in loop for place in copies)
+    ]
+    return {kind: len(found) for kind, found in places.items()} | {"loop": min(map(len, main), default=0)}
+
+
+def _described(name: str, constants: dict[str, Any], binary: Any) -> Compiled:
+    ptx, cubin = binary.asm["ptx"], binary.asm["cubin"]
+    usage = _on_file("cuobjdump", "--dump-resource-usage", cubin)
     registers, stack = (int(re.search(rf"{kind}:(\d+)", usage)[1]) for kind in ("REG", "STACK"))
     instructions = {kind: len(re.findall(pattern, ptx)) for kind, pattern in _INSTRUCTIONS.items()}
     numbers = {key: value for key, value in constants.items() if isinstance(value, int)}
-    return Compiled(name, numbers, binary.metadata.shared, registers, stack, instructions, ptx)
+    return Compiled(
+        name, binary.metadata.name, numbers, binary.metadata.shared, registers, stack, instructions, ptx,
+        cubin,
+    )  # fmt: skip
 
 
 class _Driver:

@@ -75,6 +75,13 @@ def test_against_autograd(dtype, activation, gathers, monkeypatch):
     assert max(errors(actual, by_autograd(args, options))) < DTYPES[dtype]
 
 
+def test_padding_only(monkeypatch):
+    """There is no token, and every row is padding."""
+    args, options = inputs((0, 5, 0, 33), "swiglu", num_tokens=0)
+    with poisoned(monkeypatch):
+        assert max(errors(activation_grad(*args, **options), by_autograd(args, options))) < 1e-6
+
+
 @needs_descriptors
 @pytest.mark.parametrize("gathers", [True, False])
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])

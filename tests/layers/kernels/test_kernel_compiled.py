@@ -4,6 +4,9 @@ compute.
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,146 +16,44 @@ import torch
 
 pytest.importorskip("triton")
 
+from helpers import ROOT
+from helpers.layers.ceilings import (
+    CAPABILITIES,
+    CASES,
+    ceilings,
+    ceilings_file,
+    exceeded,
+    measured,
+    row_of,
+    table,
+)
 from helpers.layers.compiled import (
     SHARED_LIMIT,
     Compiled,
     compiled,
     devices,
     num_configs,
-    on_gpu,
     specializations,
+    triton_code,
 )
+from helpers.layers.kernel_launches import (
+    FP32,
+    GEMMS,
+    TOPK,
+    activation_gradient,
+    all_kernels,
+    combined,
+    down,
+    micro_batch,
+    sorted_slots,
+    up,
+    weight_gradient,
+)
+from moe_exp.layers import kernels as package
 from moe_exp.layers.kernels import activation_grad as activation_grads
 from moe_exp.layers.kernels import weight_grad as weight_grads
-from moe_exp.layers.kernels.activation_grad import activation_grad
-from moe_exp.layers.kernels.combine import combine
-from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
-from moe_exp.layers.kernels.drops import keep_within, padded_order
-from moe_exp.layers.kernels.grouped_matmul import CONFIGS, grouped_matmul
-from moe_exp.layers.kernels.rows import chunk_order, gather_rows
-from moe_exp.layers.kernels.slot_sort import slot_sort
-from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
-from moe_exp.layers.kernels.up_projection import up_projection
-from moe_exp.layers.kernels.weight_grad import weight_grad
+from moe_exp.layers.kernels.grouped_matmul import CONFIGS
 
-TOKENS, ROWS, DIM, FFN, EXPERTS = 1024, 4096, 1024, 512, 64
-INT, FP32, BF16 = torch.int32, torch.float32, torch.bfloat16
-
-
-def gathered(rows: int = ROWS) -> dict[str, torch.Tensor]:
-    return {"token_R": on_gpu(rows, dtype=INT), "weights_R": on_gpu(rows, dtype=FP32)}
-
-
-def offsets(experts: int) -> torch.Tensor:
-    return on_gpu(experts + 1, dtype=INT)
-
-
-def up(
-    activation: str = "swiglu",
-    gather: bool = True,
-    dtype: torch.dtype = BF16,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-    keeps_hidden: bool = True,
-) -> None:
-    width = 2 * FFN if activation == "swiglu" else FFN
-    x, w = on_gpu(tokens if gather else rows, DIM, dtype=dtype), on_gpu(experts, width, DIM, dtype=dtype)
-    up_projection(
-        x,
-        w,
-        offsets(experts),
-        activation=activation,
-        keeps_hidden=keeps_hidden,
-        **(gathered(rows) if gather else {}),
-    )
-
-
-def down(
-    transposed: bool = True,
-    dtype: torch.dtype = BF16,
-    tf32: bool = False,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-) -> None:
-    del tokens  # as all of GEMMS
-    torch.backends.cuda.matmul.allow_tf32 = tf32
-    w = (
-        on_gpu(experts, DIM, FFN, dtype=dtype).transpose(1, 2)
-        if transposed
-        else on_gpu(experts, FFN, DIM, dtype=dtype)
-    )
-    grouped_matmul(on_gpu(rows, FFN, dtype=dtype), w, offsets(experts))
-
-
-def activation_gradient(
-    activation: str = "swiglu",
-    gather: bool = True,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-) -> None:
-    dy, w = on_gpu(tokens if gather else rows, DIM), on_gpu(experts, DIM, FFN)
-    hidden = on_gpu(rows, FFN * (2 if activation == "swiglu" else 1))
-    activation_grad(
-        dy, w, hidden, offsets(experts), activation=activation, **(gathered(rows) if gather else {})
-    )
-
-
-def weight_gradient(
-    gather: bool = True,
-    main_grad: bool = False,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-) -> None:
-    index = on_gpu(rows, dtype=INT) if gather else None
-    out = on_gpu(experts, 2 * FFN, DIM, dtype=FP32) if main_grad else None
-    weight_grad(
-        on_gpu(rows, 2 * FFN),
-        on_gpu(tokens if gather else rows, DIM),
-        offsets(experts),
-        b_index_R=index,
-        out=out,
-    )
-
-
-def combined(weighted: bool = True) -> None:
-    combine(
-        on_gpu(ROWS, DIM), on_gpu(TOKENS, 4, dtype=INT), on_gpu(TOKENS, 4, dtype=FP32) if weighted else None
-    )
-
-
-def sorted_slots() -> None:
-    slot_sort(on_gpu(TOKENS, 4, dtype=torch.int64), EXPERTS)
-
-
-def micro_batch(tokens: int, rows: int) -> None:
-    """All kernels, for numbers of tokens and rows that another micro-batch would change."""
-    for gemm in GEMMS:
-        gemm(tokens=tokens, rows=rows)
-    up(gather=False, rows=rows)
-    activation_gradient(gather=False, rows=rows)
-    weight_gradient(False, True, rows=rows)
-    combine(on_gpu(rows, DIM), on_gpu(tokens, 4, dtype=INT), on_gpu(tokens, 4, dtype=FP32))
-    gather_rows(on_gpu(tokens, DIM), on_gpu(rows, dtype=INT), 4)
-    chunk_order(on_gpu(8, EXPERTS, dtype=torch.int64), rows)
-    chosen, weights = on_gpu(tokens, 4, dtype=torch.int64), on_gpu(tokens, 4, dtype=FP32)
-    slot_sort(chosen, EXPERTS)
-    padded_order(chosen, EXPERTS, rows)
-    keep_within(chosen, None, on_gpu(EXPERTS, dtype=INT))
-    keep_within(chosen, weights, on_gpu(EXPERTS, dtype=INT))
-    logits, options = on_gpu(tokens, EXPERTS, dtype=FP32), ("softmax", True, False, 1.0)
-    _topk_forward(logits, None, None, 4, *options)
-    _topk_backward(logits, None, chosen, weights, None, None, *options)
-
-
-GEMMS = [up, down, activation_gradient, weight_gradient]
 CONFIGS_OF = {
     activation_gradient: activation_grads.CONFIGS,
     weight_gradient: weight_grads.CONFIGS,
@@ -174,6 +75,7 @@ VARIANTS = [
         for experts in (1, 128)
     ),
 ]
+PINNED = re.search(r"^triton==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
 TENSOR_CORES = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
 
@@ -202,21 +104,135 @@ def check(kernel: Compiled, capability: int, *, is_gemm: bool, spilled_bytes: in
         )
 
 
+needs_ceilings = pytest.mark.skipif(
+    not ceilings_file().is_file(), reason=f"no {ceilings_file().name}: helpers/layers/ceilings.py writes it"
+)
+
+
+def products(kernels: list[Compiled]) -> list[Compiled]:
+    return [kernel for kernel in kernels if any(kernel.instructions[kind] for kind in TENSOR_CORES.values())]
+
+
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("launch", [*GEMMS, partial(weight_gradient, experts=128)], ids=name_of)
-def test_first_config(launch: Callable[[], None], capability: int) -> None:
+@pytest.mark.parametrize("case", ["up", "down", "activation_grad", "weight_grad"])
+def test_first_config(case: str, capability: int) -> None:
     """It has to run everywhere, so also in the 99 KB of a gaming card; on Hopper and newer the same tiles
     take more stages.
     """
-    kernels = [
-        kernel
-        for kernel in compiled(launch, capability)
-        if any(kernel.instructions[kind] for kind in TENSOR_CORES.values())
+    (kernel,) = products(compiled(CASES[case], capability))
+    check(kernel, capability, is_gemm=True)
+    assert capability != 80 or kernel.shared_bytes <= SHARED_LIMIT[86]
+    if ceilings_file().is_file():
+        assert exceeded([row_of(case, capability, kernel)], ceilings()) == []
+
+
+@needs_ceilings
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_kernel_and_config_stays_below_its_ceilings(case: str, capability: int) -> None:
+    rows = measured(case, capability)
+    assert exceeded(rows, ceilings()) == []
+    known = [
+        row for row in ceilings().values() if (row["case"], row["capability"]) == (case, str(capability))
     ]
-    assert kernels
-    for kernel in kernels:
-        check(kernel, capability, is_gemm=True)
-        assert capability != 80 or kernel.shared_bytes <= SHARED_LIMIT[86]
+    assert len(rows) == len(known), "helpers/layers/ceilings.py has to write the file anew"
+
+
+@needs_ceilings
+def test_every_kernel_has_ceilings() -> None:
+    modules = [module.name for module in pkgutil.iter_modules(package.__path__)]
+    names = {
+        f"{module}{name}"
+        for module in modules
+        for name in vars(importlib.import_module(f"{package.__name__}.{module}"))
+        if name.startswith("_") and name.endswith("_kernel")
+    }
+    assert {row["kernel"] for row in ceilings().values()} == names
+
+
+def test_a_value_past_its_ceiling_is_named() -> None:
+    row = {"case": "up", "kernel": "k", "config": "c", "capability": 90, "stack": 0, "shared": 8, "loop": 90}
+    row |= {"registers": 120, "products": 4, "copies": 8, "tma": 0}
+    key = ("up", "k", "c", "90")
+    assert exceeded([row | {"registers": 124, "loop": 94, "copies": 9}], {key: row}) == []
+    assert exceeded([row | {"registers": 125, "stack": 8, "copies": 7}], {key: row}) == [
+        "k (up), c, sm_90: 125 registers, ceiling 120 + 4",
+        "k (up), c, sm_90: 8 stack, ceiling 0 + 0",
+        "k (up), c, sm_90: 7 copies, at least 8",
+    ]
+    assert "not in" in exceeded([row], {})[0]
+
+
+@needs_ceilings
+def test_document_has_the_table() -> None:
+    assert table(PINNED) in (ROOT / "docs/kernels.md").read_text()
+
+
+# What may be a factor of a product of 32 bits: strides inside the matrix of an expert, numbers of chunks and
+# of padded rows, all below 2^31.
+IN_32_BITS = {
+    "up_projection_kernel": {"stride_ww", "width"},
+    "grouped_matmul_kernel": {"stride_wi", "stride_wo"},
+    "activation_grad_kernel": {"stride_wd", "stride_wf"},
+    "topk_forward_kernel": {"num_experts"},  # twice the experts
+    "drops_pad_kernel": {"num_experts", "rows_per_expert"},
+    "rows_chunk_kernel": {"num_sources", "num_experts"},
+}
+
+
+def factors_in_32_bits(code: str, widths: set[int]) -> set[str]:
+    """Arguments, and constants among `widths`, by which something is multiplied in 32 bits."""
+    arguments = set(re.findall(r"%(\w+): ", re.search(r"tt\.func public .*", code)[0]))
+    names = {argument: argument for argument in arguments}
+    found = set()
+    for name, operation, operands, kind in re.findall(r"^ *%(\S+) = (\S+) (.*?) : (.*?) loc", code, re.M):
+        if operation == "arith.constant":
+            names[name] = re.sub(r"\D", "", operands)
+        elif operation in ("tt.splat", "tt.broadcast", "tt.expand_dims", "arith.trunci"):
+            names[name] = names.get(operands.split()[0].strip("%,"), "")
+        elif operation == "arith.muli" and re.search(r"\bi32$|xi32>$", kind):
+            found |= {names.get(operand.strip("%,"), "") for operand in operands.split()}
+    return found & (arguments | set(map(str, widths)))
+
+
+def test_rows_are_multiplied_by_strides_in_64_bits() -> None:
+    """Where rows times width exceeds 2^31. No block has the size of a width."""
+    tokens, dim, ffn, experts = 2**23, 1040, 528, 160
+    for code in triton_code(partial(all_kernels, tokens, tokens, dim, ffn, experts), 90):
+        name = re.search(r"public @(\w+)", code)[1]
+        widths = {dim, ffn, 2 * ffn} | ({TOPK} if "topk" in name else set())
+        assert factors_in_32_bits(code, widths) <= IN_32_BITS.get(name, set()), name
+
+
+@pytest.mark.parametrize(
+    ("launch", "config", "masked"),
+    [
+        (up, 0, [0]),
+        (down, 0, [0]),
+        (activation_gradient, 0, [0]),
+        (weight_gradient, 0, [0, 3]),
+        (weight_gradient, -1, [0, 3]),  # by descriptors
+    ],
+)
+def test_full_steps_have_no_masks(launch: Callable[[], None], config: int, masked: list[int]) -> None:
+    """What is loaded with a mask in each loop with a product: only the rest of the weight gradient's rows."""
+    *_, code = triton_code(launch, 90, config)
+    loops = [part.rpartition("scf.for")[2] for part in code.split("tt.dot ")[:-1]]
+    assert [len(re.findall(r"tt\.load %\w+, ", loop)) for loop in loops] == masked
+
+
+@needs_ceilings
+def test_loops_of_the_weight_gradient_on_hopper() -> None:
+    """Of the configs with descriptors: with masks in whole steps they were 227 and 156 instructions long."""
+    for (rows, columns), most in {(128, 256): 190, (128, 128): 139}.items():
+        (limit,) = {
+            int(row["loop"])
+            for row in ceilings().values()
+            if row["case"] == "weight_grad" and row["capability"] == "90"
+            if row["config"].startswith(f"{rows}x{columns}x64") and row["config"].endswith("TMA")
+        }
+        assert 0 < limit <= most
 
 
 @pytest.mark.parametrize("launch", OTHERS, ids=name_of)
@@ -238,13 +254,6 @@ def test_one_kernel_for_all_numbers_of_rows() -> None:
     assert len(usual) > 15
     for other in others:
         assert other == usual
-
-
-def all_kernels() -> None:
-    micro_batch(1024, 4096)
-    logits, target = on_gpu(64, 1000), on_gpu(64, dtype=torch.int64)
-    cross_entropy_statistics(logits, target, 0)
-    cross_entropy_gradient(logits, target, on_gpu(64, dtype=FP32), on_gpu(64, dtype=FP32), 0)
 
 
 def test_kernels_are_launched_on_the_device_of_their_tensors() -> None:

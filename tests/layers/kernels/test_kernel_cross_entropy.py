@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 
 from helpers.layers.backward_cases import DEVICE, poisoned
-from helpers.layers.compiled import compiled, on_gpu
+from helpers.layers.compiled import compiled
 from helpers.layers.kernel_device import needs_kernels
+from helpers.layers.kernel_launches import loss, loss_back
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from moe_exp.layers.kernels import cross_entropy as module
@@ -151,18 +152,9 @@ def test_only_the_logits_and_a_number_per_token_are_kept():
     assert sum(x.numel() * x.itemsize for x in kept.values()) == logits.numel() * 4 + 64 * (8 + 4)
 
 
-def launch_statistics():
-    cross_entropy_statistics(on_gpu(64, 128256), on_gpu(64, dtype=torch.int64), 0)
-
-
-def launch_gradient():
-    numbers = (on_gpu(64, dtype=torch.float32), on_gpu(64, dtype=torch.float32))
-    cross_entropy_gradient(on_gpu(64, 128256), on_gpu(64, dtype=torch.int64), *numbers, 0)
-
-
 @needs_kernels
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("launch", [launch_statistics, launch_gradient])
+@pytest.mark.parametrize("launch", [loss, loss_back])
 def test_compiles_for_gpus(launch, capability):
     (kernel,) = compiled(launch, capability)
     assert kernel.stack_bytes == 0

@@ -8,52 +8,11 @@ from functools import partial
 from importlib.metadata import version
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from helpers.layers.compiled import SHARED_LIMIT, compiled, on_gpu
-from moe_exp.layers.kernels.drops import keep_within, padded_order
-from moe_exp.layers.kernels.rows import chunk_order, gather_rows
-from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
-
-TOKENS, DIM, EXPERTS, TOPK = 16384, 2048, 128, 8
-INT, LONG, FP32, BOOL = torch.int32, torch.int64, torch.float32, torch.bool
-
-
-def routed(score: str = "softmax", experts: int = EXPERTS, extras: bool = False) -> None:
-    logits = on_gpu(TOKENS, experts, dtype=FP32)
-    bias, valid = (on_gpu(experts, dtype=FP32), on_gpu(TOKENS, dtype=BOOL)) if extras else (None, None)
-    _topk_forward(logits, bias, valid, TOPK, score, not extras, extras, 1.0)
-
-
-def routed_back(score: str = "softmax", experts: int = EXPERTS, extras: bool = False) -> None:
-    logits, chosen, dweights = (
-        on_gpu(TOKENS, experts, dtype=FP32),
-        on_gpu(TOKENS, TOPK, dtype=LONG),
-        on_gpu(TOKENS, TOPK, dtype=FP32),
-    )
-    valid = on_gpu(TOKENS, dtype=BOOL) if extras else None
-    sums = on_gpu(TOKENS, dtype=FP32), on_gpu(experts + 2, dtype=FP32)
-    _topk_backward(logits, valid, chosen, dweights, *sums, score, not extras, extras, 1.0)
-
-
-def rows() -> None:
-    gather_rows(on_gpu(TOKENS, DIM), on_gpu(TOKENS * TOPK, dtype=INT), TOPK)
-
-
-def chunks(sources: int = 8, experts: int = 16) -> None:
-    chunk_order(on_gpu(sources, experts, dtype=LONG), TOKENS)
-
-
-def kept(by_weight: bool = True) -> None:
-    weights = on_gpu(TOKENS, TOPK, dtype=FP32) if by_weight else None
-    keep_within(on_gpu(TOKENS, TOPK, dtype=LONG), weights, on_gpu(EXPERTS, dtype=INT))
-
-
-def padded() -> None:
-    padded_order(on_gpu(TOKENS, TOPK, dtype=LONG), EXPERTS, 2048, on_gpu(TOKENS, TOPK, dtype=BOOL))
-
+from helpers.layers.compiled import SHARED_LIMIT, compiled
+from helpers.layers.kernel_launches import chunks, kept, padded, routed, routed_back, rows_in_order
 
 LAUNCHES = {
     "topk": routed,
@@ -61,7 +20,7 @@ LAUNCHES = {
     "topk, bias and padding": partial(routed, score="sigmoid", extras=True),
     "topk backward": routed_back,
     "topk backward, padding": partial(routed_back, score="sqrtsoftplus", extras=True),
-    "rows": rows,
+    "rows": rows_in_order,
     "chunks": chunks,
     "kept": kept,
     "kept, the first": partial(kept, by_weight=False),
@@ -86,7 +45,7 @@ def test_kernels_fit_and_spill_nothing(name, capability):
 
 
 def test_rows_move_16_bytes_at_a_time():
-    (kernel,) = compiled(rows, 80)
+    (kernel,) = compiled(rows_in_order, 80)
     assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx
 
 

@@ -302,6 +302,15 @@ def test_an_activation_with_a_gate_does_not_choose_for_one_without(stopwatch, mo
     assert watch.num_timed >= 2 * sum(not config.get("TMA") for config in module.CONFIGS)
 
 
+@pytest.mark.parametrize(
+    ("programs", "num_warps", "most"), [(1, 8, None), (2, 4, None), (2, 8, 128), (1, 16, 128)]
+)
+def test_programs_that_share_a_processor_share_its_registers(programs, num_warps, most):
+    """It has 65536; a program of 8 warps has 256 threads, and no thread can have more than 255."""
+    config = launch.make_config({"PROGRAMS": programs, "num_warps": num_warps, "num_stages": 3})
+    assert config.constants.get("maxnreg") == most
+
+
 # What another process has found
 
 

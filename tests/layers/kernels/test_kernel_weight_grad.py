@@ -18,7 +18,7 @@ from helpers.layers.backward_cases import (
     rows,
     tokens_of_rows,
 )
-from helpers.layers.kernel_device import needs_descriptors, use_descriptors
+from helpers.layers.kernel_device import needs_descriptors, needs_kernels, use_descriptors
 from moe_exp.layers.kernels import weight_grad as module
 from moe_exp.layers.kernels.weight_grad import weight_grad, weight_grad_torch
 
@@ -31,7 +31,7 @@ def inputs(counts, *, side="a", dtype=torch.float32, sizes=(40, 24), num_tokens=
     for seed, (name, size, gathers) in enumerate(zip("ab", sizes, SIDES[side], strict=True)):
         x = drawn(num_tokens if gathers else num_rows, size, dtype=dtype, seed=seed)
         if gathers:
-            indices[f"{name}_index_R"] = tokens_of_rows(num_rows, num_tokens, seed=seed)
+            indices[f"{name}_index_R"] = tokens_of_rows(num_rows, num_tokens - 1, seed=seed)  # no padding
         else:
             x[sum(counts) :] = float("nan")
         operands.append(x)
@@ -88,12 +88,24 @@ def test_sizes_and_routings(counts, sizes, monkeypatch):
     assert all(torch.equal(main_grad[e], before[e]) for e, count in enumerate(counts) if count == 0)
 
 
-@pytest.mark.parametrize("most", [2, 128])
-def test_more_experts_than_are_put_in_order(most, monkeypatch):
-    monkeypatch.setattr(module, "_MOST_ORDERED", most)
+@needs_kernels
+@pytest.mark.parametrize("block", [2, 4, 8])
+def test_experts_are_sorted_by_rows(block):
+    """Most first, ties by lower number; also of more experts than a program compares at a time."""
+    offsets_L1 = offsets_of((3, 9, 0, 9, 1, 0, 40))
+    order_L = torch.full((8,), -1, dtype=torch.int32, device=DEVICE)
+    module._order_kernel[(-(-7 // block),)](offsets_L1, order_L, 7, BLOCK=block)
+    assert order_L.tolist() == [6, 1, 3, 0, 4, 2, 5, -1]
+
+
+@pytest.mark.parametrize("block", [1, 2, 64])
+def test_the_order_of_the_experts_changes_nothing(block, monkeypatch):
     args, indices = inputs((3, 9, 0, 9, 1), sizes=(16, 16))
+    expected = weight_grad(*args, **indices)
+    assert error(expected, expert_by_expert(args, indices)) < 1e-6
+    monkeypatch.setattr(module, "_BLOCK_E", block)
     with poisoned(monkeypatch):
-        assert error(weight_grad(*args, **indices), expert_by_expert(args, indices)) < 1e-6
+        assert torch.equal(weight_grad(*args, **indices), expected)
 
 
 def test_bf16_products_are_added_in_fp32():
