@@ -56,7 +56,17 @@ from gpu_clock import (
     poison,
     saved_bytes,
 )
-from gpu_floors import MIB, SHAPES, TINY, Shape, floor_of, floors_table, forward_flops, minimal_kept_bytes
+from gpu_floors import (
+    MIB,
+    SHAPES,
+    TINY,
+    Shape,
+    floor_of,
+    floors_table,
+    forward_flops,
+    minimal_kept_bytes,
+    roofline_table,
+)
 from gpu_inputs import ROUTINGS, Inputs, Weights, bounds, draw_inputs, draw_weights, errors, reference
 from gpu_machine import origin
 from gpu_peers import OUR_KERNELS, OURS, OURS_SORTING, PEERS, PROVIDERS
@@ -446,7 +456,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     if arguments.floors:
-        print(floors_table())
+        print(floors_table(), "Of the kernels, a model:", roofline_table(), sep="\n\n")
         return
     if arguments.device.index is not None:
         torch.cuda.set_device(arguments.device)

@@ -1,6 +1,6 @@
 """Shapes of `bench_gpu_layer.py`, and the least time and memory that they can take on a card. No GPU needed.
 
-    python bench/gpu/bench_gpu_layer.py --floors            # the table
+    python bench/gpu/bench_gpu_layer.py --floors            # the tables
 
 Shape suffixes as in `moe_exp.layers`: T tokens, D hidden, F expert hidden, E experts, K experts per token, R
 = T*K rows.
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from moe_exp.planner.hardware import load_hardware
 
 MIB = 2**20
 
@@ -57,6 +59,7 @@ class Card(NamedTuple):
 
 
 H200 = Card("H200", 790e12, 4.3e12)
+DEVICES = ("H200", "A100", "B200")  # of the planner's profiles
 
 
 class Floor(NamedTuple):
@@ -147,4 +150,44 @@ def floors_table(names: Sequence[str] = tuple(SHAPES), card: Card = H200) -> str
         lines.append(
             f"| {name} | {shape.model} | {sizes} | {forward_flops(shape) / 1e12:.3f} | {times} | {kept} |"
         )
+    return "\n".join(lines)
+
+
+def kernels_of(shape: Shape, itemsize: int = 2) -> dict[str, tuple[int, int]]:
+    """FLOPs and bytes of each kernel of the triton backend; every operand is read once, also one that is
+    gathered, and every result is written once.
+    """
+    product = 2 * shape.rows * shape.hidden * shape.ffn
+    tokens, rows = shape.tokens * shape.hidden, shape.rows * shape.hidden
+    inner, matrix = shape.rows * shape.ffn, shape.experts * shape.hidden * shape.ffn
+    combine = 0 if shape.arrives else rows + tokens
+    kernels = {
+        "up": (2 * product, tokens + 2 * matrix + 3 * inner),
+        "down": (product, inner + matrix + rows),
+        "combine, twice": (0, 2 * combine),
+        # fp32 sums over 32 columns, written and read
+        "activation_grad": (product, tokens + matrix + 5 * inner + inner // 8),
+        "weight_grad W2": (product, tokens + inner + matrix),
+        "weight_grad W1": (2 * product, tokens + 2 * inner + 2 * matrix),
+        "gradient of the rows": (2 * product, 2 * inner + 2 * matrix + rows),
+    }
+    return {name: (flops, values * itemsize) for name, (flops, values) in kernels.items()}
+
+
+def roofline_table(names: Sequence[str] = tuple(SHAPES), devices: Sequence[str] = DEVICES) -> str:
+    """A model, not a measurement: milliseconds of each kernel on the first device, at the peaks of the
+    planner's profile in bf16, "b" if bytes take longer than FLOPs, and sums for all devices. In Markdown.
+    """
+    cards = [
+        Card(name, profile.dense_flops["bf16"], profile.memory_bytes_per_second)
+        for name, profile in ((name, load_hardware(name)) for name in devices)
+    ]
+    headings = ["shape", *kernels_of(SHAPES["A"]), *(f"sum {name}" for name in devices)]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    for name in names:
+        kernels = kernels_of(SHAPES[name]).values()
+        longest = [[_longer(*kernel, card) for kernel in kernels] for card in cards]
+        cells = [f"{ms:.3f}{' b' if by == 'bytes' else ''}" for ms, by in longest[0]]
+        sums = [f"{sum(ms for ms, _ in times):.2f}" for times in longest]
+        lines.append(f"| {' | '.join([name, *cells, *sums])} |")
     return "\n".join(lines)

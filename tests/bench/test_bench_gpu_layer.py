@@ -54,9 +54,22 @@ def test_only_the_first_shape_is_bound_by_memory():
     assert bound == dict.fromkeys("BCDEFG", "FLOPs") | {"A": "bytes"}
 
 
-def test_the_document_has_the_table_of_floors():
-    document = (ROOT / "docs/performance.md").read_text()
-    assert gpu_floors.floors_table() in document
+def test_the_documents_have_the_tables():
+    assert gpu_floors.floors_table() in (ROOT / "docs/performance.md").read_text()
+    assert gpu_floors.roofline_table() in (ROOT / "docs/kernels.md").read_text()
+
+
+def test_flops_of_the_kernels_are_those_of_the_layer():
+    for shape in gpu_floors.SHAPES.values():
+        flops = sum(flops for flops, _ in gpu_floors.kernels_of(shape).values())
+        assert flops == 3 * gpu_floors.forward_flops(shape)
+
+
+def test_bytes_of_a_kernel_by_hand():
+    """2 tokens of width 8 use 3 of 5 experts of width 4: rows have 48 values, the activation 24."""
+    kernels = gpu_floors.kernels_of(gpu_floors.Shape(8, 4, 5, 3, 2, "worked example"))
+    assert kernels["down"] == (2 * 6 * 8 * 4, 2 * (24 + 5 * 8 * 4 + 48))
+    assert kernels["combine, twice"] == (0, 2 * 2 * (48 + 16))
 
 
 def test_documented_commands():

@@ -1,10 +1,10 @@
 """Ceilings for the machine code of every kernel and config on sm_80, sm_90 and sm_100, by version of Triton.
 
-    TRITON_INTERPRET=1 PYTHONPATH=.:tests python -m helpers.layers.ceilings
+    PYTHONPATH=.:tests python -m helpers.layers.ceilings
 
-compiles all (minutes), writes tests/layers/kernels/ceilings/VERSION.csv and prints the table of
-docs/kernels.md. Run it after a change that is meant to change the code, and explain what grew. (The
-variable is for this process; kernels are compiled in another one.)
+compiles all (minutes), writes tests/layers/kernels/ceilings/VERSION.csv and, for the version of
+constraints.txt, the table in docs/kernels.md. Run it after a change that is meant to change the code, and
+explain what grew.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ CASES: dict[str, Callable[[], None]] = {
     "cross entropy": loss,
     "cross entropy backward": loss_back,
 }
+PAGE = ROOT / "docs/kernels.md"
+START, END = "<!-- by helpers.layers.ceilings -->\n", "<!-- end -->\n"
 # A measured value may exceed its ceiling by this much. Products and copies may only become more.
 SLACK = {"registers": 4, "stack": 0, "shared": 0, "loop": 4}
 LEAST = ("products", "copies", "tma")
@@ -67,6 +69,15 @@ Row = dict[str, Any]
 def ceilings_file(triton: str = "") -> Path:
     """The ceilings for this version, by default the installed one."""
     return ROOT / "tests/layers/kernels/ceilings" / f"{triton or version('triton')}.csv"
+
+
+def pinned() -> str:
+    """The version of Triton in constraints.txt."""
+    return next(
+        line.removeprefix("triton==").strip()
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if line.startswith("triton==")
+    )
 
 
 def row_of(case: str, capability: int, kernel: Compiled) -> Row:
@@ -164,7 +175,10 @@ def main() -> None:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    print(table(version("triton")))
+    if version("triton") == pinned():
+        before, start, rest = PAGE.read_text().partition(START)
+        _, end, after = rest.partition(END)
+        PAGE.write_text(f"{before}{start}\n{table(pinned())}\n\n{end}{after}")
 
 
 if __name__ == "__main__":

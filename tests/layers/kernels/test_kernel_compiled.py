@@ -16,14 +16,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers import ROOT
 from helpers.layers.ceilings import (
     CAPABILITIES,
     CASES,
+    END,
+    PAGE,
+    START,
     ceilings,
     ceilings_file,
     exceeded,
     measured,
+    pinned,
     row_of,
     table,
 )
@@ -75,7 +78,6 @@ VARIANTS = [
         for experts in (1, 128)
     ),
 ]
-PINNED = re.search(r"^triton==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)[1]
 TENSOR_CORES = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
 
@@ -164,9 +166,8 @@ def test_a_value_past_its_ceiling_is_named() -> None:
     assert "not in" in exceeded([row], {})[0]
 
 
-@needs_ceilings
-def test_document_has_the_table() -> None:
-    assert table(PINNED) in (ROOT / "docs/kernels.md").read_text()
+def test_the_page_has_the_table() -> None:
+    assert f"{START}\n{table(pinned())}\n\n{END}" in PAGE.read_text()
 
 
 # What may be a factor of a product of 32 bits: strides inside the matrix of an expert, numbers of chunks and
