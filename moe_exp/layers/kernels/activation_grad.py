@@ -51,6 +51,7 @@ CONFIGS = configs(
     (128, 128, 64, 8, 1, 1, 8, 4),
 )
 
+LARGEST_K = 64  # BLOCK_K
 # A router weight's gradient sums its row: first in chunks of this many columns, whatever the tiles.
 CHUNK_COLUMNS = 16 if INTERPRETED else 32
 
@@ -125,13 +126,12 @@ def _set_blocks(args: dict[str, Any]) -> None:
 def _kernel(
     dy, w, hidden, weights, tokens, offsets, dhidden, weighted, partials, dy_tma, w_tma, num_experts,
     num_tokens, num_rows, rows_class, stride_dy, stride_wl, stride_wd, stride_wf, stride_hidden,
-    width: tl.constexpr, depth: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+    depth, width: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     HAS_TMA: tl.constexpr, CHUNK: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr,
     INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     DEPTH: tl.constexpr = BLOCK_K * 16 // dy.dtype.element_ty.primitive_bitwidth
-    EVEN_K: tl.constexpr = depth % DEPTH == 0
     EVEN_N: tl.constexpr = width % BLOCK_N == 0
     HIDDEN: tl.constexpr = 2 * width if GATED else width
     tile_ends = row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E)
@@ -315,8 +315,8 @@ def activation_grad(
     _kernel[grid](
         dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
         dy_tma, w_tma, num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0),
-        *weight2_LDF.stride(), hidden_RW.stride(0), width=width, depth=depth, ACTIVATION=activation,
-        GATED=ACTIVATIONS[activation][1], HAS_TMA=w_tma is not None, CHUNK=CHUNK_COLUMNS,
-        BLOCK_E=power_of_2(num_experts), **dot_constants(dy),
+        *weight2_LDF.stride(), hidden_RW.stride(0), depth, width=width, EVEN_K=depth % LARGEST_K == 0,
+        ACTIVATION=activation, GATED=ACTIVATIONS[activation][1], HAS_TMA=w_tma is not None,
+        CHUNK=CHUNK_COLUMNS, BLOCK_E=power_of_2(num_experts), **dot_constants(dy),
     )  # fmt: skip
     return dhidden_RW, weighted_RF, partials_CR.sum(dim=0)
