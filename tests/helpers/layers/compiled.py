@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import multiprocessing
 import os
 import re
@@ -240,7 +241,7 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Any:
-    before = getattr(owner, name)
+    before = inspect.getattr_static(owner, name)  # a static method as such
     setattr(owner, name, value)
     try:
         yield
