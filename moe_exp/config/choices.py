@@ -73,14 +73,12 @@ class ExpertBackend:
         install: how to install them.
         dtypes: supported values of DTYPE; empty: all.
         row_bytes: the rows of its inputs must be a multiple of this.
-        has_bias: whether the experts may have biases.
     """
 
     modules: tuple[str, ...] = ()
     install: str = ""
     dtypes: tuple[str, ...] = ()
     row_bytes: int = 1
-    has_bias: bool = True
 
     def missing(self) -> list[str]:
         """The modules that are not installed."""
@@ -89,7 +87,7 @@ class ExpertBackend:
 
 _PIP = "pip install --no-build-isolation"
 EXPERT_BACKENDS = {
-    "triton": ExpertBackend(has_bias=False),
+    "triton": ExpertBackend(),
     "loop": ExpertBackend(),
     # grouped_mm and the CUTLASS kernels read rows in 16-byte pieces
     "torch": ExpertBackend(row_bytes=16),

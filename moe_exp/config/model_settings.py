@@ -90,8 +90,9 @@ class ModelSettings(BaseModel):
         "tokens of the model's vocabulary, before padding to a multiple of 128; not given: that of the data "
         "or TOKENIZER, if it is known",
     )
-    activation: Literal["swiglu", "geglu", "gelu", "squared_relu"] = model(
-        "swiglu", "activation of MLP and experts"
+    activation: Literal["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"] = model(
+        "swiglu",
+        "activation of MLP and experts; clamped_swiglu: that of gpt-oss, with limits of 7",
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "norm layers")
     norm_epsilon: float = model(1e-05, "added to the variance inside a norm", gt=0, costs=False)

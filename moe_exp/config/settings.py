@@ -525,7 +525,7 @@ class Config(ModelSettings):
     @property
     def gated(self) -> bool:
         """Whether the activation is gated, i.e. the first projection is doubled."""
-        return self.activation in ("swiglu", "geglu")
+        return self.activation in ("swiglu", "clamped_swiglu", "geglu")
 
     @property
     def moe_layers(self) -> list[bool]:

@@ -34,7 +34,6 @@ def backends_of(
         routing_kernels=config.routing_kernels,
         router_problem=_router_problem(config),
         cross_entropy=config.cross_entropy,
-        expert_bias=config.use_moe and config.add_bias_linear,
         use_te=use_te(config),
         other_value_size=config.multi_latent_attention and config.v_head_dim != config.kv_channels,
         documents=config.document_mask,
@@ -72,7 +71,6 @@ def chosen_backends(
     routing_kernels: str = "auto",
     router_problem: str = "",
     cross_entropy: str = "megatron",
-    expert_bias: bool = False,
     use_te: bool = False,
     other_value_size: bool = False,
     documents: bool = False,
@@ -84,7 +82,6 @@ def chosen_backends(
     Args:
         dtype: of weights and activations.
         router_problem: why the router takes no kernel, see `layers.router.kernel_problem`.
-        expert_bias: experts have biases (ADD_BIAS_LINEAR).
         use_te: the parts around the MoE layer are Transformer Engine's.
         other_value_size: value heads differ in size from query heads (MULTI_LATENT_ATTENTION).
         documents: attention stays inside documents (DOCUMENT_MASK), which is our code also with `use_te`.
@@ -103,7 +100,6 @@ def chosen_backends(
             expert_backend,
             device_type=device_type,
             dtype=dtype,
-            bias=expert_bias,
             failure=failure_of("experts", kernel_failures),
         ),
         "routing": choose_routing(

@@ -126,10 +126,8 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
 
 
 def _expert_backend(config: Config, device: torch.device, failure: str = "") -> str:
-    dtype, bias = DTYPES[config.dtype], config.add_bias_linear
-    return choose_backend(
-        config.expert_backend, device_type=device.type, dtype=dtype, bias=bias, failure=failure
-    )[0]
+    dtype = DTYPES[config.dtype]
+    return choose_backend(config.expert_backend, device_type=device.type, dtype=dtype, failure=failure)[0]
 
 
 def sizes_of(config: Config) -> Sizes:
@@ -154,6 +152,7 @@ def sizes_of(config: Config) -> Sizes:
         topk=config.topk,
         num_rows=_num_tokens(config) * config.topk * config.etp,
         activation=config.activation,
+        bias=config.add_bias_linear,
         gathers=config.ep == config.etp == 1 and config.dispatcher in ("auto", "local"),
         adds=bool(settings.gradient_accumulation_fusion),
         vocab_size=config.padded_vocab_size // config.tp,
@@ -221,3 +220,4 @@ def _doctor_sizes() -> Iterator[Sizes]:
         yield replace(_DOCTOR_SIZES, dtype=dtype, router=router)
     for activation, dtype in (("gelu", torch.bfloat16), ("squared_relu", torch.float16)):
         yield replace(_DOCTOR_SIZES, dtype=dtype, activation=activation, gathers=False, adds=True)
+    yield replace(_DOCTOR_SIZES, activation="clamped_swiglu", bias=True)

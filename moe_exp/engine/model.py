@@ -35,7 +35,7 @@ def use_te(config: Config) -> bool:
 def transformer_config(config: Config) -> TransformerConfig:
     """Megatron's description of the model and its parallelism."""
     dtype = DTYPES[config.dtype]
-    activation, gated = ACTIVATIONS[config.activation]
+    activation, gated, limit, offset = ACTIVATIONS[config.activation]
     on_gpu = torch.cuda.is_available()
     kind = MLATransformerConfig if config.multi_latent_attention else TransformerConfig
     settings = kind(
@@ -47,6 +47,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         kv_channels=config.kv_channels,
         activation_func=activation,
         gated_linear_unit=gated,
+        activation_func_clamp_value=limit,
+        glu_linear_offset=offset,
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
         qk_layernorm=config.qk_norm and config.qk_norm_scope == "head",

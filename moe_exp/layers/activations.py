@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-Activation = Callable[[Tensor], Tensor]
+Function = Callable[[Tensor], Tensor]
+QUICK = 1.702  # quick_gelu's factor inside the sigmoid
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -16,13 +17,47 @@ def squared_relu(x: Tensor) -> Tensor:
     return torch.relu(x).square()
 
 
-# Name to (function, gated). Gated: the activated first half of a doubled projection times the second half.
-ACTIVATIONS: dict[str, tuple[Activation, bool]] = {
-    "swiglu": (nn.functional.silu, True),
-    "geglu": (nn.functional.gelu, True),
-    "gelu": (nn.functional.gelu, False),
-    "squared_relu": (squared_relu, False),
+def quick_gelu(x: Tensor) -> Tensor:
+    """x * sigmoid(1.702 x), Hendrycks and Gimpel 2016, GELU (arXiv:1606.08415)."""
+    return x * torch.sigmoid(QUICK * x)
+
+
+class Activation(NamedTuple):
+    """function(h), or if gated function(gate) * (up + offset), with the halves gate and up of a doubled h.
+
+    A limit clamps both before: gate to limit at most, up from -limit to limit. Megatron's activation_func,
+    gated_linear_unit, activation_func_clamp_value and glu_linear_offset.
+    """
+
+    function: Function
+    gated: bool
+    limit: float | None = None
+    offset: float = 0.0
+
+    def halves(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Gate and up + offset, [..., F] each, clamped."""
+        gate, up = hidden.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate, up + self.offset if self.offset else up
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": Activation(nn.functional.silu, gated=True),
+    "clamped_swiglu": Activation(quick_gelu, gated=True, limit=7.0, offset=1.0),  # gpt-oss, arXiv:2508.10925
+    "geglu": Activation(nn.functional.gelu, gated=True),
+    "gelu": Activation(nn.functional.gelu, gated=False),
+    "squared_relu": Activation(squared_relu, gated=False),
 }
+
+
+def activate(hidden: Tensor, name: str) -> Tensor:
+    """The activation `name`, [..., 2F] if gated, else [..., F], to [..., F]."""
+    activation = ACTIVATIONS[name]
+    if not activation.gated:
+        return activation.function(hidden)
+    gate, up = activation.halves(hidden)
+    return activation.function(gate) * up
 
 
 def _silu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
@@ -37,26 +72,32 @@ def _squared_relu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
     torch.mul(grad, torch.relu(x).mul_(2), out=out)
 
 
-_BACKWARD: dict[Activation, Callable[[Tensor, Tensor, Tensor], None]] = {
+def _quick_gelu_backward(grad: Tensor, x: Tensor, out: Tensor) -> None:
+    sigmoid = torch.sigmoid(QUICK * x)
+    torch.mul(grad, sigmoid * (1 + QUICK * x * (1 - sigmoid)), out=out)
+
+
+_BACKWARD: dict[Function, Callable[[Tensor, Tensor, Tensor], None]] = {
     nn.functional.silu: _silu_backward,
     nn.functional.gelu: _gelu_backward,
     squared_relu: _squared_relu_backward,
+    quick_gelu: _quick_gelu_backward,
 }
 
 
 def weighted_activation(hidden_RF: Tensor, weights_R1: Tensor, name: str) -> Tensor:
-    """act(h) * w in a new tensor, or act(gate) * up * w if the activation is gated. No autograd.
+    """`activate` times w in a new tensor. No autograd.
 
     Args:
         hidden_RF: output of the first projection, [R, 2F] for gated activations, else [R, F].
         weights_R1: router weights in the dtype of `hidden_RF`.
         name: a key of ACTIVATIONS.
     """
-    function, gated = ACTIVATIONS[name]
-    if not gated:
-        return function(hidden_RF).mul_(weights_R1)
-    gate_RF, up_RF = hidden_RF.chunk(2, dim=1)
-    return function(gate_RF).mul_(up_RF).mul_(weights_R1)
+    activation = ACTIVATIONS[name]
+    if not activation.gated:
+        return activation.function(hidden_RF).mul_(weights_R1)
+    gate_RF, up_RF = activation.halves(hidden_RF)
+    return activation.function(gate_RF).mul_(up_RF).mul_(weights_R1)
 
 
 def weighted_activation_backward(
@@ -67,8 +108,8 @@ def weighted_activation_backward(
     Returns:
         Gradient of `hidden_RF`, gradient of the weights [R], and the (new) activation without the weight.
     """
-    function, gated = ACTIVATIONS[name]
-    gate_RF, up_RF = hidden_RF.chunk(2, dim=1) if gated else (hidden_RF, None)
+    function, gated, limit, _ = ACTIVATIONS[name]
+    gate_RF, up_RF = ACTIVATIONS[name].halves(hidden_RF) if gated else (hidden_RF, None)
     active_RF = function(gate_RF)
     product_RF = active_RF if up_RF is None else active_RF * up_RF
     dweights_R = (grad_RF * product_RF).sum(dim=1)
@@ -80,6 +121,10 @@ def weighted_activation_backward(
         dgate_RF, dup_RF = dhidden_RF.chunk(2, dim=1)
         torch.mul(dproduct_RF, active_RF, out=dup_RF)
         _BACKWARD[function](dproduct_RF.mul_(up_RF), gate_RF, dgate_RF)
+        if limit is not None:
+            gate_RF, up_RF = hidden_RF.chunk(2, dim=1)
+            dgate_RF.masked_fill_(gate_RF > limit, 0)
+            dup_RF.masked_fill_(up_RF.abs() > limit, 0)
     return dhidden_RF, dweights_R, product_RF
 
 
@@ -90,10 +135,7 @@ def differentiable_weighted_activation(hidden_RF: Tensor, weights_R: Tensor, nam
     """
     if not torch.compiler.is_compiling():
         return _WeightedActivation.apply(hidden_RF, weights_R, name)
-    function, gated = ACTIVATIONS[name]
-    gate_RF, up_RF = hidden_RF.chunk(2, dim=1) if gated else (hidden_RF, None)
-    product_RF = function(gate_RF) if up_RF is None else function(gate_RF) * up_RF
-    return product_RF * weights_R.to(hidden_RF.dtype).unsqueeze(1)
+    return activate(hidden_RF, name) * weights_R.to(hidden_RF.dtype).unsqueeze(1)
 
 
 class _WeightedActivation(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_exp.layers.activations import activate
 from moe_exp.layers.experts import ACTIVATIONS
 
 
@@ -37,8 +38,8 @@ class SharedExpert(nn.Module):
             raise ValueError(
                 f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}."
             )
-        self.activation, self.gated = ACTIVATIONS[activation]
-        width = ffn_size * (2 if self.gated else 1)
+        self.activation = activation
+        width = ffn_size * (2 if ACTIVATIONS[activation].gated else 1)
         self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))
         self.weight2 = nn.Parameter(torch.empty(hidden_size, ffn_size, dtype=dtype, device=device))
         self.gate_weight = (
@@ -53,11 +54,6 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D] to [..., D]."""
-        hidden = nn.functional.linear(x, self.weight1)
-        if self.gated:
-            gate, up = hidden.chunk(2, dim=-1)
-            hidden = self.activation(gate) * up
-        else:
-            hidden = self.activation(hidden)
+        hidden = activate(nn.functional.linear(x, self.weight1), self.activation)
         y = nn.functional.linear(hidden, self.weight2)
         return y if self.gate_weight is None else y * torch.sigmoid(nn.functional.linear(x, self.gate_weight))

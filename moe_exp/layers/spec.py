@@ -64,7 +64,6 @@ def moe_submodule_spec(
     token_rounding: int = 0,
     params_dtype: torch.dtype = torch.float32,
     use_te: bool = False,
-    bias: bool = False,
 ) -> ModuleSpec:
     """The `mlp` of an MoE transformer layer.
 
@@ -75,9 +74,8 @@ def moe_submodule_spec(
         min_capacity: minimum number of slots that an expert takes.
         token_rounding: see MoESettings.
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
-        bias: TransformerConfig.add_bias_linear: experts have biases.
     """
-    backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype, bias=bias)
+    backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype)
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     latent = {}
     if use_te:
@@ -213,7 +211,7 @@ def decoder_spec(
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
         check_fields(config)
-        settings = {"params_dtype": config.params_dtype, "use_te": use_te, "bias": config.add_bias_linear}
+        settings = {"params_dtype": config.params_dtype, "use_te": use_te}
         moe = layer_spec(config, mlp=moe_submodule_spec(**settings, **moe_options))
         frequency = config.moe_layer_freq
         pattern = (

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.layers.references import formula
 from helpers.ranks import RankError, free_port, run_on_ranks
 from helpers.whole_runs import SMALL, EndedRun, Runs
 from moe_exp.config import load_config
@@ -37,17 +38,11 @@ def _mlp(gated: bool, bias: bool) -> dict[str, Tensor]:
 
 
 def _dense(x_TD: Tensor, mlp: dict[str, Tensor], activation: str) -> Tensor:
-    function, gated = ACTIVATIONS[activation]
-    hidden_TF = torch.nn.functional.linear(x_TD, mlp["weight1"], mlp.get("bias1"))
-    if gated:
-        gate, up = hidden_TF.chunk(2, dim=-1)
-        hidden_TF = function(gate) * up
-    else:
-        hidden_TF = function(hidden_TF)
-    return torch.nn.functional.linear(hidden_TF, mlp["weight2"], mlp.get("bias2"))
+    hidden_TW = torch.nn.functional.linear(x_TD, mlp["weight1"], mlp.get("bias1"))
+    return torch.nn.functional.linear(formula(activation, hidden_TW), mlp["weight2"], mlp.get("bias2"))
 
 
-@pytest.mark.parametrize("activation", ["swiglu", "squared_relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "squared_relu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_shards_add_up_to_the_mlp(activation, bias):
     from moe_exp.checkpoint.upcycle import split_mlp

@@ -10,6 +10,7 @@ import runpy
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ from moe_exp.config.choices import (
 from moe_exp.config.settings import Config
 from moe_exp.engine.optimizer_setup import build_scheduler, choose_optimizer
 from moe_exp.launch.machine_checks import check_machine
-from moe_exp.layers.experts import Experts
+from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, FUSED, choose_backend
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import SCORE_FUNCTIONS
@@ -147,6 +148,9 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
 def test_every_entry_has_its_function():
     assert {"softmax", *SCORE_FUNCTIONS} == set(SCORES) - {"relu"} == set(KERNEL_SCORES)
     assert {*BACKENDS, *FUSED} == set(EXPERT_BACKENDS)
+    activations = get_args(Config.model_fields["activation"].annotation)
+    gated = {name: load_config({"preset": "cpu", "activation": name}, {}).gated for name in activations}
+    assert gated == {name: activation.gated for name, activation in ACTIVATIONS.items()}
     for name in KERNEL_SCORES:
         assert kernel_problem(RouterConfig(8, 4, 2, score=name), needs_scores=False) == ""
 

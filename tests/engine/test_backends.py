@@ -66,8 +66,8 @@ def test_experts_whose_kernels_are_wrong_have_another_backend():
     assert moe_options(load_config(TINY, {}), failures)["backend"] == "loop"
 
 
-def test_a_dense_model_has_no_experts_with_biases():
-    config = load_config(TINY | {"use_moe": False, "add_bias_linear": True, "expert_backend": "triton"}, {})
+def test_experts_with_biases_may_take_the_kernels():
+    config = load_config(TINY | {"add_bias_linear": True, "expert_backend": "triton"}, {})
     assert backends_of(config, "cpu")["grouped GEMM"] == (
         "triton",
         "asked for by EXPERT_BACKEND; on a CPU the same in plain torch",

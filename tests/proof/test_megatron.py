@@ -39,6 +39,7 @@ from helpers.layers.megatron_pair import (
     losses,
 )
 from helpers.ranks import RankError, run_on_ranks
+from moe_exp.layers.activations import quick_gelu
 from moe_exp.layers.capacity import keep_first
 from moe_exp.layers.experts import squared_relu
 
@@ -147,6 +148,10 @@ PAIRS = {
         dispatchers=("alltoall",),
     ),
     "GeGLU": Pair({"activation_func": torch.nn.functional.gelu}, activation="geglu"),
+    "clamped SwiGLU": Pair(
+        {"activation_func": quick_gelu, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0},
+        activation="clamped_swiglu",
+    ),
     "GELU": Pair(
         {"activation_func": torch.nn.functional.gelu, "gated_linear_unit": False}, activation="gelu"
     ),

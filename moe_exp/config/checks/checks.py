@@ -24,7 +24,6 @@ from moe_exp.config.checks.training import (
     check_profiling,
     check_rampup,
 )
-from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.setting_types import blend_members, names_text, shown
 from moe_exp.config.settings import Config, problem
 from moe_exp.host.files import is_url
@@ -80,10 +79,6 @@ def _model(c: Config) -> Iterator[str]:
             "Megatron has expert biases with ETP=1 only",
             "set ADD_BIAS_LINEAR=false or ETP=1",
         )
-    has_bias = c.expert_backend == "auto" or EXPERT_BACKENDS[c.expert_backend].has_bias
-    if c.use_moe and c.add_bias_linear and not has_bias:
-        fix = "set ADD_BIAS_LINEAR=false or EXPERT_BACKEND=auto"
-        yield problem("expert_backend", c.expert_backend, "its kernels have no bias of the experts", fix)
     if c.use_moe:
         yield from _layers(c)
 

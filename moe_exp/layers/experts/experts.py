@@ -63,7 +63,7 @@ class Experts(nn.Module):
 
     Raises:
         ValueError: for an unknown activation or backend, a backend that is not installed, or a bias that the
-            backend does not support or the ranks cannot split evenly.
+            ranks cannot split evenly.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Experts(nn.Module):
             raise ValueError(
                 f"expert_backend={backend}: {rule}. Fix: use one of {', '.join((*FUSED, *BACKENDS))}."
             )
-        if backend in FUSED and (rule := fused_problem(dtype=dtype, bias=bias)):
+        if backend in FUSED and (rule := fused_problem(dtype=dtype)):
             raise ValueError(f"expert_backend={backend}: {rule}. Fix: use another backend.")
         if backend in PACKAGES and (modules := PACKAGES[backend].missing()):
             raise ValueError(
@@ -157,9 +157,7 @@ class Experts(nn.Module):
         x_TD, decision = inputs.x_TD, inputs.decision
         weights_TK, expert_TK, kept_TK = decision.weights_TK, decision.expert_TK, decision.kept_TK
         if self.backend in FUSED:
-            return experts_of_tokens(
-                x_TD, weights_TK, expert_TK, kept_TK, self.weight1, self.weight2, **self._fused_options()
-            )
+            return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, **self._fused_options())
         order, counts_E, _ = local_row_order(
             decision, num_experts=self.weight1.size(0), rows_per_expert=inputs.rows_per_expert
         )
@@ -170,9 +168,7 @@ class Experts(nn.Module):
         rows_RD, weights_R = dispatched.rows_RD, dispatched.weights_R
         counts_L, splits = dispatched.tokens_per_expert_L, dispatched.splits
         if self.grouped_gemm is None:
-            return experts_of_rows(
-                rows_RD, weights_R, counts_L, self.weight1, self.weight2, **self._fused_options()
-            )
+            return experts_of_rows(rows_RD, weights_R, counts_L, **self._fused_options())
         if self._is_loop_on_cpu(rows_RD):
             return self._loop(rows_RD, weights_R, counts_L)
         if splits is None and self.backend in BY_SPLITS:
@@ -183,10 +179,27 @@ class Experts(nn.Module):
         active_RF = differentiable_weighted_activation(hidden_RW, weights_R, self.activation)
         with self._recomputing(active_RF, hidden_RW, weights_R):
             output_RD = self.grouped_gemm(active_RF, self.weight2.transpose(1, 2), counts_L, splits)
-        return output_RD if self.bias2 is None else output_RD + self._output_bias(weights_R, counts_L)
+        if (bias2_LD := self._whole_bias2()) is None:
+            return output_RD
+        bias_RD = _BiasOfRows.apply(bias2_LD, counts_L, rows_RD.size(0))
+        return output_RD + bias_RD * weights_R.unsqueeze(1).to(bias_RD.dtype)
+
+    def _whole_bias2(self) -> Tensor | None:
+        """The second bias, [L, D], with zeros for the columns that other ranks add."""
+        if self.bias2 is None:
+            return None
+        after = self.weight2.size(1) - self.bias2_start - self.bias2.size(1)
+        return nn.functional.pad(self.bias2, (self.bias2_start, after))
 
     def _fused_options(self) -> dict[str, Any]:
-        return {"activation": self.activation, "adds_to_main_grad": self.adds_to_main_grad}
+        return {
+            "weight1_LWD": self.weight1,
+            "weight2_LDF": self.weight2,
+            "bias1_LW": self.bias1,
+            "bias2_LD": self._whole_bias2(),
+            "activation": self.activation,
+            "adds_to_main_grad": self.adds_to_main_grad,
+        }
 
     def _is_loop_on_cpu(self, x: Tensor) -> bool:
         return self.backend == "loop" and x.device.type == "cpu"
@@ -196,12 +209,6 @@ class Experts(nn.Module):
         return expert_loop(
             x, weights_R, weights, rows_per_expert_L=counts_L, activation=self.activation, order=order
         )
-
-    def _output_bias(self, weights_R: Tensor, counts_L: Tensor) -> Tensor:
-        bias_R = _BiasOfRows.apply(self.bias2, counts_L, weights_R.size(0))
-        mine = bias_R * weights_R.unsqueeze(1).to(bias_R.dtype)
-        after = self.weight2.size(1) - self.bias2_start - mine.size(1)
-        return nn.functional.pad(mine, (self.bias2_start, after))
 
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
         """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it.

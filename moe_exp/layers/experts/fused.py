@@ -28,6 +28,8 @@ def experts_of_tokens(
     kept_TK: Tensor | None,
     weight1_LWD: Tensor,
     weight2_LDF: Tensor,
+    bias1_LW: Tensor | None = None,
+    bias2_LD: Tensor | None = None,
     *,
     activation: str,
     adds_to_main_grad: bool = False,
@@ -41,12 +43,14 @@ def experts_of_tokens(
         kept_TK: bool, slots that are not dropped; None for all.
         weight1_LWD: first projection, in torch's (out, in) order, gate half first.
         weight2_LDF: second projection.
+        bias1_LW, bias2_LD: of the projections; None for 0.
         activation: a key of activations.ACTIVATIONS.
         adds_to_main_grad: see `experts_of_rows`.
     """
     slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
     places = offsets_L1, slot_N, row_N.view(expert_TK.shape)
-    return _run(x_TD, weights_TK, weight1_LWD, weight2_LDF, *places, activation, adds_to_main_grad)
+    parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
+    return _run(x_TD, weights_TK, *parameters, *places, activation, adds_to_main_grad)
 
 
 def experts_of_rows(
@@ -55,6 +59,8 @@ def experts_of_rows(
     tokens_per_expert_L: Tensor,
     weight1_LWD: Tensor,
     weight2_LDF: Tensor,
+    bias1_LW: Tensor | None = None,
+    bias2_LD: Tensor | None = None,
     *,
     activation: str,
     adds_to_main_grad: bool = False,
@@ -65,14 +71,13 @@ def experts_of_rows(
         x_RD: rows.
         weights_R: router weight of each row; used in fp32.
         tokens_per_expert_L: rows of each expert, on the device.
-        weight1_LWD, weight2_LDF, activation: as for `experts_of_tokens`.
+        weight1_LWD, weight2_LDF, bias1_LW, bias2_LD, activation: as for `experts_of_tokens`.
         adds_to_main_grad: for weights with Megatron's `main_grad`, the kernel adds their gradients to it, and
             `grad` has no values (gradient_accumulation_fusion). Ignored under torch.compile.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
-    return _run(
-        x_RD, weights_R, weight1_LWD, weight2_LDF, offsets_L1, None, None, activation, adds_to_main_grad
-    )
+    parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
+    return _run(x_RD, weights_R, *parameters, offsets_L1, None, None, activation, adds_to_main_grad)
 
 
 def _run(*args: Any) -> Tensor:
@@ -89,6 +94,8 @@ class _Experts(torch.autograd.Function):
         weights: Tensor,
         weight1_LWD: Tensor,
         weight2_LDF: Tensor,
+        bias1_LW: Tensor | None,
+        bias2_LD: Tensor | None,
         offsets_L1: Tensor,
         slot_R: Tensor | None,
         row_TK: Tensor | None,
@@ -107,10 +114,14 @@ class _Experts(torch.autograd.Function):
             activation=activation,
             token_R=token_R,
             weights_R=weights_R,
+            bias1_LW=bias1_LW,
             keeps_hidden=has_backward,
         )
-        y_RD = grouped_matmul(active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
-        ctx.save_for_backward(x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW)
+        of_bias = None if bias2_LD is None else weights_R
+        y_RD = grouped_matmul(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)
+        ctx.save_for_backward(
+            x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, offsets_L1, token_R, row_TK, hidden_RW
+        )
         ctx.activation, ctx.weights_dtype, ctx.parameters = activation, weights.dtype, (None, None)
         if adds_to_main_grad and not torch.compiler.is_compiling():
             # Saved tensors may come back as different objects, without the attributes.
@@ -121,7 +132,8 @@ class _Experts(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # Read once: under torch.utils.checkpoint a second access is an error.
-        x, weights_R, weight1_LWD, weight2_LDF, offsets_L1, token_R, row_TK, hidden_RW = ctx.saved_tensors
+        x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, *places, hidden_RW = ctx.saved_tensors
+        offsets_L1, token_R, row_TK = places
         dy = grads[0].contiguous()
         dhidden_RW, weighted_RF, dweights_R = activation_grad(
             dy,
@@ -132,18 +144,35 @@ class _Experts(torch.autograd.Function):
             token_R=token_R,
             weights_R=weights_R,
         )
-        dx, dweights, dweight1, dweight2 = None, None, None, None
+        dx, dweights, dweight1, dweight2, dbias1, dbias2 = None, None, None, None, None, None
         if ctx.needs_input_grad[3]:
             dweight2 = _weight_gradient(ctx.parameters[1], dy, weighted_RF, offsets_L1, a_index_R=token_R)
         del weighted_RF
         if ctx.needs_input_grad[2]:
             dweight1 = _weight_gradient(ctx.parameters[0], dhidden_RW, x, offsets_L1, b_index_R=token_R)
+        if ctx.needs_input_grad[4]:  # a sum over rows is a product with ones
+            ones_R1 = dhidden_RW.new_ones(dhidden_RW.size(0), 1)
+            dbias1 = weight_grad(ones_R1, dhidden_RW, offsets_L1).squeeze(1)
+        if ctx.needs_input_grad[5]:
+            weights_R1 = weights_R.to(dy.dtype).unsqueeze(1)
+            dbias2 = weight_grad(weights_R1, dy, offsets_L1, b_index_R=token_R).squeeze(1)
         if ctx.needs_input_grad[0]:
             dx = grouped_matmul(dhidden_RW, weight1_LWD, offsets_L1)
             dx = dx if row_TK is None else combine(dx, row_TK)
         if ctx.needs_input_grad[1]:
+            if bias2_LD is not None:
+                dweights_R = dweights_R + _products(dy, bias2_LD, offsets_L1, token_R, dweights_R.size(0))
             dweights = (dweights_R if row_TK is None else _of_slots(dweights_R, row_TK)).to(ctx.weights_dtype)
-        return dx, dweights, dweight1, dweight2, *(None,) * 6
+        return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 6
+
+
+def _products(
+    dy: Tensor, bias2_LD: Tensor, offsets_L1: Tensor, token_R: Tensor | None, num_rows: int
+) -> Tensor:
+    """dy_r . b2 of the row's expert, [R]: of every row or token with all experts, then what is needed."""
+    row_R = torch.arange(num_rows, device=dy.device)
+    expert_R = torch.searchsorted(offsets_L1[1:], row_R, right=True).clamp_(max=bias2_LD.size(0) - 1)
+    return (dy @ bias2_LD.t())[row_R if token_R is None else token_R, expert_R]
 
 
 def _of_slots(values_R: Tensor, row_TK: Tensor) -> Tensor:

@@ -114,25 +114,20 @@ BY_SPLITS = frozenset(BACKENDS) - {"torch"}
 FUSED = ("triton",)
 
 
-def fused_problem(*, dtype: torch.dtype, bias: bool, device_type: str = "cpu", failure: str = "") -> str:
+def fused_problem(*, dtype: torch.dtype, device_type: str = "cpu", failure: str = "") -> str:
     """Why `triton` cannot run, in words; empty if it can."""
-    if bias:
-        return "its kernels have no bias of the experts"
     if dtype == torch.float64:
         return "its kernels have no float64"
     return failure or ("" if device_type == "cpu" else launch.missing())
 
 
-def choose_backend(
-    name: str, *, device_type: str, dtype: torch.dtype, bias: bool = False, failure: str = ""
-) -> tuple[str, str]:
+def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: str = "") -> tuple[str, str]:
     """The backend that runs, and the reason in words.
 
     Args:
         name: `auto` or one of BACKENDS or FUSED.
         device_type: `cpu` or `cuda`.
         dtype: dtype of rows and weights.
-        bias: whether the experts have biases.
         failure: why Triton's kernels must not run, see `kernels.choice.failure_of`.
 
     Raises:
@@ -148,9 +143,7 @@ def choose_backend(
         raise ValueError("expert_backend=torch: grouped_mm has no float64. Fix: use loop.")
     if name in PACKAGES:
         check_package(name, device_type=device_type, dtype=dtype)
-    if name in FUSED and (
-        rule := fused_problem(dtype=dtype, bias=bias, device_type=device_type, failure=failure)
-    ):
+    if name in FUSED and (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
         raise ValueError(
             f"expert_backend={name}: {rule}. Fix:"
             f" {'pip install triton, or ' if 'installed' in rule else ''}use auto."
@@ -170,7 +163,7 @@ def choose_backend(
             "loop",
             f"grouped GEMMs are one kernel in bf16 and fp16 only, not in {str(dtype).removeprefix('torch.')}",
         )
-    if not (rule := fused_problem(dtype=dtype, bias=bias, device_type=device_type, failure=failure)):
+    if not (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
         return (
             "triton",
             "one function of Triton kernels, which gather the rows and keep the least for backward",

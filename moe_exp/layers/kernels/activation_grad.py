@@ -36,6 +36,8 @@ from moe_exp.layers.kernels.tiles import (
     column_chunks,
     dot,
     in_groups,
+    linear_unit,
+    linear_unit_grad,
     row_tile,
     row_tile_ends,
 )
@@ -92,8 +94,9 @@ def _finish(
     active, derivative = activate_with_derivative(gate, ACTIVATION)
     dproduct = dactive * scale[:, None]
     if GATED:
-        dup = (dproduct * active).to(dhidden_rows.dtype.element_ty)
+        dup = linear_unit_grad(dproduct * active, up, ACTIVATION).to(dhidden_rows.dtype.element_ty)
         tl.store(dhidden_rows[:, None] + (width + columns)[None, :], dup, mask=mask)
+        up = linear_unit(up, ACTIVATION)
         dproduct *= up
         active *= up
     tl.store(
@@ -268,7 +271,7 @@ def activation_grad(
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients from the outputs to the pre-activation, for a = act(h) or act(gate) * up and router weight w.
+    """Gradients from the outputs to the pre-activation h, for the activation a of h and router weight w.
 
     da = dy W2; dh = d(a w)/dh da; dw = sum over F of da * a. The sum over F runs in fixed chunks of columns,
     so it does not depend on the tiles; there are no atomics.

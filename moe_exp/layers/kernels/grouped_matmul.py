@@ -1,4 +1,5 @@
-"""Grouped GEMM: each row times the matrix of its expert. Shape suffixes in `moe_exp.layers`.
+"""Grouped GEMM: each row times the matrix of its expert, with a bias or without. Shape suffixes in
+`moe_exp.layers`.
 
 Forward only. fused.py calls it inside its autograd function, for the down-projection and for the gradient of
 rows; the up-projection has a kernel of its own, which also gathers the rows and applies the activation.
@@ -59,13 +60,14 @@ def _set_blocks(args: dict[str, Any]) -> None:
 )
 @jit
 def _kernel(
-    x, w, y, x_tma, w_tma, offsets, num_experts, rows_class, width, depth, stride_x, stride_wl, stride_wi,
-    stride_wo, stride_y, TRANSPOSED: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_N: tl.constexpr,
+    x, w, y, x_tma, w_tma, bias, weights, offsets, num_experts, rows_class, width, depth, stride_x, stride_wl,
+    stride_wi, stride_wo, stride_y, TRANSPOSED: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_N: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     PROGRAMS: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """y[r] = x[r] @ w[expert of r]: x [R, I], w [L, I, O] with any strides, y [R, O]; depth is I, width is O.
+    """y[r] = x[r] @ w[e] + weights[r] * bias[e], e the expert of r: x [R, I], w [L, I, O] with any strides,
+    y [R, O]; depth is I, width is O.
 
     Each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns. Rows past the expert's last one
     are computed, from whatever lies there, and not stored. `rows_class` and HAS_TMA are for the autotuner's
@@ -111,36 +113,57 @@ def _kernel(
                 total = dot(a, b, total, PRECISION, INTERPRET)
                 x_block += DEPTH
                 w_block += DEPTH * stride_wi
+        if bias is not None:
+            bias_row = tl.load(bias + expert.to(tl.int64) * width + columns, mask=is_column, other=0.0)
+            scale = tl.load(weights + rows, mask=rows < row_end, other=0.0)
+            total += scale[:, None] * bias_row.to(tl.float32)[None, :]
         y_block = y + rows.to(tl.int64)[:, None] * stride_y + columns[None, :]
         tl.store(y_block, total.to(y.dtype.element_ty), mask=(rows < row_end)[:, None] & is_column[None, :])
 
 
-def grouped_matmul_torch(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
+def grouped_matmul_torch(
+    x_RI: Tensor,
+    w_LIO: Tensor,
+    offsets_L1: Tensor,
+    bias_LO: Tensor | None = None,
+    weights_R: Tensor | None = None,
+) -> Tensor:
     """Plain-torch twin of `grouped_matmul`."""
     y_RO = x_RI.new_zeros(x_RI.size(0), w_LIO.size(2))
     ends = offsets_L1.tolist()
     for w_IO, first, end in zip(w_LIO.unbind(0), ends, ends[1:], strict=False):
         torch.mm(x_RI[first:end], w_IO, out=y_RO[first:end])
+    if bias_LO is not None and weights_R is not None:
+        bias_RO = bias_LO.repeat_interleave(offsets_L1.diff(), dim=0)
+        y_RO[: ends[-1]] += weights_R[: ends[-1], None] * bias_RO
     return y_RO
 
 
-@compilable("grouped_matmul", lambda x_RI, w_LIO, offsets_L1: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
-def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
+@compilable("grouped_matmul", lambda x_RI, w_LIO, *_: x_RI.new_empty(x_RI.size(0), w_LIO.size(2)))
+def grouped_matmul(
+    x_RI: Tensor,
+    w_LIO: Tensor,
+    offsets_L1: Tensor,
+    bias_LO: Tensor | None = None,
+    weights_R: Tensor | None = None,
+) -> Tensor:
     """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
 
     Args:
         x_RI: rows sorted by expert, last dimension contiguous.
         w_LIO: matrices of the experts, any strides (also a transposed view).
         offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
+        bias_LO: added to each row times its weight; None for 0.
+        weights_R: fp32, of the bias.
     """
     if not runs_kernel(x_RI):
-        return grouped_matmul_torch(x_RI, w_LIO, offsets_L1)
+        return grouped_matmul_torch(x_RI, w_LIO, offsets_L1, bias_LO, weights_R)
     num_rows, depth = x_RI.shape
     num_experts, _, width = w_LIO.shape
     y_RO = x_RI.new_empty(num_rows, width)
     if num_rows == 0:
         return y_RO
-    (offsets_L1,) = contiguous(offsets_L1)
+    offsets_L1, bias_LO, weights_R = contiguous(offsets_L1, bias_LO, weights_R)
     x_RI = last_contiguous(x_RI)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
@@ -150,9 +173,9 @@ def grouped_matmul(x_RI: Tensor, w_LIO: Tensor, offsets_L1: Tensor) -> Tensor:
     transposed = w_LIO.stride(1) == 1
     x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
     _kernel[grid](
-        x_RI, w_LIO, y_RO, x_tma, w_tma, offsets_L1, num_experts, rows_class(num_rows, num_experts), width,
-        depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0), TRANSPOSED=transposed,
-        HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0, EVEN_K=depth % LARGEST_K == 0,
-        BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
+        x_RI, w_LIO, y_RO, x_tma, w_tma, bias_LO, weights_R, offsets_L1, num_experts,
+        rows_class(num_rows, num_experts), width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
+        TRANSPOSED=transposed, HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0,
+        EVEN_K=depth % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x_RI),
     )  # fmt: skip
     return y_RO

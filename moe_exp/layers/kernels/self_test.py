@@ -67,6 +67,7 @@ class Sizes:
         topk: K.
         num_rows: of a micro-batch, if all experts have the same number.
         activation: a key of activations.ACTIVATIONS.
+        bias: experts have biases.
         gathers: kernels take rows from the tokens themselves, as if all experts are on the rank.
         adds: gradients are added to main_grad.
         vocab_size: V on this rank.
@@ -80,6 +81,7 @@ class Sizes:
     topk: int = 2
     num_rows: int = 0
     activation: str = "swiglu"
+    bias: bool = False
     gathers: bool = True
     adds: bool = False
     vocab_size: int = 1000
@@ -298,6 +300,7 @@ def _expert_cases(
     num_tokens = cdiv(num_rows, sizes.topk)
     width = ffn * (2 if ACTIVATIONS[activation][1] else 1)
     shape = f"{num_rows} rows, {num_experts} experts, {hidden} x {ffn}, {activation}"
+    shape += ", biases" if sizes.bias else ""
     offsets_L1 = torch.tensor([0, *tokens_L], device=device).cumsum(0).int()
     weight1_LWD = draw.normal(num_experts, width, hidden, dtype=dtype, scale=hidden**-0.5)
     weight2_LDF = draw.normal(num_experts, hidden, ffn, dtype=dtype, scale=ffn**-0.5)
@@ -312,14 +315,21 @@ def _expert_cases(
     def case(module: Any, *args: Any, what: str = "", **options: Any) -> _Case:
         return _case(module, dtype, shape + what, *args, **options)
 
-    yield case(up_projection, x, weight1_LWD, offsets_L1, **gathering)
+    # Without padding, which no expert gets where the tokens are gathered.
+    row_R = None if token_R is None else token_R.clamp(max=num_tokens - 1)
+    of_up, of_down = dict(gathering), []
+    if sizes.bias:
+        of_up["bias1_LW"] = draw.normal(num_experts, width, dtype=dtype)
+        of_down = [draw.normal(num_experts, hidden, dtype=dtype), weights_R]
+        ones_R1, weights_R1 = hidden_RW.new_ones(num_rows, 1), weights_R.to(dtype).unsqueeze(1)
+        yield case(weight_grad, ones_R1, hidden_RW, offsets_L1)
+        yield case(weight_grad, weights_R1, dy, offsets_L1, b_index_R=row_R)
+    yield case(up_projection, x, weight1_LWD, offsets_L1, **of_up)
     options: dict[str, Any] = {"keeps_hidden": False, "what": ", forward only"}
-    yield case(up_projection, x, weight1_LWD, offsets_L1, **gathering, **options)
-    yield case(grouped_matmul, active_RF, weight2_LDF.transpose(1, 2), offsets_L1)
+    yield case(up_projection, x, weight1_LWD, offsets_L1, **of_up, **options)
+    yield case(grouped_matmul, active_RF, weight2_LDF.transpose(1, 2), offsets_L1, *of_down)
     yield case(activation_grad, dy, weight2_LDF, hidden_RW, offsets_L1, **gathering)
     for a, b, index in ((dy, active_RF, "a_index_R"), (hidden_RW, x, "b_index_R")):
-        # Without padding, which no expert gets where the tokens are gathered.
-        row_R = None if token_R is None else token_R.clamp(max=num_tokens - 1)
         options = {index: row_R, "what": ""}
         if sizes.adds:
             options["out"] = draw.normal(num_experts, a.size(1), b.size(1), dtype=torch.float32)

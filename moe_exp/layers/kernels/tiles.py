@@ -7,6 +7,8 @@ the host never waits for the number of tiles. Shape suffixes in `moe_exp.layers`
 
 from __future__ import annotations
 
+from moe_exp.layers.activations import ACTIVATIONS
+from moe_exp.layers.activations import QUICK as QUICK_GELU
 from moe_exp.layers.kernels.launch import jit, tl
 
 
@@ -83,6 +85,9 @@ def column_chunks(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.conste
 
 SQRT_HALF: tl.constexpr = tl.constexpr(0.7071067811865476) if tl else None
 INV_SQRT_2PI: tl.constexpr = tl.constexpr(0.3989422804014327) if tl else None
+QUICK: tl.constexpr = tl.constexpr(QUICK_GELU) if tl else None
+LIMIT: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].limit) if tl else None
+OFFSET: tl.constexpr = tl.constexpr(ACTIVATIONS["clamped_swiglu"].offset) if tl else None
 
 
 @jit
@@ -92,6 +97,9 @@ def activate(x, ACTIVATION: tl.constexpr):
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "squared_relu":
         y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+    elif ACTIVATION == "clamped_swiglu":
+        x = tl.where(x > LIMIT, LIMIT, x)  # unlike a minimum, NaN stays NaN
+        y = x * tl.sigmoid(x * QUICK)
     else:
         tl.static_assert(ACTIVATION == "geglu" or ACTIVATION == "gelu", "no such activation")
         y = x * 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
@@ -109,9 +117,30 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
         positive = tl.maximum(x, 0.0)
         y = positive * positive
         dy = 2.0 * positive
+    elif ACTIVATION == "clamped_swiglu":
+        clamped = tl.where(x > LIMIT, LIMIT, x)
+        s = tl.sigmoid(clamped * QUICK)
+        y = clamped * s
+        dy = tl.where(x > LIMIT, 0.0, s + y * QUICK * (1.0 - s))
     else:
         tl.static_assert(ACTIVATION == "geglu" or ACTIVATION == "gelu", "no such activation")
         cdf = 0.5 * (1.0 + tl.erf(x * SQRT_HALF))
         y = x * cdf
         dy = cdf + x * tl.exp(-0.5 * x * x) * INV_SQRT_2PI
     return y, dy
+
+
+@jit
+def linear_unit(up, ACTIVATION: tl.constexpr):
+    """What the activated gate is multiplied by: up, clamped and shifted if the activation says so."""
+    if ACTIVATION == "clamped_swiglu":
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
+    return up
+
+
+@jit
+def linear_unit_grad(dunit, up, ACTIVATION: tl.constexpr):
+    """Gradient of `up` from that of `linear_unit`."""
+    if ACTIVATION == "clamped_swiglu":
+        dunit = tl.where(tl.abs(up) > LIMIT, 0.0, dunit)
+    return dunit

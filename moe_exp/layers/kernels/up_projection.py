@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import ACTIVATIONS
+from moe_exp.layers.activations import activate as activate_torch
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
@@ -28,7 +29,15 @@ from moe_exp.layers.kernels.launch import (
     tl,
     tuned,
 )
-from moe_exp.layers.kernels.tiles import activate, column_chunks, dot, in_groups, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tiles import (
+    activate,
+    column_chunks,
+    dot,
+    in_groups,
+    linear_unit,
+    row_tile,
+    row_tile_ends,
+)
 
 LARGEST_K = 64
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K is
@@ -67,7 +76,7 @@ def _finish(
         tl.store(hidden_block, gate.to(hidden_rows.dtype.element_ty), mask=is_out)
     y = activate(gate, ACTIVATION) * scale[:, None]
     if GATED:
-        y *= up
+        y *= linear_unit(up, ACTIVATION)
     tl.store(active_rows[:, None] + columns[None, :], y.to(active_rows.dtype.element_ty), mask=is_out)
 
 
@@ -87,8 +96,8 @@ def _set_blocks(args: dict[str, Any]) -> None:
 )
 @jit
 def _kernel(
-    x, w, hidden, active, x_tma, w_tma, token, weights, offsets, num_tokens, num_experts, rows_class, width,
-    depth, stride_x, stride_wl, stride_ww, stride_hidden, stride_active, ACTIVATION: tl.constexpr,
+    x, w, hidden, active, x_tma, w_tma, bias, token, weights, offsets, num_tokens, num_experts, rows_class,
+    width, depth, stride_x, stride_wl, stride_ww, stride_hidden, stride_active, ACTIVATION: tl.constexpr,
     GATED: tl.constexpr, KEEPS_HIDDEN: tl.constexpr, HAS_TMA: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_E: tl.constexpr, PRECISION: tl.constexpr, INTERPRET: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -118,6 +127,9 @@ def _kernel(
             of_w += (each % 2) * width
         w_block = w + expert.to(tl.int64) * stride_wl + of_w[None, :] * stride_ww + depths[:, None]
         total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        if bias is not None:
+            bias_row = bias + expert.to(tl.int64) * (2 * width if GATED else width)
+            total += tl.load(bias_row + of_w).to(tl.float32)[None, :]
         for start in range(0, depth, DEPTH):
             is_depth = depths < depth - start
             if TMA and x_tma is not None:
@@ -171,20 +183,23 @@ def up_projection_torch(
     activation: str,
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
+    bias1_LW: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of `up_projection`."""
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, activation=activation, token_R=token_R)
     hidden_RW.zero_(), active_RF.zero_()
-    function, gated = ACTIVATIONS[activation]
     wide = torch.promote_types(x.dtype, torch.float32)
     padded = x if token_R is None else torch.cat([x, x.new_zeros(1, x.size(1))])
     ends = offsets_L1.tolist()
     for w_WD, first, end in zip(weight1_LWD.unbind(0), ends, ends[1:], strict=False):
         rows_RD = x[first:end] if token_R is None else padded[token_R[first:end]]
         torch.mm(rows_RD, w_WD.t(), out=hidden_RW[first:end])
-    gate_RF, up_RF = hidden_RW.to(wide).chunk(2, dim=1) if gated else (hidden_RW.to(wide), None)
-    result_RF = function(gate_RF) if up_RF is None else function(gate_RF) * up_RF
+    if bias1_LW is not None:
+        hidden_RW[: ends[-1]] += bias1_LW.repeat_interleave(offsets_L1.diff(), dim=0)
+        if token_R is not None:
+            hidden_RW[token_R == x.size(0)] = 0
+    result_RF = activate_torch(hidden_RW.to(wide), activation)
     result_RF = result_RF if weights_R is None else result_RF * weights_R.unsqueeze(1)
     active_RF[: ends[-1]] = result_RF[: ends[-1]].to(x.dtype)
     return hidden_RW if keeps_hidden else hidden_RW.new_empty(0, hidden_RW.size(1)), active_RF
@@ -198,9 +213,10 @@ def _outputs(
     activation: str,
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
+    bias1_LW: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    del offsets_L1, weights_R
+    del offsets_L1, weights_R, bias1_LW
     num_rows, width = x.size(0) if token_R is None else token_R.size(0), weight1_LWD.size(1)
     hidden_RW = x.new_empty(num_rows if keeps_hidden else 0, width)
     return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation][1] else width)
@@ -215,9 +231,10 @@ def up_projection(
     activation: str,
     token_R: Tensor | None = None,
     weights_R: Tensor | None = None,
+    bias1_LW: Tensor | None = None,
     keeps_hidden: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """hidden = x[token] W1^T, and act(gate) * up * weight or act(hidden) * weight, from fp32 sums.
+    """hidden = x[token] W1^T + b1, and its activation times the weight, from fp32 sums.
 
     Args:
         x: tokens [T, D], or with `token_R=None` rows sorted by expert [R, D]; last dimension contiguous.
@@ -226,6 +243,7 @@ def up_projection(
         activation: a key of activations.ACTIVATIONS.
         token_R: int32, token of each row; T for a padding row, which is zero.
         weights_R: fp32, router weight of each row; None for 1.
+        bias1_LW: b1, in the dtype of x; None for 0.
         keeps_hidden: write hidden, for a backward pass.
 
     Returns:
@@ -234,12 +252,13 @@ def up_projection(
     """
     options: dict[str, Any] = {"activation": activation, "token_R": token_R, "keeps_hidden": keeps_hidden}
     if not runs_kernel(x):
-        return up_projection_torch(x, weight1_LWD, offsets_L1, weights_R=weights_R, **options)
+        options |= {"weights_R": weights_R, "bias1_LW": bias1_LW}
+        return up_projection_torch(x, weight1_LWD, offsets_L1, **options)
     hidden_RW, active_RF = _outputs(x, weight1_LWD, offsets_L1, **options)
     (num_rows, width), num_experts, gated = active_RF.shape, weight1_LWD.size(0), ACTIVATIONS[activation][1]
     if num_rows == 0 or x.size(0) == 0:
         return hidden_RW.zero_(), active_RF.zero_()
-    offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
+    offsets_L1, token_R, weights_R, bias1_LW = contiguous(offsets_L1, token_R, weights_R, bias1_LW)
     x, weight1_LWD = last_contiguous(x), last_contiguous(weight1_LWD)
 
     def grid(constants: dict[str, int]) -> tuple[int]:
@@ -252,10 +271,10 @@ def up_projection(
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
     x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
     _kernel[grid](
-        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, token_R, weights_R, offsets_L1, x.size(0),
-        num_experts, rows_class(num_rows, num_experts), width, x.size(1), x.stride(0), weight1_LWD.stride(0),
-        weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0), ACTIVATION=activation, GATED=gated,
-        KEEPS_HIDDEN=keeps_hidden, HAS_TMA=w_tma is not None, EVEN_K=x.size(1) % LARGEST_K == 0,
-        BLOCK_E=power_of_2(num_experts), **dot_constants(x),
+        x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, bias1_LW, token_R, weights_R, offsets_L1,
+        x.size(0), num_experts, rows_class(num_rows, num_experts), width, x.size(1), x.stride(0),
+        weight1_LWD.stride(0), weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0),
+        ACTIVATION=activation, GATED=gated, KEEPS_HIDDEN=keeps_hidden, HAS_TMA=w_tma is not None,
+        EVEN_K=x.size(1) % LARGEST_K == 0, BLOCK_E=power_of_2(num_experts), **dot_constants(x),
     )  # fmt: skip
     return hidden_RW, active_RF

@@ -6,9 +6,10 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 _FOLLOWED = """
-    activation_func add_bias_linear expert_model_parallel_size expert_tensor_parallel_size fp8 fp8_recipe
-    gated_linear_unit gradient_accumulation_fusion moe_aux_loss_coeff moe_expert_capacity_factor
-    moe_ffn_hidden_size moe_grad_scale_func moe_input_jitter_eps moe_latent_size moe_layer_freq
+    activation_func activation_func_clamp_value add_bias_linear expert_model_parallel_size
+    expert_tensor_parallel_size fp8 fp8_recipe gated_linear_unit glu_linear_offset
+    gradient_accumulation_fusion moe_aux_loss_coeff moe_expert_capacity_factor moe_ffn_hidden_size
+    moe_grad_scale_func moe_input_jitter_eps moe_latent_size moe_layer_freq
     moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
     moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
     moe_router_load_balancing_type moe_router_num_groups moe_router_pre_softmax moe_router_score_function
@@ -19,14 +20,12 @@ _FOLLOWED = """
 
 # Field to (rule, fix).
 REFUSED = {
-    "activation_func_clamp_value": ("the experts do not clamp", "leave it at None"),
     "calculate_per_token_loss": ("the auxiliary losses are means over tokens", "leave it at False"),
     "expert_gtp_weight_remat_size": (
         "expert weights are split over expert tensor parallel ranks alone",
         "leave expert_tensor_parallel_num_weight_shards at None",
     ),
     "fp4": ("the experts compute in fp8 or bf16", "leave it at None, or use fp8"),
-    "glu_linear_offset": ("the experts add nothing to the linear half", "leave it at 0"),
     "moe_apply_probs_on_input": ("router weights multiply the experts' hidden rows", "leave it at False"),
     "moe_enable_routing_replay": ("is Megatron's router's", "use Router.replay, a RoutingReplay"),
     "moe_expert_rank_capacity_factor": ("capacity is per expert", "set moe_expert_capacity_factor"),

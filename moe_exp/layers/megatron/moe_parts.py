@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.config.choices import LOSSES
-from moe_exp.layers.activations import squared_relu
+from moe_exp.layers.activations import Activation, quick_gelu, squared_relu
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
@@ -31,6 +31,7 @@ from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.statistics import MoEStatistics
 
 from megatron.core import activations, tensor_parallel
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -193,14 +194,24 @@ class MegatronExperts(Experts):
 
 def activation_name(config: TransformerConfig) -> str:
     """Our name of a TransformerConfig's activation."""
-    theirs = {activations.squared_relu: squared_relu}
-    found = theirs.get(config.activation_func, config.activation_func)
-    for name, (function, gated) in ACTIVATIONS.items():
-        if found is function and config.gated_linear_unit == gated:
+    theirs = {
+        activations.squared_relu: squared_relu,
+        activations.quick_gelu: quick_gelu,
+        fused_bias_geglu.quick_gelu: quick_gelu,
+    }
+    found = Activation(
+        theirs.get(config.activation_func, config.activation_func),
+        config.gated_linear_unit,
+        config.activation_func_clamp_value,
+        config.glu_linear_offset,
+    )
+    for name, activation in ACTIVATIONS.items():
+        if found == activation:
             return name
     raise ValueError(
-        f"activation_func={config.activation_func}: is not supported in MoE layers. Fix: use one of"
-        f" {', '.join(ACTIVATIONS)}."
+        f"activation_func={config.activation_func} (gated_linear_unit={found.gated},"
+        f" activation_func_clamp_value={found.limit}, glu_linear_offset={found.offset}): is not supported in"
+        f" MoE layers. Fix: use one of {', '.join(ACTIVATIONS)}."
     )
 
 

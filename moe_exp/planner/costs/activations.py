@@ -250,9 +250,10 @@ class _Account:
 
     def _mlp(self, ffn: float) -> float:
         """Kept by the activation and the second projection of an MLP, per token."""
-        # both halves, the activated one, the other one with Megatron's offset, their product; fused, three
+        # both halves, the activated one, the other one with Megatron's offset, their product; fused, three;
+        # clamped, also the clamped gate and its sigmoid
         swiglu = 5 if self._on_cpu else 3
-        kept = {"swiglu": swiglu, "geglu": 5, "gelu": 2, "squared_relu": 2}
+        kept = {"swiglu": swiglu, "clamped_swiglu": 7, "geglu": 5, "gelu": 2, "squared_relu": 2}
         inputs = (self._width - self._input) * ffn  # of the second product
         return priced(self._config, "activation", kept) * self._width * ffn - inputs
 

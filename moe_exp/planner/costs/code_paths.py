@@ -52,8 +52,6 @@ def _why_not_triton(config: Config, runs_kernels: bool) -> str:
     """Why `auto` takes other code on a GPU; empty: it takes triton."""
     if config.dtype == "fp32":
         return "DTYPE=fp32"
-    if config.add_bias_linear:
-        return "ADD_BIAS_LINEAR=true"
     return "" if runs_kernels else "its kernels need a GPU of compute capability 8.0 or newer"
 
 

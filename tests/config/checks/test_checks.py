@@ -396,13 +396,6 @@ MOE = [
         r"FFN_HIDDEN_SIZE=260: EXPERT_BACKEND=megablocks .* Fix: set FFN_HIDDEN_SIZE to 256 or 264, .*",
     ),
     (
-        {"expert_backend": "triton", "add_bias_linear": True},
-        (
-            r"EXPERT_BACKEND=triton: its kernels have no bias of the experts\. Fix: set ADD_BIAS_LINEAR=false"
-            r" or EXPERT_BACKEND=auto\."
-        ),
-    ),
-    (
         {"expert_backend": "grouped_gemm", "dtype": "fp32"},
         (
             r"EXPERT_BACKEND=grouped_gemm: computes in bf16 only, not in fp32\. Fix: set DTYPE=bf16, or"
@@ -749,7 +742,7 @@ def test_all_problems_are_reported_at_once():
         {"aux_loss_type": "sinkhorn", "router_pre_softmax": False},
         {"moe_layer_freq": "[0]*1+[1]*3"},
         {"moe_type": "moe", "capacity_factor": 1.5, "min_capacity": 4},
-        {"add_bias_linear": True},
+        {"add_bias_linear": True, "expert_backend": "triton", "activation": "clamped_swiglu"},
         {"num_router_groups": 4, "router_group_topk": 2, "topk": 4},
         {"router_pre_softmax": False, "topk": 2},
         {"expert_backend": "torch", "dtype": "bf16", "ffn_hidden_size": 264},

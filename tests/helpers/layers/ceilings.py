@@ -20,6 +20,7 @@ from typing import Any
 from helpers import ROOT
 from helpers.layers.compiled import Compiled, compiled, num_configs
 from helpers.layers.kernel_launches import (
+    BIASED,
     activation_gradient,
     chunks,
     combined,
@@ -44,6 +45,19 @@ CASES: dict[str, Callable[[], None]] = {
     "activation_grad": activation_gradient,
     "weight_grad": weight_gradient,
     "weight_grad, adding": partial(weight_gradient, main_grad=True),
+    **dict(
+        zip(
+            (
+                "up, clamped, with bias",
+                "down, with bias",
+                "activation_grad, clamped",
+                "gradient of b2",
+                "gradient of b1",
+            ),
+            BIASED,
+            strict=True,
+        )
+    ),
     "combine": combined,
     "gather_rows": rows_in_order,
     "slot_sort": sorted_slots,

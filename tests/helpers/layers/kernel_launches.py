@@ -4,11 +4,13 @@ grouped GEMMs at one size, the rest is routing, row order and loss.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
 from helpers.layers.compiled import on_gpu
+from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient, cross_entropy_statistics
@@ -44,8 +46,9 @@ def up(
     dim: int = DIM,
     ffn: int = FFN,
     keeps_hidden: bool = True,
+    bias: bool = False,
 ) -> None:
-    width = 2 * ffn if activation == "swiglu" else ffn
+    width = 2 * ffn if ACTIVATIONS[activation].gated else ffn
     x, w = on_gpu(tokens if gather else rows, dim, dtype=dtype), on_gpu(experts, width, dim, dtype=dtype)
     up_projection(
         x,
@@ -53,6 +56,7 @@ def up(
         offsets(experts),
         activation=activation,
         keeps_hidden=keeps_hidden,
+        bias1_LW=on_gpu(experts, width, dtype=dtype) if bias else None,
         **(gathered(rows) if gather else {}),
     )
 
@@ -67,6 +71,7 @@ def down(
     rows: int = ROWS,
     dim: int = DIM,
     ffn: int = FFN,
+    bias: bool = False,
 ) -> None:
     del tokens  # as all of GEMMS
     torch.backends.cuda.matmul.allow_tf32 = tf32
@@ -75,7 +80,8 @@ def down(
         if transposed
         else on_gpu(experts, ffn, dim, dtype=dtype)
     )
-    grouped_matmul(on_gpu(rows, ffn, dtype=dtype), w, offsets(experts))
+    of_bias = (on_gpu(experts, dim, dtype=dtype), on_gpu(rows, dtype=FP32)) if bias else ()
+    grouped_matmul(on_gpu(rows, ffn, dtype=dtype), w, offsets(experts), *of_bias)
 
 
 def activation_gradient(
@@ -89,7 +95,7 @@ def activation_gradient(
     ffn: int = FFN,
 ) -> None:
     dy, w = on_gpu(tokens if gather else rows, dim), on_gpu(experts, dim, ffn)
-    hidden = on_gpu(rows, ffn * (2 if activation == "swiglu" else 1))
+    hidden = on_gpu(rows, ffn * (2 if ACTIVATIONS[activation].gated else 1))
     activation_grad(
         dy, w, hidden, offsets(experts), activation=activation, **(gathered(rows) if gather else {})
     )
@@ -116,7 +122,29 @@ def weight_gradient(
     )
 
 
+def bias_gradient(
+    gather: bool = True,
+    *,
+    experts: int = EXPERTS,
+    tokens: int = TOKENS,
+    rows: int = ROWS,
+    dim: int = DIM,
+    ffn: int = FFN,
+) -> None:
+    """Of the second bias; without gathering of the first."""
+    index, dy = (on_gpu(rows, dtype=INT), on_gpu(tokens, dim)) if gather else (None, on_gpu(rows, 2 * ffn))
+    weight_grad(on_gpu(rows, 1), dy, offsets(experts), b_index_R=index)
+
+
 GEMMS = [up, down, activation_gradient, weight_gradient]
+# As gpt-oss has them.
+BIASED = [
+    partial(up, "clamped_swiglu", bias=True),
+    partial(down, bias=True),
+    partial(activation_gradient, "clamped_swiglu"),
+    bias_gradient,
+    partial(bias_gradient, False),
+]
 
 
 def combined(weighted: bool = True, *, tokens: int = TOKENS, rows: int = ROWS, dim: int = DIM) -> None:
@@ -180,6 +208,8 @@ def micro_batch(tokens: int, rows: int, dim: int = DIM, ffn: int = FFN, routed_t
     down(False, **sizes)
     activation_gradient(gather=False, **sizes)
     weight_gradient(False, True, **sizes)
+    for biased in BIASED:
+        biased(**sizes)
     combined(tokens=tokens, rows=rows, dim=dim)
     rows_in_order(tokens=tokens, rows=rows, dim=dim)
     chunks(rows=rows)

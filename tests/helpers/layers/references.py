@@ -15,6 +15,9 @@ def formula(name: str, x: torch.Tensor) -> torch.Tensor:
     gate, up = x.chunk(2, dim=-1)
     if name == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
+    if name == "clamped_swiglu":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
     if name == "geglu":
         return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
     if name == "gelu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from helpers.layers.references import formula
 from helpers.layers.tiny_moe import random
 from moe_exp.layers.activations import ACTIVATIONS, differentiable_weighted_activation
 from moe_exp.layers.capacity import keep_most_probable
@@ -26,15 +27,13 @@ def leaves(splits, *, gated: bool, bias: bool, dtype=torch.float64, bias2_width=
 
 
 def plain(x, weights_R, weight1, weight2, bias1=None, bias2=None, *, splits, activation, start=0):
-    function, gated = ACTIVATIONS[activation]
     expert_R = torch.tensor(
         [expert for expert, rows in enumerate(splits) for _ in range(rows)], dtype=torch.int64
     )
     hidden = torch.einsum("rd,rfd->rf", x, weight1[expert_R])
     if bias1 is not None:
         hidden = hidden + bias1[expert_R]
-    gate, up = hidden.chunk(2, dim=1) if gated else (hidden, 1)
-    y = torch.einsum("rf,rdf->rd", function(gate) * up, weight2[expert_R])
+    y = torch.einsum("rf,rdf->rd", formula(activation, hidden), weight2[expert_R])
     if bias2 is not None:
         y = y + torch.nn.functional.pad(bias2[expert_R], (start, HIDDEN - start - bias2.size(1)))
     return y * weights_R.unsqueeze(1)

@@ -34,17 +34,20 @@ def twins(monkeypatch):
 
 
 def leaves_of(
-    *, num_tokens=13, topk=2, num_experts=5, hidden=24, ffn=20, activation="swiglu", dtype=torch.float32
-):
-    """x, router weights, weight1 and weight2 with gradient; the router weights are fp32 at least."""
-    width = ffn * (2 if ACTIVATIONS[activation][1] else 1)
+    *, num_tokens=13, topk=2, num_experts=5, hidden=24, ffn=20, activation="swiglu", dtype=torch.float32,
+    bias=False,
+):  # fmt: skip
+    """x, router weights, weight1 and weight2, bias1 and bias2 with gradient; the router weights are fp32 at
+    least.
+    """
+    width = ffn * (2 if ACTIVATIONS[activation].gated else 1)
     x, weights = random(num_tokens, hidden, seed=1).to(dtype), random(num_tokens, topk, seed=2).abs()
-    matrices = [
-        (0.3 * random(num_experts, *shape, seed=3)).to(dtype) for shape in ((width, hidden), (hidden, ffn))
-    ]
+    scale = 1.5 if ACTIVATIONS[activation].limit else 0.3  # some rows are beyond the limit
+    shapes = [(width, hidden), (hidden, ffn), *([(width,), (hidden,)] if bias else [])]
+    parameters = [(scale * random(num_experts, *shape, seed=3)).to(dtype) for shape in shapes]
     return [
         leaf.requires_grad_()
-        for leaf in (x, weights.to(torch.promote_types(dtype, torch.float32)), *matrices)
+        for leaf in (x, weights.to(torch.promote_types(dtype, torch.float32)), *parameters)
     ]
 
 
@@ -53,13 +56,18 @@ def chosen(num_tokens: int, topk: int, num_experts: int) -> torch.Tensor:
     return random(num_tokens, num_experts - 1, seed=5).argsort(dim=1)[:, :topk]
 
 
-def token_by_token(x_TD, weights_TK, expert_TK, kept_TK, weight1, weight2, *, activation):
+def token_by_token(
+    x_TD, weights_TK, expert_TK, kept_TK, weight1, weight2, bias1=None, bias2=None, *, activation
+):
+    bias1 = weight1.new_zeros(weight1.shape[:2]) if bias1 is None else bias1
+    bias2 = weight2.new_zeros(weight2.shape[:2]) if bias2 is None else bias2
     outs = []
     for t, x in enumerate(x_TD):
         out = torch.zeros_like(x)
         for k, e in enumerate(expert_TK[t].tolist()):
             if kept_TK is None or kept_TK[t, k]:
-                out = out + weights_TK[t, k] * (weight2[e] @ formula(activation, weight1[e] @ x))
+                active = formula(activation, weight1[e] @ x + bias1[e])
+                out = out + weights_TK[t, k] * (weight2[e] @ active + bias2[e])
         outs.append(out)
     return torch.stack(outs)
 
@@ -81,15 +89,15 @@ def errors(actual, expected) -> list[float]:
 
 
 def tokens_function(expert_TK, kept_TK, activation):
-    return lambda x, weights, weight1, weight2: experts_of_tokens(
-        x, weights, expert_TK, kept_TK, weight1, weight2, activation=activation
+    return lambda x, weights, *parameters: experts_of_tokens(
+        x, weights, expert_TK, kept_TK, *parameters, activation=activation
     )
 
 
 def rows_function(counts, activation):
     counts_L = torch.tensor(counts)
-    return lambda x, weights, weight1, weight2: experts_of_rows(
-        x, weights, counts_L, weight1, weight2, activation=activation
+    return lambda x, weights, *parameters: experts_of_rows(
+        x, weights, counts_L, *parameters, activation=activation
     )
 
 
@@ -106,48 +114,52 @@ BF16_LIMIT = 2e-2 if launch.INTERPRETED else 1e-2
 
 
 @pytest.mark.parametrize(
-    ("dtype", "limit", "activation", "drops"),
+    ("dtype", "limit", "activation", "drops", "bias"),
     [
-        (torch.float32, 1e-6, "swiglu", True),
-        (torch.float32, 1e-6, "gelu", True),
-        (torch.bfloat16, BF16_LIMIT, "swiglu", False),
+        (torch.float32, 1e-6, "swiglu", True, False),
+        (torch.float32, 1e-6, "gelu", True, True),
+        (torch.float32, 1e-6, "clamped_swiglu", True, True),
+        (torch.bfloat16, BF16_LIMIT, "swiglu", False, False),
+        (torch.bfloat16, BF16_LIMIT, "geglu", False, True),
         *(
-            pytest.param(torch.float32, 1e-6, activation, True, marks=pytest.mark.slow)
-            for activation in sorted({*ACTIVATIONS} - {"swiglu", "gelu"})
+            pytest.param(torch.float32, 1e-6, activation, True, bias, marks=pytest.mark.slow)
+            for activation in sorted(ACTIVATIONS)
+            for bias in (False, True)
         ),
-        pytest.param(torch.float32, 1e-6, "swiglu", False, marks=pytest.mark.slow),
-        pytest.param(torch.float16, 2e-3, "geglu", True, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 1e-6, "swiglu", False, False, marks=pytest.mark.slow),
+        pytest.param(torch.float16, 2e-3, "geglu", True, True, marks=pytest.mark.slow),
     ],
 )
-def test_tokens_against_a_loop_over_them(dtype, limit, activation, drops):
-    leaves, expert_TK = leaves_of(activation=activation, dtype=dtype), chosen(13, 2, 5)
+def test_tokens_against_a_loop_over_them(dtype, limit, activation, drops, bias):
+    leaves, expert_TK = leaves_of(activation=activation, dtype=dtype, bias=bias), chosen(13, 2, 5)
     kept_TK = random(13, 2, seed=6) > -0.3 if drops else None
     dy_TD = random(13, 24, seed=7).to(dtype)
     expected = with_gradients(
-        lambda x, w, w1, w2: token_by_token(x, w, expert_TK, kept_TK, w1, w2, activation=activation),
+        lambda x, w, *ps: token_by_token(x, w, expert_TK, kept_TK, *ps, activation=activation),
         doubles(leaves),
         dy_TD,
     )
     actual = with_gradients(tokens_function(expert_TK, kept_TK, activation), leaves, dy_TD)
-    assert [x.dtype for x in actual] == [dtype, dtype, torch.float32, dtype, dtype]
+    assert [x.dtype for x in actual] == [dtype, dtype, torch.float32, *[dtype] * (4 if bias else 2)]
     assert max(errors(actual, expected)) < limit
-    assert not actual[3][4].any() and not actual[4][4].any()  # the expert without tokens
+    assert not any(gradient[4].any() for gradient in actual[3:])  # the expert without tokens
     again = with_gradients(tokens_function(expert_TK, kept_TK, activation), leaves, dy_TD)
     assert all(torch.equal(one, other) for one, other in zip(actual, again, strict=True))
 
 
 @pytest.mark.parametrize(
     ("activation", "counts"),
-    list(zip(ACTIVATIONS, [(3, 0, 4), (0, 0, 1), (37, 0, 0), (1, 1, 1)], strict=True)),
+    list(zip(ACTIVATIONS, [(3, 0, 4), (9, 0, 5), (0, 0, 1), (37, 0, 0), (1, 1, 1)], strict=True)),
 )
-def test_rows_against_the_loop_over_experts(counts, activation):
+@pytest.mark.parametrize("bias", [False, True])
+def test_rows_against_the_loop_over_experts(counts, activation, bias):
     leaves, dy_RD = (
-        rows_leaves(counts, activation=activation, hidden=7, ffn=5),
+        rows_leaves(counts, activation=activation, hidden=7, ffn=5, bias=bias),
         random(sum(counts), 7, seed=7),
     )
     expected = with_gradients(
-        lambda x, w, w1, w2: expert_loop(
-            x, w, ExpertWeights(w1, w2), rows_per_expert_L=torch.tensor(counts), activation=activation
+        lambda x, w, *ps: expert_loop(
+            x, w, ExpertWeights(*ps), rows_per_expert_L=torch.tensor(counts), activation=activation
         ),
         doubles(leaves),
         dy_RD,
@@ -155,10 +167,11 @@ def test_rows_against_the_loop_over_experts(counts, activation):
     assert max(errors(with_gradients(rows_function(counts, activation), leaves, dy_RD), expected)) < 1e-6
 
 
+@pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_twins_against_the_loop_over_experts(activation, twins):
+def test_twins_against_the_loop_over_experts(activation, bias, twins):
     """Both as a CPU runs them, in float64: tokens, with dropped slots."""
-    leaves, expert_TK = leaves_of(activation=activation, dtype=torch.float64), chosen(13, 2, 5)
+    leaves, expert_TK = leaves_of(activation=activation, dtype=torch.float64, bias=bias), chosen(13, 2, 5)
     kept_TK = random(13, 2, seed=6) > -0.3
     nothing = torch.empty(0)
     decision = RoutingDecision(expert_TK, leaves[1], nothing, nothing, torch.empty(5), kept_TK)
@@ -166,11 +179,11 @@ def test_twins_against_the_loop_over_experts(activation, twins):
     order = slots.order()
     dy_TD = random(13, 24, seed=7)
 
-    def loop(x, weights, weight1, weight2):
+    def loop(x, weights, *parameters):
         return expert_loop(
             x,
             order.weights(weights),
-            ExpertWeights(weight1, weight2),
+            ExpertWeights(*parameters),
             rows_per_expert_L=slots.rows_per_expert_E,
             activation=activation,
             order=order,
@@ -183,35 +196,40 @@ def test_twins_against_the_loop_over_experts(activation, twins):
 
 def test_nothing_to_do():
     for leaves, function in (
-        (leaves_of(num_tokens=0), tokens_function(torch.zeros(0, 2, dtype=torch.int64), None, "swiglu")),
-        (rows_leaves((0, 0, 0)), rows_function((0, 0, 0), "swiglu")),
+        (
+            leaves_of(num_tokens=0, bias=True),
+            tokens_function(torch.zeros(0, 2, dtype=torch.int64), None, "swiglu"),
+        ),
+        (rows_leaves((0, 0, 0), bias=True), rows_function((0, 0, 0), "swiglu")),
     ):
         y, *gradients = with_gradients(function, leaves, torch.zeros(0, 24))
         assert y.shape == (0, 24)
         assert [x.shape for x in gradients] == [x.shape for x in leaves]
-        assert not gradients[2].any() and not gradients[3].any()
+        assert not any(gradient.any() for gradient in gradients[2:])
 
 
 def test_a_token_whose_slots_are_dropped_reaches_nothing():
-    leaves, expert_TK = leaves_of(), chosen(13, 2, 5)
+    leaves, expert_TK = leaves_of(bias=True), chosen(13, 2, 5)
     kept_TK = torch.ones(13, 2, dtype=torch.bool)
     kept_TK[4] = False
     with torch.no_grad():
         leaves[0][4] = float("nan")
+    dy_TD = random(13, 24, seed=7)
+    dy_TD[4] = float("nan")
     y_TD, dx_TD, dweights_TK, *dmatrices = with_gradients(
-        tokens_function(expert_TK, kept_TK, "swiglu"), leaves, random(13, 24, seed=7)
+        tokens_function(expert_TK, kept_TK, "swiglu"), leaves, dy_TD
     )
     assert not y_TD[4].any() and not dx_TD[4].any() and not dweights_TK[4].any()
     assert all(x.isfinite().all() for x in (y_TD, dx_TD, dweights_TK, *dmatrices))
 
 
-@pytest.mark.parametrize("needed", range(4))
+@pytest.mark.parametrize("needed", range(6))
 def test_only_what_is_asked_for(needed, twins):
-    leaves = rows_leaves((3, 0, 4))
+    leaves = rows_leaves((3, 0, 4), bias=True)
     expected = with_gradients(rows_function((3, 0, 4), "swiglu"), leaves, torch.ones(7, 24))[1 + needed]
     alone = [leaf.detach().requires_grad_(index == needed) for index, leaf in enumerate(leaves)]
     rows_function((3, 0, 4), "swiglu")(*alone).sum().backward()  # a gradient that is not contiguous, too
-    assert [leaf.grad is not None for leaf in alone] == [index == needed for index in range(4)]
+    assert [leaf.grad is not None for leaf in alone] == [index == needed for index in range(6)]
     assert torch.equal(alone[needed].grad, expected)
 
 
@@ -300,7 +318,7 @@ def test_bytes_kept_for_backward(activation, twins):
 
 @pytest.mark.parametrize("drops", [False, True])
 def test_the_host_does_not_wait(drops, monkeypatch):
-    leaves = [leaf.detach().to(DEVICE).requires_grad_() for leaf in leaves_of()]
+    leaves = [leaf.detach().to(DEVICE).requires_grad_() for leaf in leaves_of(bias=True)]
     expert_TK = chosen(13, 2, 5).to(DEVICE)
     kept_TK = (random(13, 2, seed=6) > 0).to(DEVICE) if drops else None
 
@@ -319,7 +337,7 @@ def test_the_host_does_not_wait(drops, monkeypatch):
 
 @pytest.mark.parametrize("of_tokens", [True, False])
 def test_compiled_in_one_graph(of_tokens, twins):
-    leaves = leaves_of() if of_tokens else rows_leaves((9, 0, 4))
+    leaves = leaves_of(bias=True) if of_tokens else rows_leaves((9, 0, 4), bias=True)
     function = (
         tokens_function(chosen(13, 2, 5), None, "swiglu") if of_tokens else rows_function((9, 0, 4), "swiglu")
     )
@@ -332,7 +350,7 @@ def test_compiled_in_one_graph(of_tokens, twins):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed(reentrant, twins):
     leaves, function, dy = (
-        leaves_of(),
+        leaves_of(bias=True),
         tokens_function(chosen(13, 2, 5), None, "swiglu"),
         random(13, 24, seed=7).float(),
     )
@@ -358,10 +376,10 @@ def with_main_grad(experts: Experts, **attributes) -> dict[str, torch.Tensor]:
     return before
 
 
-def rows_of_experts(counts, adds_to_main_grad: bool, dtype=torch.float32):
+def rows_of_experts(counts, adds_to_main_grad: bool, dtype=torch.float32, bias=False):
     experts = Experts(
         num_local_experts=len(counts), hidden_size=8, ffn_size=6, activation="swiglu", backend="triton",
-        dtype=dtype, adds_to_main_grad=adds_to_main_grad,
+        dtype=dtype, adds_to_main_grad=adds_to_main_grad, bias=bias,
     )  # fmt: skip
     for seed, weight in enumerate(experts.parameters()):
         weight.data.copy_(random(*weight.shape, seed=seed))
@@ -434,16 +452,18 @@ def test_ordinary_gradients_otherwise(adds_to_main_grad, twins):
         )
 
 
-def test_no_bias():
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"^expert_backend=triton: its kernels have no bias of the experts\. Fix: use another backend\.$"
-        ),
-    ):
-        Experts(
-            num_local_experts=1, hidden_size=4, ffn_size=4, activation="gelu", backend="triton", bias=True
-        )
+def test_biases_have_ordinary_gradients_beside_main_grad(twins):
+    plain, dispatched = rows_of_experts((5, 0, 3), adds_to_main_grad=False, bias=True)
+    plain(dispatched).sum().backward()
+    experts, dispatched = rows_of_experts((5, 0, 3), adds_to_main_grad=True, bias=True)
+    before = with_main_grad(experts, grad_added_to_main_grad=False)
+    experts(dispatched).sum().backward()
+    for name, parameter in experts.named_parameters():
+        is_bias = name.startswith("bias")
+        assert parameter.grad_added_to_main_grad != is_bias
+        if is_bias:
+            assert torch.equal(parameter.grad, plain.get_parameter(name).grad) and parameter.grad[0].any()
+            assert torch.equal(parameter.main_grad, before[name])
 
 
 # The layer, and its experts on several ranks
@@ -455,7 +475,8 @@ def layer_results(x_TD, dy_TD, **options):
     x_TD = x_TD.detach().requires_grad_()
     y_TD, loss = layer(x_TD)
     ((y_TD * dy_TD).sum() + loss).backward()
-    parameters = (layer.router.weight, layer.experts.weight1, layer.experts.weight2)
+    latent = [] if layer.down is None else [layer.down.weight, layer.up.weight]
+    parameters = (layer.router.weight, layer.experts.weight1, layer.experts.weight2, *latent)
     return [y_TD.detach(), x_TD.grad, *(parameter.grad for parameter in parameters)]
 
 
@@ -463,6 +484,7 @@ MODES = {
     "dropless": {},
     "capacity": {"capacity_factor": 0.7},
     "padded": {"capacity_factor": 0.7, "pad_to_capacity": True},
+    "latent": {"latent": 3},
 }
 
 

@@ -16,7 +16,7 @@ from helpers.relative_error import assert_equal_to
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 
 NUMBERS = (0, 1, 2, 3, 7, 13, 31, 61)  # the smallest, and primes
-NAMES = ("y", "x", "weights", "weight1", "weight2")
+NAMES = ("y", "x", "weights", "weight1", "weight2", "bias1", "bias2")
 
 
 class Sizes(NamedTuple):
@@ -35,17 +35,19 @@ def drawn(seed: int, *, most_experts: int) -> Sizes:
 
 
 def tensors(sizes: Sizes, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """x, router weights, weight1, weight2; experts of the slots; which slots are kept; gradient of y."""
+    """x, router weights, weights and biases; experts of the slots; which slots are kept; gradient of y."""
     shapes = [
         (sizes.tokens, sizes.hidden),
         (sizes.tokens, sizes.topk),
         (sizes.experts, 2 * sizes.ffn, sizes.hidden),
         (sizes.experts, sizes.hidden, sizes.ffn),
+        (sizes.experts, 2 * sizes.ffn),
+        (sizes.experts, sizes.hidden),
     ]
     leaves = [random(*shape, seed=seed + place).float() for place, shape in enumerate(shapes)]
-    expert_TK = random(sizes.tokens, sizes.experts, seed=seed + 4).argsort(dim=1)[:, : sizes.topk]
-    kept_TK = random(sizes.tokens, sizes.topk, seed=seed + 5) > -1
-    return leaves, expert_TK, kept_TK, random(sizes.tokens, sizes.hidden, seed=seed + 6).float()
+    expert_TK = random(sizes.tokens, sizes.experts, seed=seed + 6).argsort(dim=1)[:, : sizes.topk]
+    kept_TK = random(sizes.tokens, sizes.topk, seed=seed + 7) > -1
+    return leaves, expert_TK, kept_TK, random(sizes.tokens, sizes.hidden, seed=seed + 8).float()
 
 
 def by_kernels(leaves: list[Tensor], expert_TK: Tensor, kept_TK: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -58,9 +60,9 @@ def by_kernels(leaves: list[Tensor], expert_TK: Tensor, kept_TK: Tensor, dy: Ten
 def in_float64(leaves: list[Tensor], expert_TK: Tensor, kept_TK: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """All experts for all tokens, in plain torch."""
     leaves = [leaf.double().requires_grad_() for leaf in leaves]
-    x, weights, weight1, weight2 = leaves
-    gate, up = torch.einsum("td,ewd->tew", x, weight1).chunk(2, dim=2)
-    out_TED = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, weight2)
+    x, weights, weight1, weight2, bias1, bias2 = leaves
+    gate, up = (torch.einsum("td,ewd->tew", x, weight1) + bias1).chunk(2, dim=2)
+    out_TED = torch.einsum("tef,edf->ted", torch.nn.functional.silu(gate) * up, weight2) + bias2
     share_TE = torch.zeros(out_TED.shape[:2], dtype=x.dtype).scatter_add(1, expert_TK, weights * kept_TK)
     y = torch.einsum("te,ted->td", share_TE, out_TED)
     return dict(zip(NAMES, (y.detach(), *torch.autograd.grad(y, leaves, dy.double())), strict=True))
@@ -86,16 +88,15 @@ def test_drawn_sizes(seed, most_experts):
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_permuted_tokens_have_permuted_outputs_to_the_bit(seed):
-    """And gradients of tokens and router weights; those of the experts are sums in another order."""
+    """And gradients of tokens; those of the experts are sums in another order."""
     (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(Sizes(31, 3, 5, 13, 7), seed)
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))
     found = by_kernels([x, weights, *matrices], expert_TK, kept_TK, dy)
     other = by_kernels([x[order], weights[order], *matrices], expert_TK[order], kept_TK[order], dy[order])
-    for name in ("y", "x", "weights"):
+    for name in ("y", "x"):
         assert torch.equal(other[name], found[name][order]), name
-    assert_equal_to(
-        1e-6, {n: other[n] for n in ("weight1", "weight2")}, {n: found[n] for n in ("weight1", "weight2")}
-    )
+    found["weights"] = found["weights"][order]  # torch multiplies the gradient by the second bias
+    assert_equal_to(1e-6, {n: other[n] for n in NAMES[2:]}, {n: found[n] for n in NAMES[2:]})
 
 
 def test_two_halves_of_a_batch_add_up_in_main_grad():
@@ -156,5 +157,5 @@ def test_nan_stays_in_its_token():
         assert torch.equal(found[name][others], clean[name][others]), name
     assert found["y"][9].isnan().all()
     untouched = [expert for expert in range(5) if expert not in expert_TK[9].tolist()]
-    for name in ("weight1", "weight2"):
+    for name in NAMES[3:]:
         assert torch.equal(found[name][untouched], clean[name][untouched]), name

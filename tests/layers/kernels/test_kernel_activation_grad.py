@@ -16,6 +16,7 @@ from helpers.layers.backward_cases import (
     tokens_of_rows,
 )
 from helpers.layers.kernel_device import needs_descriptors, use_descriptors
+from helpers.layers.references import formula
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels import activation_grad as module
 from moe_exp.layers.kernels.activation_grad import activation_grad, activation_grad_torch
@@ -24,7 +25,8 @@ from moe_exp.layers.kernels.activation_grad import activation_grad, activation_g
 def inputs(counts, activation, *, dtype=torch.float32, width=40, depth=24, gathers=True, num_tokens=9):
     """Arguments of activation_grad."""
     num_rows = sum(counts) + SPARE_ROWS
-    hidden_RW = drawn(num_rows, width * (2 if ACTIVATIONS[activation][1] else 1), dtype=dtype, seed=1)
+    gated, limit = ACTIVATIONS[activation].gated, ACTIVATIONS[activation].limit
+    hidden_RW = drawn(num_rows, width * (1 + gated), dtype=dtype, seed=1) * (limit or 1)
     hidden_RW[sum(counts) :] = float("nan")
     options = {
         "activation": activation,
@@ -40,7 +42,6 @@ def by_autograd(args, options):
     experts' rows alone.
     """
     dy, weight2_LDF, hidden_RW, offsets_L1 = args
-    function, gated = ACTIVATIONS[options["activation"]]
     ends = offsets_L1.tolist()
     hidden_RW = hidden_RW[: ends[-1]].double().requires_grad_()
     weights_R = (
@@ -49,8 +50,7 @@ def by_autograd(args, options):
         else options["weights_R"][: ends[-1]].double()
     )
     weights_R.requires_grad_()
-    gate_RF, up_RF = hidden_RW.chunk(2, dim=1) if gated else (hidden_RW, 1.0)
-    weighted_RF = function(gate_RF) * up_RF * weights_R.unsqueeze(1)
+    weighted_RF = formula(options["activation"], hidden_RW) * weights_R.unsqueeze(1)
     dy_RD = rows(dy, options["token_R"])[: ends[-1]]
     loss = sum(
         (dy_RD[a:b] * (weighted_RF[a:b] @ w.double().t())).sum()

@@ -40,6 +40,7 @@ from helpers.layers.compiled import (
     triton_code,
 )
 from helpers.layers.kernel_launches import (
+    BIASED,
     FP32,
     GEMMS,
     TOPK,
@@ -65,6 +66,8 @@ OTHERS = [combined, partial(combined, False), sorted_slots]
 VARIANTS = [
     partial(up, "gelu", False),
     partial(up, "squared_relu"),
+    partial(up, bias=True),
+    *BIASED,
     partial(up, gather=False),
     partial(up, dtype=torch.float16),
     partial(down, False),
@@ -116,7 +119,9 @@ def products(kernels: list[Compiled]) -> list[Compiled]:
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("case", ["up", "down", "activation_grad", "weight_grad"])
+@pytest.mark.parametrize(
+    "case", ["up", "up, clamped, with bias", "down", "down, with bias", "activation_grad", "weight_grad"]
+)
 def test_first_config(case: str, capability: int) -> None:
     """It has to run everywhere, so also in the 99 KB of a gaming card; on Hopper and newer the same tiles
     take more stages.

@@ -66,11 +66,13 @@ def check(
 
 
 def up_case(
-    ends: list[int], dim: int, ffn: int, activation: str, gather: bool, dtype: torch.dtype
+    ends: list[int], dim: int, ffn: int, activation: str, gather: bool, dtype: torch.dtype, bias: bool = False
 ) -> tuple[tuple, dict]:
     rows, tokens = ends[-1] + WASTE, 21
     width = 2 * ffn if ACTIVATIONS[activation][1] else ffn
     kwargs = {"activation": activation}
+    if bias:
+        kwargs |= {"bias1_LW": random(len(ends), width, dtype=dtype)}
     if gather:
         # Some rows are padding, whose token is one past the last; those past the last expert's must not be
         # looked at.
@@ -84,6 +86,8 @@ def up_case(
 def check_up(case: tuple[tuple, dict], rows: int, limits: dict[torch.dtype, float] = LIMIT) -> None:
     (x, w, offsets), kwargs = case
     hidden_RW, active_RF = up.up_projection(x, w, offsets, **kwargs)
+    if (bias := kwargs.get("bias1_LW")) is not None:
+        kwargs |= {"bias1_LW": bias.double()}
     expected = up.up_projection_torch(x.double(), w.double(), offsets, **kwargs)
     check(hidden_RW, expected[0], rows, x.dtype, limits)
     check(active_RF, expected[1], rows, x.dtype, limits)
@@ -99,6 +103,17 @@ UP += [
 @pytest.mark.parametrize(("activation", "dtype", "gather"), UP)
 def test_up_projection(activation: str, dtype: torch.dtype, gather: bool) -> None:
     check_up(up_case(ENDS["uneven"], 37, 19, activation, gather, dtype), 70)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+def test_up_projection_with_bias(activation: str, gather: bool) -> None:
+    args, kwargs = up_case(ENDS["uneven"], 37, 19, activation, gather, torch.float32, bias=True)
+    hidden_RW, _ = up.up_projection(*args, **kwargs)
+    if gather:
+        assert not hidden_RW[:70][kwargs["token_R"][:70] == 21].any()  # padding remains zero
+    check_up((args, kwargs), 70)
+    check_up(up_case(ENDS["uneven"], 37, 19, activation, gather, torch.bfloat16, bias=True), 70)
 
 
 @pytest.mark.parametrize("gather", [True, False])
@@ -136,7 +151,7 @@ def test_vectors_with_strides() -> None:
 def test_up_projection_by_descriptors(activation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     use_descriptors(monkeypatch, up)
     check_up(up_case(ENDS["uneven"], 72, 40, activation, True, torch.bfloat16), 70)
-    check_up(up_case(ENDS["single"], 72, 40, activation, False, torch.float16), 3)
+    check_up(up_case(ENDS["single"], 72, 40, activation, False, torch.float16, bias=True), 3)
 
 
 def test_padding_of_no_tokens_is_zero() -> None:
@@ -160,6 +175,11 @@ def test_grouped_matmul(depth: int, width: int, dtype: torch.dtype, transposed: 
     check_down(ENDS["uneven"], depth, width, dtype, transposed)
 
 
+@pytest.mark.parametrize(("width", "dtype"), [(43, torch.float32), (256, torch.bfloat16)])
+def test_grouped_matmul_with_bias(width: int, dtype: torch.dtype) -> None:
+    check_down(ENDS["uneven"], 37, width, dtype, True, bias=True)
+
+
 @pytest.mark.parametrize("ends", ["one", "single", "none"])
 def test_grouped_matmul_of_extreme_groups(ends: str) -> None:
     check_down(ENDS[ends], 48, 40, torch.float32, True)
@@ -170,7 +190,7 @@ def test_grouped_matmul_of_extreme_groups(ends: str) -> None:
 def test_grouped_matmul_by_descriptors(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     use_descriptors(monkeypatch, down)
     check_down(ENDS["uneven"], 72, 40, torch.bfloat16, transposed)
-    check_down(ENDS["single"], 72, 40, torch.float16, transposed)
+    check_down(ENDS["single"], 72, 40, torch.float16, transposed, bias=True)
 
 
 def test_same_bits_twice() -> None:
@@ -189,6 +209,7 @@ def check_down(
     dtype: torch.dtype,
     transposed: bool,
     limits: dict[torch.dtype, float] = LIMIT,
+    bias: bool = False,
 ) -> None:
     x_RI, w_LOI = (
         spoiled(random(ends[-1] + WASTE, depth, dtype=dtype), ends[-1]),
@@ -196,8 +217,12 @@ def check_down(
     )
     w_LIO = w_LOI.transpose(1, 2) if transposed else w_LOI.transpose(1, 2).contiguous()
     offsets = offsets_of(ends)
-    y_RO = down.grouped_matmul(x_RI, w_LIO, offsets)
-    check(y_RO, down.grouped_matmul_torch(x_RI.double(), w_LIO.double(), offsets), ends[-1], dtype, limits)
+    bias_LO = random(len(ends), width, dtype=dtype) if bias else None
+    weights_R = spoiled(torch.rand(len(x_RI), device=DEVICE), ends[-1]) if bias else None
+    y_RO = down.grouped_matmul(x_RI, w_LIO, offsets, bias_LO, weights_R)
+    bias_LO = bias_LO.double() if bias else None
+    expected = down.grouped_matmul_torch(x_RI.double(), w_LIO.double(), offsets, bias_LO, weights_R)
+    check(y_RO, expected, ends[-1], dtype, limits)
 
 
 def test_rows_and_matrices_with_strides() -> None:
@@ -217,8 +242,8 @@ def test_rows_and_matrices_with_strides() -> None:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_twins_compute_what_the_layer_computes(activation: str) -> None:
-    """Gathered rows, weighted activation and down-projection, against the function that the layer runs on a
-    CPU; K is 1.
+    """Gathered rows, weighted activation and down-projection with biases, against the function that the layer
+    runs on a CPU; K is 1.
     """
     tokens, dim, ffn, experts = 30, 16, 12, 5
     x_TD, weights_T1 = (
@@ -230,13 +255,15 @@ def test_twins_compute_what_the_layer_computes(activation: str) -> None:
     weights = ExpertWeights(
         torch.randn(experts, ffn * (2 if ACTIVATIONS[activation][1] else 1), dim, dtype=torch.float64),
         torch.randn(experts, dim, ffn, dtype=torch.float64),
+        torch.randn(experts, ffn * (2 if ACTIVATIONS[activation][1] else 1), dtype=torch.float64),
+        torch.randn(experts, dim, dtype=torch.float64),
     )
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
     token_R, weights_R = order.slot_R.int(), order.weights(weights_T1)
-    _, active_RF = up.up_projection_torch(
-        x_TD, weights.weight1, offsets, activation=activation, token_R=token_R, weights_R=weights_R
-    )
-    output_RD = down.grouped_matmul_torch(active_RF, weights.weight2.transpose(1, 2), offsets)
+    options = {"token_R": token_R, "weights_R": weights_R, "bias1_LW": weights.bias1}
+    _, active_RF = up.up_projection_torch(x_TD, weights.weight1, offsets, activation=activation, **options)
+    of_bias = weights.bias2, weights_R
+    output_RD = down.grouped_matmul_torch(active_RF, weights.weight2.transpose(1, 2), offsets, *of_bias)
     expected = expert_loop(
         x_TD, weights_R, weights, rows_per_expert_L=counts, activation=activation, order=order
     )

@@ -40,10 +40,11 @@ def failed(part="experts", sizes=SMALL):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("activation", ["swiglu", "gelu", "squared_relu"])
+@pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "gelu", "squared_relu"])
 @pytest.mark.parametrize("gathers", [True, False])
 def test_right_kernels_pass(dtype, activation, gathers):
-    sizes = Sizes(dtype, 40, 24, 3, activation=activation, gathers=gathers, adds=not gathers)
+    bias = activation in ("clamped_swiglu", "gelu")
+    sizes = Sizes(dtype, 40, 24, 3, activation=activation, bias=bias, gathers=gathers, adds=not gathers)
     state = torch.get_rng_state()
     checks = list(check_kernels("experts", sizes, CPU))
     assert {"up_projection", "grouped_matmul", "activation_grad", "weight_grad"} <= {
@@ -97,6 +98,17 @@ def test_a_gradient_that_is_added_wrongly_is_wrong(monkeypatch):
     found = failed(sizes=Sizes(torch.float32, 40, 24, 3, adds=True))
     assert {check.kernel for check in found} == {"weight_grad"}
     assert all(check.error == pytest.approx(0.01, rel=0.02) for check in found)
+
+
+def test_a_wrong_bias_is_wrong(monkeypatch):
+    def spoil(x, w, y, x_tma, w_tma, bias, *_):
+        if bias is not None:
+            y.add_(0.01 * bias.mean(dim=0))
+
+    broken(monkeypatch, grouped_matmul._kernel, spoil)
+    assert failed() == []
+    (check,) = failed(sizes=replace(SMALL, bias=True))
+    assert check.kernel == "grouped_matmul" and ", biases" in check.shape
 
 
 def test_a_nan_is_wrong(monkeypatch):

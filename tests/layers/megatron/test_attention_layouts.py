@@ -36,7 +36,12 @@ KINDS: dict[str, dict[str, Any]] = {
     "yarn": {"normalization": "LayerNorm", "qk_norm": True, **YARN},
     "latent": LATENT | {"q_lora_rank": 12},
     "latent, yarn": LATENT | YARN | {"yarn_mscale_all_dim": 1},
-    "latent experts": {"moe_latent_size": 12, "add_bias_linear": True, "topk": 4},
+    "latent experts": {
+        "moe_latent_size": 12,
+        "add_bias_linear": True,
+        "activation": "clamped_swiglu",
+        "topk": 4,
+    },
 }
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2}}
 # Where a kind does something of its own; the rest is slow.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
-from moe_exp.layers.activations import squared_relu
+from moe_exp.layers.activations import quick_gelu, squared_relu
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
@@ -38,6 +38,7 @@ from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
 
 from megatron.core import activations as megatron_activations
 from megatron.core import parallel_state, tensor_parallel
+from megatron.core.fusions import fused_bias_geglu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer as MoELayerOfMegatron
 from megatron.core.transformer.spec_utils import build_module
@@ -229,8 +230,16 @@ def test_activation_of_a_transformer_config():
         assert activation_name(settings(activation_func=function)) == "squared_relu"
     x = torch.linspace(-3, 3, 25)
     assert torch.equal(megatron_activations.squared_relu(x), squared_relu(x))
-    with pytest.raises(ValueError, match=r"activation_func=.*quick_gelu.*: is not supported in MoE layers"):
-        activation_name(settings(activation_func=megatron_activations.quick_gelu))
+    clamped = {"gated_linear_unit": True, "activation_func_clamp_value": 7.0, "glu_linear_offset": 1.0}
+    for function in (quick_gelu, megatron_activations.quick_gelu, fused_bias_geglu.quick_gelu):
+        assert activation_name(settings(activation_func=function, **clamped)) == "clamped_swiglu"
+    assert torch.equal(megatron_activations.quick_gelu(x), quick_gelu(x))
+    others = {"gated_linear_unit": False, "activation_func_clamp_value": None, "glu_linear_offset": 0.0}
+    for name, value in (*others.items(), ("activation_func_clamp_value", 0.0)):
+        config = settings(activation_func=quick_gelu, **clamped)
+        setattr(config, name, value)
+        with pytest.raises(ValueError, match=rf"activation_func=.*{name}={value}.* is not supported in MoE"):
+            activation_name(config)
 
 
 def test_router_of_a_transformer_config():
@@ -301,9 +310,6 @@ def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("glu_linear_offset", 1.0, r"glu_linear_offset=1\.0: the experts add nothing to the linear half in"),
-        ("activation_func_clamp_value", 7.0, r"activation_func_clamp_value=7\.0: .* Fix: leave it at None\."),
-        ("activation_func_clamp_value", 0.0, r"activation_func_clamp_value=0\.0: the experts do not clamp"),
         ("moe_apply_probs_on_input", True, r"moe_apply_probs_on_input=True: .* Fix: leave it at False\."),
         ("calculate_per_token_loss", True, r"calculate_per_token_loss=True: the auxiliary losses are means"),
         ("fp4", "e2m1", r"fp4=e2m1: the experts compute in fp8 or bf16"),

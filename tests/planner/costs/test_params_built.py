@@ -167,7 +167,9 @@ def drawn(draw: st.DrawFn, *, use_moe: bool) -> dict[str, Any]:
         "num_heads": 4 * draw(sizes),
     }
     values |= {name: draw(st.booleans()) for name in ("tie_embeddings", "add_bias_linear")}
-    values["activation"] = draw(st.sampled_from(["swiglu", "geglu", "gelu", "squared_relu"]))
+    values["activation"] = draw(
+        st.sampled_from(["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"])
+    )
     values |= {
         "normalization": draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
         "vocab_size": draw(st.integers(1, 600)),

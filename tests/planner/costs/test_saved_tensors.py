@@ -51,6 +51,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_norm_scope": "all",
     },
     "geglu, heads with keys of their own": DENSE | {"activation": "geglu", "num_query_groups": 4},
+    "clamped swiglu": DENSE | {"activation": "clamped_swiglu"},
     "norm of every head, bf16": DENSE | BF16 | {"qk_norm": True},
     "dropout, bf16": DENSE | BF16 | {"activation": "squared_relu", "dropout": 0.1, "attention_dropout": 0.1},
     "latent": LATENT | {"q_lora_rank": 48},
@@ -75,6 +76,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "kernels": {"expert_backend": "triton"},
     "kernels, bf16": BF16 | {"expert_backend": "triton"},
     "kernels, rows that travel, bf16": BF16 | {"expert_backend": "triton", "dispatcher": "alltoall"},
+    "kernels, clamped swiglu, biases, latent, bf16": BF16
+    | LATENT_EXPERTS
+    | {"expert_backend": "triton", "activation": "clamped_swiglu", "add_bias_linear": True},
     "loss kernel": DENSE | {"cross_entropy": "triton", "mbsz": 2},
     "loss kernel, bf16": DENSE | BF16 | {"cross_entropy": "triton", "mbsz": 2},
     "selective": {"recompute": "selective"},

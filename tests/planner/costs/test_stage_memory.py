@@ -372,7 +372,7 @@ def test_topk_multiplies_rows():
         ("A100-80GB", {}, "triton"),
         ("B200-180GB", {"dtype": "fp16", "impl": "te", "ep": 4}, "triton"),
         ("A100-80GB", {"dtype": "fp32"}, "torch"),
-        ("H100-80GB", {"add_bias_linear": True}, "torch"),
+        ("H100-80GB", {"add_bias_linear": True}, "triton"),
         ("V100-32GB", {"dtype": "fp16"}, "torch"),
         ("CPU", {"dtype": "fp32"}, "loop"),
     ],

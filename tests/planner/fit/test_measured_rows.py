@@ -53,7 +53,7 @@ settings = st.fixed_dictionaries(
         "distributed_optimizer": FLAGS,
         "dtype": st.sampled_from(["fp32", "bf16", "fp16"]),
         "recompute": st.sampled_from(["none", "moe_act", "selective", "full"]),
-        "activation": st.sampled_from(["swiglu", "geglu", "gelu", "squared_relu"]),
+        "activation": st.sampled_from(["swiglu", "clamped_swiglu", "geglu", "gelu", "squared_relu"]),
         "tie_embeddings": FLAGS,
         "add_bias_linear": FLAGS,
         "normalization": st.sampled_from(["RMSNorm", "LayerNorm"]),
