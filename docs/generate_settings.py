@@ -49,7 +49,8 @@ MEGATRON_FLAGS = {
     "qk_pos_emb_head_dim": "--qk-pos-emb-head-dim",
     "v_head_dim": "--v-head-dim",
     "seq_len": "--seq-length",
-    "activation": "--swiglu, --squared-relu",
+    "activation": "--swiglu, --squared-relu; clamped_swiglu: --quick-geglu --activation-func-clamp-value 7 "
+    "--glu-linear-offset 1",
     "add_bias_linear": "--disable-bias-linear (inverse)",
     "qk_norm": "--qk-layernorm (one head at a time)",
     "qkv_bias": "--add-qkv-bias",

@@ -132,7 +132,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
 
 @jit
 def linear_unit(up, ACTIVATION: tl.constexpr):
-    """What the activated gate is multiplied by: up, clamped and shifted if the activation says so."""
+    """The factor of the activated gate: up, clamped and shifted if the activation says so."""
     if ACTIVATION == "clamped_swiglu":
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + OFFSET
     return up
