@@ -64,6 +64,7 @@ NEVER_IMPORTED = {"moe_exp.launch.agent", "moe_exp.launch.preflight.rank", "moe_
 LAYERS = [
     {"activations", "groups", "recompute", "phase_marks"},
     {"kernels", "native"},
+    {"kernel_choice"},
     {"capacity", "losses"},
     {"router"},
     {"dispatcher"},

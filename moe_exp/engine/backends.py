@@ -11,7 +11,7 @@ from moe_exp.engine.optimizer_setup import choose_optimizer
 from moe_exp.engine.runtime import choose_communication
 from moe_exp.layers import native
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.kernels.choice import KernelFailure, choose_routing, failure_of
+from moe_exp.layers.kernel_choice import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.attention import choose_attention
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.megatron.norm import choose_norm

@@ -18,19 +18,11 @@ from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.model import DTYPES, moe_options, transformer_config
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.kernels.choice import KernelFailure as KernelFailure
-from moe_exp.layers.kernels.choice import and_more, choose_routing, failure_of
-from moe_exp.layers.kernels.launch import (
-    TUNED,
-    Key,
-    choices,
-    in_one_line,
-    leave_free,
-    missing,
-    processors,
-    take_choices,
-)
+from moe_exp.layers.kernel_choice import KernelFailure as KernelFailure
+from moe_exp.layers.kernel_choice import and_more, choose_routing, failure_of
+from moe_exp.layers.kernels.launch import in_one_line, leave_free, missing, processors
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
+from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem

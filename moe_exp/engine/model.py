@@ -11,7 +11,7 @@ from moe_exp.config import Config
 from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
-from moe_exp.layers.kernels.choice import KernelFailure, choose_routing, failure_of
+from moe_exp.layers.kernel_choice import KernelFailure, choose_routing, failure_of
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.choice import takes_kernels
+from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.drops import keep_within
 
 DROP_POLICIES = ("probs", "position")

@@ -18,16 +18,17 @@ from moe_exp.config import ConfigError, load_config
 from moe_exp.engine import kernel_checks, runtime
 from moe_exp.layers.experts import grouped_gemm
 from moe_exp.layers.experts.experts import Experts
+from moe_exp.layers.kernel_choice import KernelFailure
 from moe_exp.layers.kernels import (
     activation_grad,
     combine,
     grouped_matmul,
     launch,
     self_test,
+    tuning,
     up_projection,
     weight_grad,
 )
-from moe_exp.layers.kernels.choice import KernelFailure
 
 pytestmark = pytest.mark.skipif(not launch.INTERPRETED, reason="needs Triton's interpreter")
 
@@ -91,17 +92,17 @@ def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:
         return faster * num_timed
 
     def note(*args: Any) -> Any:
-        states.append((num_timed, launch.choices()))
+        states.append((num_timed, tuning.choices()))
         return begin(*args)
 
     for module in TUNED:
         blocks = getattr(module, "_set_blocks", None)
-        module._kernel.configs = [launch.make_config(config, blocks) for config in module.CONFIGS]
-    launch.milliseconds, train.train = stopwatch, note
+        module._kernel.configs = [tuning.make_config(config, blocks) for config in module.CONFIGS]
+    tuning.milliseconds, train.train = stopwatch, note
     kernel_checks.check_kernels = lambda *args: []  # takes a minute for all configs
     self_test.ROWS_OF_CLASSES = ()
     train_whole(settings, port)
-    return {"begin": states[0], "end": (num_timed, launch.choices()), "warnings": warnings}
+    return {"begin": states[0], "end": (num_timed, tuning.choices()), "warnings": warnings}
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_full_memory_ends_the_tuning_and_not_the_start(monkeypatch, caplog):
     monkeypatch.setattr(kernel_checks, "timing_cases", full)
     monkeypatch.setattr(combine._kernel, "configs", combine._kernel.configs * 2)
     sizes = self_test.Sizes(torch.float32, 8, 8, 2)
-    assert kernel_checks._timed(["experts"], sizes, torch.device("cpu")) == launch.choices()
+    assert kernel_checks._timed(["experts"], sizes, torch.device("cpu")) == tuning.choices()
     (record,) = (record for record in caplog.records if record.levelname == "WARNING")
     assert record.getMessage().startswith("some kernels are not tuned, as memory is full: OutOfMemoryError")
 

@@ -1,7 +1,7 @@
 """From slots to rows sorted by expert, and back. Shape suffixes in `moe_exp.layers`.
 
 Both ways are gathers and transposes of each other: without atomics, results are bitwise reproducible. On a
-CUDA device Triton kernels do it (see `kernels.choice`), with int32 indices and the same order and sums.
+CUDA device Triton kernels do it (see `kernel_choice`), with int32 indices and the same order and sums.
 The argument `use_kernels` is that of RouterConfig.
 """
 
@@ -16,7 +16,7 @@ from torch.nn.functional import embedding_bag
 
 from moe_exp.layers import native
 from moe_exp.layers.capacity import count_per_expert, rank_in_expert, without_dropped
-from moe_exp.layers.kernels.choice import takes_kernels
+from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.drops import padded_order
 from moe_exp.layers.kernels.rows import chunk_order, gather_rows

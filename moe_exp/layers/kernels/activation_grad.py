@@ -18,7 +18,6 @@ from moe_exp.layers.kernels.launch import (
     INTERPRETED,
     cdiv,
     compilable,
-    configs,
     contiguous,
     descriptors,
     dot_constants,
@@ -26,10 +25,8 @@ from moe_exp.layers.kernels.launch import (
     last_contiguous,
     num_programs,
     power_of_2,
-    rows_class,
     runs_kernel,
     tl,
-    tuned,
 )
 from moe_exp.layers.kernels.tiles import (
     activate_with_derivative,
@@ -41,6 +38,7 @@ from moe_exp.layers.kernels.tiles import (
     row_tile,
     row_tile_ends,
 )
+from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(

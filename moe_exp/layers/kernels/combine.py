@@ -5,17 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_exp.layers.kernels.launch import (
-    cdiv,
-    compilable,
-    configs,
-    jit,
-    last_contiguous,
-    rows_class,
-    runs_kernel,
-    tl,
-    tuned,
-)
+from moe_exp.layers.kernels.launch import cdiv, compilable, jit, last_contiguous, runs_kernel, tl
+from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 # Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has
 # the same bits with each.

@@ -15,7 +15,6 @@ from torch import Tensor
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
-    configs,
     contiguous,
     descriptors,
     dot_constants,
@@ -23,12 +22,11 @@ from moe_exp.layers.kernels.launch import (
     last_contiguous,
     num_programs,
     power_of_2,
-    rows_class,
     runs_kernel,
     tl,
-    tuned,
 )
 from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K

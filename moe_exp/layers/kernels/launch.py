@@ -8,22 +8,15 @@ interprets kernels on CPU tensors, slowly, and they are used there, too.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
-import json
 import logging
-import operator
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-
-from moe_exp.host.files import read_json, write_json
 
 # Triton 3.9's default (a * b + c as one instruction). It warns if unset because 3.10 changes it; our numbers
 # must not change with it. Process-wide, so it also applies to kernels of torch.compile.
@@ -87,310 +80,6 @@ def jit(function: Callable[..., Any]) -> Any:
     return triton.jit(function, do_not_specialize=varying, repr=lambda _: name)
 
 
-Key = tuple[Any, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class KernelConfig:
-    """One way to launch a kernel.
-
-    Args:
-        constants: of the kernel, with `num_warps` and `num_stages`; TMA=1 needs tensor descriptors.
-        set_blocks: see `tuned`.
-    """
-
-    constants: dict[str, int]
-    set_blocks: Callable[[dict[str, Any]], None] | None = None
-
-    def __str__(self) -> str:
-        return ", ".join(f"{name}: {value}" for name, value in self.constants.items())
-
-
-class Tuned:
-    """A kernel with several configs: `kernel[grid](...)` takes the fastest.
-
-    The configs are timed at the first launch with a new key: the values of some arguments and the dtypes of
-    all tensors. A config that fails in any way, also after it was chosen (operands with another alignment),
-    is dropped with one warning, and another takes its place. After `take_choices` nothing is timed, as the
-    other ranks would wait: a new key takes the config of the most similar one.
-
-    With torch.use_deterministic_algorithms it takes the first: another start may measure another config as
-    fastest, whose tiles sum in another order. Checked at every launch, as in torch, so also after timing.
-
-    Args:
-        function: the kernel.
-        configs: see `tuned`.
-        key: names of arguments.
-        trial: see `tuned`.
-    """
-
-    def __init__(
-        self, function: Any, configs: Sequence[KernelConfig], key: Sequence[str], trial: str | None = None
-    ):
-        self.fn, self.configs, self._trial = function, list(configs), trial
-        self.name = function.fn.__module__.rpartition(".")[2]
-        self._of_key = [(name, function.arg_names.index(name)) for name in key]
-        self.choices: dict[Key, KernelConfig] = {}
-        self.is_decided = False
-        self._dropped: list[KernelConfig] = []
-        self._warned: list[KernelConfig] = []
-        self._only: KernelConfig | None = None
-
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        return functools.partial(self.run, grid=grid, warmup=False)
-
-    def candidates(self) -> list[KernelConfig]:
-        """Configs that may run now."""
-        return self.configs[:1] if torch.are_deterministic_algorithms_enabled() else self.configs
-
-    @contextmanager
-    def only(self, config: KernelConfig) -> Iterator[None]:
-        """Inside, launches take this config; UnsuitedError if the operands do not suit it."""
-        self._only = config
-        try:
-            yield
-        finally:
-            self._only = None
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Launches the fastest config, or the next one if that fails."""
-        if self._only is not None:
-            if not _suits(self._only, kwargs):
-                raise UnsuitedError(f"kernel {self.name}: config {self._only} is not for these operands")
-            return self._launch(self._only, args, kwargs)
-        if torch.are_deterministic_algorithms_enabled():
-            return self._launch(self.configs[0], args, kwargs)
-        key = self.key(args, kwargs)
-        while True:
-            config = self.choices.get(key) or self._choose(key, args, kwargs)
-            try:
-                return self._launch(config, args, kwargs)
-            except Exception as error:
-                if len(self.configs) == 1 or is_of_device(error):
-                    raise
-                self.drop(config, error)
-
-    def key(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Key:
-        """Values of the key's arguments, and the dtypes of all tensors."""
-        given = len(args)
-        values = [args[place] if place < given else kwargs[name] for name, place in self._of_key]
-        return *values, *[x.dtype for x in args if isinstance(x, Tensor)]
-
-    def prepared(
-        self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Positional and keyword arguments of a launch with `config`."""
-        kwargs = kwargs | config.constants
-        if self._trial:
-            kwargs[self._trial] = is_trial
-        if kwargs.get("HAS_TMA"):
-            if config.constants["TMA"]:
-                assert config.set_blocks is not None
-                config.set_blocks({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs})
-            else:  # not encoded in vain, and a driver that cannot encode them fails no config without them
-                descriptor = triton.tools.tensor_descriptor.TensorDescriptor
-                args = [None if isinstance(x, descriptor) else x for x in args]
-        return args, kwargs
-
-    def suited(self, kwargs: dict[str, Any]) -> list[KernelConfig]:
-        """Configs that suit the operands and have not failed."""
-        return [x for x in self.configs if x not in self._dropped and _suits(x, kwargs)]
-
-    def take(self, choices: dict[Key, KernelConfig]) -> None:
-        """See `take_choices`; without configs that have failed here."""
-        self.choices = {key: config for key, config in choices.items() if config not in self._dropped}
-        self.is_decided = True
-
-    def drop(self, config: KernelConfig, error: Exception) -> None:
-        """Never uses the config again."""
-        self._dropped.append(config)
-        self.choices = {key: chosen for key, chosen in self.choices.items() if chosen is not config}
-        self._warn(config, error)
-
-    def _launch(
-        self, config: KernelConfig, args: Sequence[Any], kwargs: dict[str, Any], *, is_trial: int = 0
-    ) -> Any:
-        args, kwargs = self.prepared(config, args, kwargs, is_trial=is_trial)
-        return self.fn.run(*args, **kwargs)
-
-    def _choose(self, key: Key, args: Sequence[Any], kwargs: dict[str, Any]) -> KernelConfig:
-        left = self.suited(kwargs) if len(self.configs) > 1 else self.configs
-        if not left:
-            raise self._no_config_error()
-        if len(left) == 1:
-            config = left[0]
-        elif self.is_decided:
-            config = self._of_most_similar(left, key)
-        else:
-            config = self._fastest(left, key, args, kwargs)
-        self.choices[key] = config
-        return config
-
-    def _of_most_similar(self, configs: Sequence[KernelConfig], key: Key) -> KernelConfig:
-        """Choice for the key that agrees with this one in most places; the first config if there is none."""
-        known = [other for other, config in self.choices.items() if config in configs]
-        similar = max(known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
-        config = configs[0] if similar is None else self.choices[similar]
-        line = "kernel %s: not timed at the start for %s, takes config %s"
-        logger.warning(line, self.name, self._in_words(key), config)
-        return config
-
-    def _in_words(self, key: Key) -> str:
-        of_key = ", ".join(f"{name}={value}" for (name, _), value in zip(self._of_key, key, strict=False))
-        return f"{of_key}, {' '.join(str(x).removeprefix('torch.') for x in key[len(self._of_key) :])}"
-
-    def _fastest(
-        self, configs: Sequence[KernelConfig], key: Key, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> KernelConfig:
-        file = self._file(key)
-        stored = None if file is None else _read(file)
-        if known := next((config for config in configs if str(config) == stored), None):
-            return known
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            operands, rule = self._in_words(key), "the configs cannot be timed while a CUDA graph is captured"
-            fix = "call it once with operands of these sizes before the capture"
-            raise RuntimeError(f"kernel {self.name}: {operands}: {rule}. Fix: {fix}.")
-        found: dict[KernelConfig, float] = {}
-        error: Exception | None = None
-        for config in configs:
-            try:
-                found[config] = milliseconds(
-                    functools.partial(self._launch, config, args, kwargs, is_trial=1)
-                )
-            except torch.OutOfMemoryError as full:
-                line = "kernel %s: the configs are not timed, as memory is full; takes config %s: %s"
-                logger.warning(line, self.name, configs[0], in_one_line(full))
-                return configs[0]
-            except Exception as caught:
-                if is_of_device(caught):
-                    raise
-                error = caught
-                self._warn(config, caught)
-        if not found:
-            raise self._no_config_error() from error
-        times = {str(config): round(ms, 4) for config, ms in found.items()}
-        logger.debug("kernel %s, %s, milliseconds: %s", self.name, self._in_words(key), times)
-        fastest = min(found, key=lambda config: found[config])
-        if file is not None:
-            _write(file, {"kernel": self.name, "operands": self._in_words(key), "config": str(fastest)})
-        return fastest
-
-    def _file(self, key: Key) -> Path | None:
-        """Keeps the choice for other processes; its name changes with all that the choice depends on."""
-        on = device_facts()
-        if not on:
-            return None
-        configs = [str(config) for config in self.configs]
-        facts = [
-            self.fn.cache_key,
-            triton.__version__,
-            *on,
-            _num_free_processors,
-            self._in_words(key),
-            configs,
-        ]
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-        folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
-        return Path(folder, "moe_exp", f"{self.name}-{digest[:32]}.json")
-
-    def _warn(self, config: KernelConfig, error: Exception) -> None:
-        if config not in self._warned:
-            self._warned.append(config)
-            logger.warning("kernel %s: config %s is not used: %s", self.name, config, in_one_line(error))
-
-    def _no_config_error(self) -> RuntimeError:
-        return RuntimeError(f"kernel {self.name}: none of its {len(self.configs)} configs runs")
-
-
-TUNED: dict[str, Tuned] = {}  # all that `tuned` has made, by name
-
-
-def choices() -> dict[str, dict[Key, int]]:
-    """Number of the config that every kernel takes, by name and key."""
-    return {
-        name: {key: kernel.configs.index(config) for key, config in kernel.choices.items()}
-        for name, kernel in TUNED.items()
-    }
-
-
-def take_choices(found: dict[str, dict[Key, int]]) -> None:
-    """Replaces the choices of this process by those of another; nothing is timed afterwards."""
-    for name, kernel in TUNED.items():
-        kernel.take({key: kernel.configs[number] for key, number in found.get(name, {}).items()})
-
-
-def device_facts() -> tuple[str, ...]:
-    """Name of the current device and version of its driver; empty without one."""
-    if not torch.cuda.is_available():
-        return ()
-    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return torch.cuda.get_device_name(), str(driver)
-
-
-def _read(file: Path) -> str | None:
-    """The config in a file of choices; None if there is none, or the file is damaged."""
-    try:
-        return str(read_json(file)["config"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _write(file: Path, choice: dict[str, str]) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(file, choice)
-    except OSError as error:
-        logger.debug("%s is not written: %s", file, in_one_line(error))
-
-
-class UnsuitedError(ValueError):
-    """The config does not suit these operands, such as one with tensor descriptors if there are none."""
-
-
-def _suits(config: KernelConfig, kwargs: dict[str, Any]) -> bool:
-    return bool(kwargs.get("HAS_TMA")) or not config.constants.get("TMA")
-
-
-def milliseconds(run: Callable[[], Any]) -> float:
-    """Median time of a launch on the device, by Triton's benchmark."""
-    return float(triton.runtime.driver.active.get_benchmarker()(run, quantiles=(0.5, 0.2, 0.8))[0])
-
-
-def configs(names: str, *rows: tuple[int, ...]) -> list[dict[str, int]]:
-    """Configs for `tuned`, a row each, with the `names` of their values."""
-    return [dict(zip(names.split(), row, strict=True)) for row in rows]
-
-
-def tuned(
-    configs: Sequence[dict[str, int]],
-    key: Sequence[str],
-    trial: str | None = None,
-    set_blocks: Callable[[dict[str, Any]], None] | None = None,
-) -> Callable[[Any], Any]:
-    """Decorator for a kernel that is launched with the fastest of `configs`; see Tuned.
-
-    Args:
-        configs: constants of the kernel with `num_warps` and `num_stages`; TMA=1 needs tensor
-            descriptors; the argument HAS_TMA, given by keyword, says whether there are. The first is used for
-            deterministic algorithms and the interpreter.
-        key: kernel arguments; the configs are timed for each new set of their values.
-        trial: argument of a kernel that accumulates into its output: 1 while configs are timed, when it must
-            leave the output unchanged, else 0; not passed by the launch. Triton's own way is to copy the
-            output, in the first backward pass of a run.
-        set_blocks: sets block shapes of descriptors; called with all arguments before each launch with TMA=1.
-    """
-
-    def decorate(function: Any) -> Any:
-        if triton is None:
-            return function
-        chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
-        kernel = Tuned(function, chosen, key, trial)
-        TUNED[kernel.name] = kernel
-        return kernel
-
-    return decorate
-
-
 def in_one_line(error: BaseException) -> str:
     """Type and text of an error, shortened, as compiler errors may be long."""
     text = " ".join(str(error).split())
@@ -408,34 +97,6 @@ def is_of_device(error: Exception) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def make_config(
-    config: dict[str, int], set_blocks: Callable[[dict[str, Any]], None] | None = None
-) -> KernelConfig:
-    """A config of `tuned`; small tiles if interpreted."""
-    if INTERPRETED:
-        config = {
-            name: min(value, _INTERPRETED_TILE) if name.startswith("BLOCK_") else value
-            for name, value in config.items()
-        }
-    # PROGRAMS on a processor share its registers; Triton may need more than their part without a limit.
-    num_registers = _REGISTERS // (32 * config["num_warps"] * config.get("PROGRAMS", 1))
-    limit = {"maxnreg": num_registers} if num_registers < _MOST_REGISTERS else {}
-    return KernelConfig(config | limit, set_blocks)
-
-
-_REGISTERS, _MOST_REGISTERS = 2**16, 255  # of a multiprocessor, and of a thread
-_INTERPRETED_TILE = 32  # so that small shapes have several tiles
-
-
-def rows_class(num_rows: int, num_groups: int = 1) -> int:
-    """0, 1 or 2 for less than 64, less than 512 or more rows per group, which need different tiles.
-
-    Part of the tuning keys, so that a process that first generates a few tokens does not train with their
-    config. Coarse, because every class is timed once.
-    """
-    return sum(num_rows >= num_groups * size for size in (64, 512))
 
 
 def last_contiguous(x: Tensor) -> Tensor:
@@ -486,6 +147,11 @@ def _capability(device: int | None) -> tuple[int, int]:
 
 
 _num_free_processors = 0  # per process, as all layers share the device
+
+
+def free_processors() -> int:
+    """What `leave_free` has set."""
+    return _num_free_processors
 
 
 def leave_free(num_processors: int) -> None:

@@ -33,16 +33,14 @@ from moe_exp.layers.kernels import (
 )
 from moe_exp.layers.kernels.launch import (
     INTERPRETED,
-    Tuned,
-    UnsuitedError,
     cdiv,
     in_one_line,
     is_of_device,
     missing,
-    rows_class,
     runs_kernel,
     triton_version,
 )
+from moe_exp.layers.kernels.tuning import Tuned, UnsuitedError, rows_class
 
 # Limits of a result row's error relative to its norm; those of bf16 and fp16 are a few roundings.
 LIMITS = {torch.bfloat16: 3e-2, torch.float16: 8e-3, torch.float32: 1e-4}

@@ -16,7 +16,6 @@ from moe_exp.layers.activations import activate as activate_torch
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
-    configs,
     contiguous,
     descriptors,
     dot_constants,
@@ -24,10 +23,8 @@ from moe_exp.layers.kernels.launch import (
     last_contiguous,
     num_programs,
     power_of_2,
-    rows_class,
     runs_kernel,
     tl,
-    tuned,
 )
 from moe_exp.layers.kernels.tiles import (
     activate,
@@ -38,6 +35,7 @@ from moe_exp.layers.kernels.tiles import (
     row_tile,
     row_tile_ends,
 )
+from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_K = 64
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms. BLOCK_K is

@@ -15,19 +15,17 @@ from torch import Tensor
 from moe_exp.layers.kernels.launch import (
     cdiv,
     compilable,
-    configs,
     contiguous,
     descriptors,
     dot_constants,
     jit,
     last_contiguous,
     power_of_2,
-    rows_class,
     runs_kernel,
     tl,
-    tuned,
 )
 from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups
+from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
 CONFIGS = configs(

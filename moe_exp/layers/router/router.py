@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.groups import sum_over
-from moe_exp.layers.kernels.choice import takes_kernels
+from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.router.assignment import (

@@ -210,6 +210,7 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
     from triton.runtime.jit import JITFunction
 
     from moe_exp.layers.kernels import launch as package
+    from moe_exp.layers.kernels import tuning
 
     driver.set_active(_Driver(capability))
     package._num_processors = lambda device: 132
@@ -232,7 +233,7 @@ def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any,
     with (
         FakeTensorMode(),
         _replaced(fake_tensor, "init_gpu_context", lambda device: None),  # it would need the GPU
-        _replaced(package.Tuned, "run", record),
+        _replaced(tuning.Tuned, "run", record),
         _replaced(JITFunction, "run", record),
     ):
         launch()

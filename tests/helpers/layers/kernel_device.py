@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._device import _device_constructors
 
-from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels import tuning
 from moe_exp.layers.kernels.launch import INTERPRETED, missing
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -27,7 +27,7 @@ needs_descriptors = pytest.mark.skipif(
 def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     """Has the kernel of a module take its first config with tensor descriptors."""
     config = next(config for config in module.CONFIGS if config["TMA"])
-    monkeypatch.setattr(module._kernel, "configs", [launch.make_config(config, module._set_blocks)])
+    monkeypatch.setattr(module._kernel, "configs", [tuning.make_config(config, module._set_blocks)])
     monkeypatch.setattr(module._kernel, "choices", {})
 
 

@@ -293,15 +293,15 @@ def test_descriptors_replace_addresses() -> None:
 @pytest.mark.parametrize("gemm", [activation_gradient, weight_gradient])
 def test_gradients_have_descriptors_for_what_is_not_gathered(gemm: Callable[..., None]) -> None:
     number = next(i for i, config in enumerate(CONFIGS_OF[gemm]) if config["TMA"])
-    (one_gathered,) = compiled(gemm, 90, number)
-    (none_gathered,) = compiled(partial(gemm, gather=False), 90, number)
+    (one_gathered,) = products(compiled(gemm, 90, number))
+    (none_gathered,) = products(compiled(partial(gemm, gather=False), 90, number))
     assert 0 < one_gathered.instructions["tma"] < none_gathered.instructions["tma"]
     assert none_gathered.instructions["cp.async"] == 0 < one_gathered.instructions["cp.async"]
 
 
 def test_both_operands_of_the_weight_gradient_are_pipelined_on_ampere() -> None:
     """Each is 4 copies of 16 bytes per thread and step; two steps are before the loop, one is in it."""
-    (kernel,) = compiled(weight_gradient, 80)
+    (kernel,) = products(compiled(weight_gradient, 80))
     assert kernel.instructions["cp.async"] == 3 * (4 + 4)
 
 

@@ -18,6 +18,7 @@ from moe_exp.layers.kernels import (
     rows,
     self_test,
     slot_sort,
+    tuning,
     weight_grad,
 )
 from moe_exp.layers.kernels.self_test import Sizes, check_kernels
@@ -30,7 +31,7 @@ ROUTER = {"num_experts": 8, "score": "sigmoid", "normalize": True, "expert_bias"
 
 def broken(monkeypatch, kernel, spoil):
     """`kernel` spoils what it has written; `spoil` gets the arguments of the launch."""
-    function = kernel.fn if isinstance(kernel, launch.Tuned) else kernel
+    function = kernel.fn if isinstance(kernel, tuning.Tuned) else kernel
     run = function.run
     monkeypatch.setattr(function, "run", lambda *args, **kwargs: (run(*args, **kwargs), spoil(*args)))
 
@@ -142,7 +143,7 @@ def test_every_config_is_compared_and_one_that_cannot_run_is_dropped(monkeypatch
     """With descriptors or without; wrong numbers of any of them are a problem of the kernel."""
     half = replace(SMALL, dtype=torch.float16)
     kernel, run = grouped_matmul._kernel, grouped_matmul._kernel.fn.run
-    configs = [launch.make_config(c, grouped_matmul._set_blocks) for c in grouped_matmul.CONFIGS]
+    configs = [tuning.make_config(c, grouped_matmul._set_blocks) for c in grouped_matmul.CONFIGS]
     monkeypatch.setattr(kernel, "configs", configs)
     monkeypatch.setattr(kernel, "_dropped", [])
     monkeypatch.setattr(kernel, "_warned", [])

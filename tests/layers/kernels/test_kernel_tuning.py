@@ -19,6 +19,7 @@ from moe_exp.layers.kernels import (
     combine,
     grouped_matmul,
     launch,
+    tuning,
     up_projection,
     weight_grad,
 )
@@ -55,11 +56,11 @@ def stopwatch(monkeypatch):
         watch, kernel = Stopwatch(), module._kernel
         set_blocks = getattr(module, "_set_blocks", None)
         monkeypatch.setattr(
-            kernel, "configs", [launch.make_config(config, set_blocks) for config in module.CONFIGS]
+            kernel, "configs", [tuning.make_config(config, set_blocks) for config in module.CONFIGS]
         )
         for name, empty in (("choices", {}), ("_dropped", []), ("_warned", [])):
             monkeypatch.setattr(kernel, name, empty)
-        monkeypatch.setattr(launch, "milliseconds", watch)
+        monkeypatch.setattr(tuning, "milliseconds", watch)
         run = kernel.fn.run
         monkeypatch.setattr(
             kernel.fn, "run", lambda *args, **kwargs: (watch.launched.append(kwargs), run(*args, **kwargs))
@@ -125,8 +126,8 @@ def test_every_kernel_knows_how_many_rows_there_are(module):
 
 
 def test_classes_of_rows():
-    assert [launch.rows_class(rows, 8) for rows in (0, 511, 512, 4095, 4096, 10**6)] == [0, 0, 1, 1, 2, 2]
-    assert [launch.rows_class(rows) for rows in (1, 64, 512)] == [0, 1, 2]
+    assert [tuning.rows_class(rows, 8) for rows in (0, 511, 512, 4095, 4096, 10**6)] == [0, 0, 1, 1, 2, 2]
+    assert [tuning.rows_class(rows) for rows in (1, 64, 512)] == [0, 1, 2]
 
 
 def test_a_config_with_descriptors_only_where_there_are_some(stopwatch):
@@ -242,7 +243,7 @@ def test_full_memory_ends_the_timing_and_not_the_run(stopwatch, monkeypatch, cap
     def full(run):
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(launch, "milliseconds", full)
+    monkeypatch.setattr(tuning, "milliseconds", full)
     for _ in range(2):
         assert error(grouped_matmul.grouped_matmul(*operands), expected) < 1e-3
     assert [launched["num_warps"] for launched in watch.launched] == [warps(grouped_matmul)[0]] * 2
@@ -258,7 +259,7 @@ def test_a_new_key_during_a_capture_is_an_error_in_words(stopwatch, monkeypatch)
     num_timed = watch.num_timed
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(launch, "device_facts", lambda: ())
+    monkeypatch.setattr(tuning, "device_facts", lambda: ())
     combined(5)
     with pytest.raises(RuntimeError, match="kernel combine: ") as raised:
         combined(100)
@@ -307,7 +308,7 @@ def test_an_activation_with_a_gate_does_not_choose_for_one_without(stopwatch, mo
 )
 def test_programs_that_share_a_processor_share_its_registers(programs, num_warps, most):
     """It has 65536; a program of 8 warps has 256 threads, and no thread can have more than 255."""
-    config = launch.make_config({"PROGRAMS": programs, "num_warps": num_warps, "num_stages": 3})
+    config = tuning.make_config({"PROGRAMS": programs, "num_warps": num_warps, "num_stages": 3})
     assert config.constants.get("maxnreg") == most
 
 
@@ -317,7 +318,7 @@ def test_programs_that_share_a_processor_share_its_registers(programs, num_warps
 @pytest.fixture
 def stored(monkeypatch, tmp_path):
     """As on a GPU: choices are kept in files."""
-    monkeypatch.setattr(launch, "device_facts", lambda: ("H200", "12080"))
+    monkeypatch.setattr(tuning, "device_facts", lambda: ("H200", "12080"))
     monkeypatch.setattr(combine._kernel.fn, "cache_key", "source", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -341,8 +342,8 @@ def test_a_later_process_times_nothing(stopwatch, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(launch, "device_facts", lambda: ("H100", "12080")),
-        lambda patch: patch.setattr(launch, "device_facts", lambda: ("H200", "13000")),
+        lambda patch: patch.setattr(tuning, "device_facts", lambda: ("H100", "12080")),
+        lambda patch: patch.setattr(tuning, "device_facts", lambda: ("H200", "13000")),
         lambda patch: patch.setattr(combine._kernel.fn, "cache_key", "other source"),
         lambda patch: patch.setattr(launch.triton, "__version__", "9.9"),
         lambda patch: patch.setattr(launch, "_num_free_processors", 16),
@@ -386,18 +387,18 @@ def test_a_folder_that_cannot_be_written_to_changes_nothing(stopwatch, tmp_path,
 
 def test_nothing_is_timed_after_the_choices_of_another_rank_are_taken(stopwatch, monkeypatch, caplog):
     watch, kernel = stopwatch(combine), combine._kernel
-    for name, other in launch.TUNED.items():
+    for name, other in tuning.TUNED.items():
         if name != "combine":
             monkeypatch.setattr(other, "choices", {})
         monkeypatch.setattr(other, "is_decided", False)
     for num_tokens in (3, 100):
         combined(num_tokens)
     (of_3, of_100), num_timed = kernel.choices, watch.num_timed
-    launch.take_choices({"combine": {of_3: 1, of_100: 2}})
+    tuning.take_choices({"combine": {of_3: 1, of_100: 2}})
     for num_tokens, number in ((3, 1), (100, 2)):
         combined(num_tokens)
         assert watch.launched[-1]["num_warps"] == warps(combine)[number]
-    assert launch.choices()["combine"] == {of_3: 1, of_100: 2}
+    assert tuning.choices()["combine"] == {of_3: 1, of_100: 2}
     assert not caplog.records
     # A third class of rows, and another width with few rows, each twice.
     for num_tokens, width, number in ((600, 8, 1), (600, 8, 1), (3, 16, 1), (100, 16, 2), (100, 16, 2)):
@@ -406,7 +407,7 @@ def test_nothing_is_timed_after_the_choices_of_another_rank_are_taken(stopwatch,
     assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
     line = "kernel combine: not timed at the start for rows_class=2, WIDTH=8, TOPK=2, float32 int32 int32"
     assert caplog.records[0].getMessage().startswith(line)
-    launch.take_choices({})
+    tuning.take_choices({})
     combined(3)
     assert watch.launched[-1]["num_warps"] == warps(combine)[0]
     assert watch.num_timed == num_timed
