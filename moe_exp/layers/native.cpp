@@ -54,11 +54,20 @@ struct ValueAndSlope {
     float value, slope;
 };
 
-struct Silu {
+// What the other half of a doubled projection contributes, if the activation has a gate.
+struct Plain {
+    static inline ValueAndSlope up(float x) { return {x, 1.f}; }
+};
+
+// x times the logistic function of factor * x.
+template <int thousandths>
+struct Sigmoid : Plain {
     static inline ValueAndSlope at(float x) {
+        const float factor = thousandths / 1000.f;
+        float scaled = factor * x;
         // 1 / (1 + exp(-|x|)) without a division, which takes longer than all else: a parabola that is within 2%,
         // and Newton's method, which squares the error
-        float z = exponential(x < 0.f ? x : -x);
+        float z = exponential(scaled < 0.f ? scaled : -scaled);
         float d = 1.f + z;
         float r = (0.280033683f * d - 1.31740466f) * d + 2.01618314f;
         r = r * (2.f - d * r);
@@ -66,13 +75,27 @@ struct Silu {
         r = r + r * (1.f - d * r);
         float sigmoid = x < 0.f ? z * r : r;
         float value = x * sigmoid;
-        return {value, sigmoid + value * (1.f - sigmoid)};
+        return {value, sigmoid + factor * value * (1.f - sigmoid)};
+    }
+};
+
+using Silu = Sigmoid<1000>;
+
+// Of gpt-oss, see activations.py: limit 7, offset 1.
+struct ClampedSilu {
+    static inline ValueAndSlope at(float x) {
+        ValueAndSlope y = Sigmoid<1702>::at(x > 7.f ? 7.f : x);
+        return {y.value, x > 7.f ? 0.f : y.slope};
+    }
+    static inline ValueAndSlope up(float x) {
+        float clamped = x > 7.f ? 7.f : x < -7.f ? -7.f : x;
+        return {clamped + 1.f, x > 7.f || x < -7.f ? 0.f : 1.f};
     }
 };
 
 // x times the normal distribution function: its tail is exp(-x^2 / 2) times a polynomial of 1 / (1 + 0.35 |x|)
 // (least squares of the relative error, 9e-8).
-struct Gelu {
+struct Gelu : Plain {
     static inline ValueAndSlope at(float x) {
         float distance = x < 0.f ? -x : x;
         float t = 1.f / (1.f + 0.35f * distance);
@@ -92,7 +115,7 @@ struct Gelu {
     }
 };
 
-struct SquaredRelu {
+struct SquaredRelu : Plain {
     static inline ValueAndSlope at(float x) {
         float positive = x < 0.f ? 0.f : x;
         return {positive * positive, 2.f * positive};
@@ -108,7 +131,7 @@ void weighted_activation(int64_t rows, int64_t width, const T* hidden, const flo
 #pragma omp simd
         for (int64_t j = 0; j < width; ++j) {
             float value = Activation::at(load(hidden[j])).value;
-            if (gated) value *= load(up[j]);
+            if (gated) value *= Activation::up(load(up[j])).value;
             store(active[j], value * w);
         }
     }
@@ -127,13 +150,13 @@ void weighted_activation_backward(
         for (int64_t j = 0; j < width; ++j) {
             ValueAndSlope act = Activation::at(load(hidden[j]));
             float g = load(gradient[j]);
-            float u = gated ? load(up[j]) : 1.f;
-            float product = act.value * u;
+            ValueAndSlope u = gated ? Activation::up(load(up[j])) : ValueAndSlope{1.f, 0.f};
+            float product = act.value * u.value;
             dw += g * product;
             store(gradient[j], product * w);
             g *= w;
-            store(dhidden[j], g * u * act.slope);
-            if (gated) store(dup[j], g * act.value);
+            store(dhidden[j], g * u.value * act.slope);
+            if (gated) store(dup[j], g * act.value * u.slope);
         }
         dweights[r] = dw;
         gradient += width;
@@ -160,6 +183,7 @@ inline int64_t within(int64_t x, int64_t size) { return x >= 0 && x < size ? x :
 
 #define DTYPE(type, T)                                                                                        \
     ACTIVATION(swiglu, type, T, Silu, true)                                                                   \
+    ACTIVATION(clamped_swiglu, type, T, ClampedSilu, true)                                                    \
     ACTIVATION(geglu, type, T, Gelu, true)                                                                    \
     ACTIVATION(gelu, type, T, Gelu, false)                                                                    \
     ACTIVATION(squared_relu, type, T, SquaredRelu, false)

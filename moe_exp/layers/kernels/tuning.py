@@ -1,4 +1,4 @@
-"""Kernels with several configs: which of them a launch takes, found by timing, told by rank 0 or read from a
+"""Kernels with several configs: which of them a launch takes, found by timing, sent by rank 0 or read from a
 file.
 """
 
