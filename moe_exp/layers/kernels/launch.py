@@ -23,7 +23,7 @@ from torch import Tensor
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 try:
-    import triton
+    import triton as triton
     import triton.language
     import triton.runtime
     import triton.tools.tensor_descriptor
@@ -150,7 +150,7 @@ _num_free_processors = 0  # per process, as all layers share the device
 
 
 def free_processors() -> int:
-    """What `leave_free` has set."""
+    """Processors that `leave_free` keeps from large kernels."""
     return _num_free_processors
 
 
