@@ -96,9 +96,9 @@ def test_it_says_what_it_counts(plan):
     memory_alone = " (its memory; the time is counted the same for all)"
     said = {
         (): ("experts", f"triton, which EXPERT_BACKEND=auto takes on this device{memory_alone}"),
-        ("--add-bias-linear", "true"): (
+        ("--dtype", "fp32"): (
             "experts",
-            f"grouped GEMMs apart from each other, not triton: ADD_BIAS_LINEAR=true{memory_alone}",
+            f"grouped GEMMs apart from each other, not triton: DTYPE=fp32{memory_alone}",
         ),
         ("--expert-backend", "te", "--fp8", "hybrid"): (
             "FP8",
