@@ -11,7 +11,7 @@ gradient is None before each turn. Before anything is timed the outputs and inpu
 The floor is the matrix products alone: for each expert the two of the forward and the four of the backward at
 the average group size, with the expert's own weights, into fresh tensors where a layer needs fresh tensors.
 Nothing else is in it, no activation either. `linears` are the same products as linear layers under autograd,
-one per expert and projection.
+one per expert and projection. `plain` is ours without the functions of layers/native.cpp.
 
 glibc keeps freed memory for all of them, as the launcher has it for ranks on a CPU.
 
@@ -32,11 +32,13 @@ import time
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from moe_exp.host.devices import KEEP_FREED_MEMORY
+from moe_exp.layers import native
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.microbatch import MoESettings
@@ -58,7 +60,7 @@ SHAPES = {
     "3": Shape(1024, 2816, 8, 2, 1024),
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PEERS = ["floor", "linears", "olmoe-eager", "olmoe-batched_mm", "olmoe-grouped_mm", "megatron"]
+PEERS = ["floor", "linears", "plain", "olmoe-eager", "olmoe-batched_mm", "olmoe-grouped_mm", "megatron"]
 # In bf16 the peers round the router's logits, ours does not: a few tokens near a tie go to another expert.
 TOLERANCE = {"fp32": 1e-5, "bf16": 0.1}
 Weights = dict[str, Tensor]
@@ -262,7 +264,7 @@ class Linears:
 
 
 def build(name: str, shape: Shape, weights: Weights, dtype: torch.dtype) -> nn.Module:
-    if name == "ours":
+    if name in ("ours", "plain"):
         return Ours(shape, weights, dtype)
     return (
         Megatron(shape, weights, dtype)
@@ -309,12 +311,23 @@ class Turn:
         return results
 
 
+class PlainTurn(Turn):
+    """Our layer without its C++, as where no compiler is found."""
+
+    def __call__(self) -> Tensor:
+        with patch.object(native, "library", return_value=(None, "")):
+            return super().__call__()
+
+
+TURNS = {"plain": PlainTurn}
+
+
 def compare(shape_name: str, dtype_name: str, peers: list[str], num_pairs: int) -> list[str]:
     """Rows of the table of times."""
     shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
     weights = draw_weights(shape, dtype)
     layers = ["ours", *(name for name in peers if name not in PRODUCTS)]
-    turns = {name: Turn(build(name, shape, weights, dtype), shape, dtype) for name in layers}
+    turns = {name: TURNS.get(name, Turn)(build(name, shape, weights, dtype), shape, dtype) for name in layers}
     check_results(turns, TOLERANCE[dtype_name])
     products = {name: PRODUCTS[name](shape, weights, dtype) for name in peers if name in PRODUCTS}
     calls: dict[str, Any] = {**turns, **products}
@@ -356,7 +369,7 @@ def memory_of(name: str, shape_name: str, dtype_name: str) -> dict[str, float]:
     shape, dtype = SHAPES[shape_name], DTYPES[dtype_name]
     weights = draw_weights(shape, dtype)
     module = build(name, shape, weights, dtype)
-    turn, kept = Turn(module, shape, dtype), {}
+    turn, kept = TURNS.get(name, Turn)(module, shape, dtype), {}
     turn()  # libraries, threads and compiled kernels are there afterwards, as in every later step
     turn.clear()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system, or it would hide growth
