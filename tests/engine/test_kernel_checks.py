@@ -150,7 +150,7 @@ def test_ranks_change_together(settings, broken_rank):
         assert all(f"(rank {broken_rank}, " in warning for warning in warnings)
 
 
-@pytest.mark.parametrize("ep", [1, 2])
+@pytest.mark.parametrize("ep", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_all_ranks_take_what_is_fastest_on_the_first_and_time_nothing_in_training(settings, ep):
     """Also in evaluation, where the hidden activation is not kept."""
     two = settings | {"gpus_per_node": 2, "ep": ep, "eval_interval": 1, "eval_iters": 1, "split": "90,10"}

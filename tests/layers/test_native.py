@@ -177,7 +177,15 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("case", ["PATH is empty", "compiler fails", "not a library", "no folder"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "PATH is empty",
+        "compiler fails",
+        pytest.param("not a library", marks=pytest.mark.slow),
+        pytest.param("no folder", marks=pytest.mark.slow),
+    ],
+)
 def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case):
     environ = {"CXX": str(compiler), "COMPILED": str(tmp_path / "compiled")}
     broken = tmp_path / "broken"
