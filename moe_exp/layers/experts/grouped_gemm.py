@@ -128,7 +128,7 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
         name: `auto` or one of BACKENDS or FUSED.
         device_type: `cpu` or `cuda`.
         dtype: dtype of rows and weights.
-        failure: why Triton's kernels must not run, see `kernels.choice.failure_of`.
+        failure: why Triton's kernels must not run, see `kernel_choice.failure_of`.
 
     Raises:
         ValueError: if the named backend cannot run here.

@@ -28,6 +28,7 @@ from moe_exp.layers.kernels.launch import (
     runs_kernel,
     tl,
 )
+from moe_exp.layers.kernels.rows import gather_rows_torch
 from moe_exp.layers.kernels.tiles import (
     activate_with_derivative,
     column_chunks,
@@ -210,11 +211,6 @@ def _kernel(
             )
 
 
-def gathered(x: Tensor, index_R: Tensor) -> Tensor:
-    """x[index] in plain torch; an index of len(x) gives zeros."""
-    return torch.cat([x, x.new_zeros(1, x.size(1))]).index_select(0, index_R)
-
-
 def activation_grad_torch(
     dy: Tensor,
     weight2_LDF: Tensor,
@@ -227,7 +223,7 @@ def activation_grad_torch(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Plain-torch twin of `activation_grad`; half precision is computed in fp32 after the product."""
     dactive_RF = grouped_matmul_torch(
-        dy if token_R is None else gathered(dy, token_R), weight2_LDF, offsets_L1
+        dy if token_R is None else gather_rows_torch(dy, token_R), weight2_LDF, offsets_L1
     )
     wide = torch.promote_types(hidden_RW.dtype, torch.float32)
     scale_R = hidden_RW.new_ones(hidden_RW.size(0), dtype=wide) if weights_R is None else weights_R.to(wide)

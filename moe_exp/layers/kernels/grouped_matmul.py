@@ -68,7 +68,7 @@ def _kernel(
     y [R, O]; depth is I, width is O.
 
     Each program takes tiles of BLOCK_M rows of one expert by BLOCK_N columns. Rows past the expert's last one
-    are computed, from whatever lies there, and not stored. `rows_class` and HAS_TMA are for the autotuner's
+    are computed, from whatever lies there, and not stored. `rows_class` and HAS_TMA are for the tuner's
     key alone, PROGRAMS for the grid.
     """
     DEPTH: tl.constexpr = BLOCK_K * 16 // x.dtype.element_ty.primitive_bitwidth

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -31,8 +30,6 @@ except ImportError:  # `missing` reports it when the kernels are requested
     triton = None
 
 tl: Any = None if triton is None else triton.language
-
-logger = logging.getLogger(__name__)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OLDEST_GPU = (8, 0)
