@@ -24,7 +24,7 @@ case "$*" in
         case "$*" in *--index-url*) exit "${CPU_INDEX_FAILS:-0}" ;; esac ;;
 esac
 """
-CPU_BUILD = "pip --disable-pip-version-check --progress-bar off --no-deps --index-url"
+CPU_BUILD = "pip --no-compile --disable-pip-version-check --progress-bar off --no-deps --index-url"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS has CPU builds in every index")

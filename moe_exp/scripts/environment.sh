@@ -187,11 +187,13 @@ _install() {
     _pip "${pins[@]}" "setuptools>=77" # older ones cannot build without the wheel package
     _say "installing moe_exp${*:+ with $*} and what it still needs"
     _pip "${pins[@]}" --no-build-isolation -e ".$(IFS=, && printf '%s' "${*:+[$*]}")"
+    # On all cores, which pip does on one. Some packages hold files for other Pythons, which fail.
+    "$_venv/bin/python" -m compileall -q -j 0 -x '/tests?/' "$_venv/lib" >/dev/null 2>&1 || true
 }
 
 # pip install, with its own progress on a terminal; elsewhere a line for each package of a megabyte or more.
 _pip() {
-    local pip=("$_venv/bin/python" -m pip install --disable-pip-version-check) line
+    local pip=("$_venv/bin/python" -m pip install --no-compile --disable-pip-version-check) line
     if [ -t 2 ]; then
         PIP_ROOT_USER_ACTION=ignore "${pip[@]}" "$@" >&2
         return

@@ -9,6 +9,7 @@ from moe_exp.runs.provenance import package_versions
 
 gc.disable()  # as in moe_exp.train: the imports make no garbage
 for name in (
+    "datatrove.executor",
     "hypothesis",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
@@ -22,6 +23,9 @@ for name in (
     "torch._dynamo",
     "torch.distributed",
     "torch.utils.tensorboard",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.olmoe.modeling_olmoe",
+    "triton.experimental.gluon",
     *(f"moe_exp.commands.{name}" for name in COMMANDS),
 ):
     import_module(name)
