@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import multiprocessing
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
 from types import FrameType
 
@@ -98,6 +100,17 @@ def orphans_adopted() -> Iterator[None]:
     finally:
         if _LIBC:
             _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def worker_context(module: str) -> ForkServerContext | SpawnContext:
+    """How pools start worker processes: on Linux, forks of one process that has imported `module`; elsewhere,
+    where not all libraries bear a fork, each imports it.
+    """
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([module])
+    return context
 
 
 def free_port() -> int:

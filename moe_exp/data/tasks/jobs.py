@@ -24,6 +24,7 @@ from moe_exp.data.stage import MAKE_AGAIN, Stage
 from moe_exp.data.tasks.execution import Execution, Pass, bytes_through, in_turn, num_workers
 from moe_exp.data.tasks.slurm_jobs import submit
 from moe_exp.host.files import read_json
+from moe_exp.host.processes import worker_context
 from moe_exp.host.progress import progress_of
 
 _AGAIN = "call the same command again, it continues with the tasks that are left"
@@ -159,7 +160,7 @@ class _Workers:
         self.workers = [self._start() for _ in range(number)] if number > 1 else []
 
     def _start(self) -> _Worker:
-        context = multiprocessing.get_context("spawn")
+        context = worker_context("datatrove.executor")
         ours, theirs = context.Pipe()
         process = context.Process(target=_work, args=(self.executors, theirs), daemon=True)
         process.start()

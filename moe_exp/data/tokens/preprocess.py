@@ -38,6 +38,7 @@ from moe_exp.data.tokens.parts import (
     plan_parts,
 )
 from moe_exp.host.files import bytes_text, read_json, write_json
+from moe_exp.host.processes import worker_context
 from moe_exp.host.progress import print_summary, progress
 
 logger = logging.getLogger(__name__)
@@ -225,7 +226,7 @@ class _Workers:
         if self.number == 1:
             self._stack.enter_context(one_thread())
             return self
-        context = multiprocessing.get_context("spawn")
+        context = worker_context(__name__)
         self._bytes, self._stop = context.Value("q", 0), context.Event()
         arguments = (self._settings, self._bytes, self._stop)
         self._pool = ProcessPoolExecutor(
