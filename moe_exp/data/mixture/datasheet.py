@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from moe_exp.data.convert.named_filters import language_identifier
 from moe_exp.data.documents import Tally, read_objects
 from moe_exp.data.inspect.inspection import documents_with_progress, length_summary
 from moe_exp.data.tokens.files import TokenFiles
@@ -142,11 +143,7 @@ def _languages_note() -> str:
 def _languages(part: Part) -> str:
     found: Counter[str] = Counter()
     documents = (one for path in part.shards for _, one in read_objects(path, Tally()))
-    identify = None
-    if importlib.util.find_spec("py3langid"):
-        from py3langid.langid import MODEL_FILE, LanguageIdentifier
-
-        identify = LanguageIdentifier.from_model_file(MODEL_FILE).classify
+    identify = language_identifier().classify if importlib.util.find_spec("py3langid") else None
     for one in islice(documents, _LANGUAGES_OF):
         metadata = one.get("metadata")
         language = metadata.get("language") if isinstance(metadata, dict) else None
