@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -85,9 +86,10 @@ def keep_last_that_fits(
     config: Config, free_bytes: int, *, iteration: int = 0, there: Sequence[int] = ()
 ) -> int:
     """The largest KEEP_LAST with which the run has room, 0 if there is none."""
-    highest = min(_num_saves(config, iteration) + len(there), 1000)
-    for number in range(highest, 0, -1):
+
+    def needed_bytes(number: int) -> int:
         tried = config.model_copy(update={"keep_last": number, "keep_every": 0, "keep_best": 0})
-        if disk_use(tried, iteration=iteration, there=there).needed_bytes <= free_bytes:
-            return number
-    return 0
+        return disk_use(tried, iteration=iteration, there=there).needed_bytes
+
+    highest = min(_num_saves(config, iteration) + len(there), 1000)
+    return bisect_right(range(1, highest + 1), free_bytes, key=needed_bytes)
