@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 
 from moe_exp.config.settings import Config
 from moe_exp.host.exit_codes import complain
@@ -35,14 +36,19 @@ def unknown_variables(environ: Mapping[str, str], of_command: Sequence[str] = ()
     `of_command` are further settings of a command. Their names may be short, so for a value that is a list of
     sizes a less similar name suffices (TPZ="1 2", TPS).
     """
-    ours = [*(name.upper() for name in Config.model_fields), *of_command]
+    ours = (*(name.upper() for name in Config.model_fields), *of_command)
     found = []
     for name in sorted(set(environ) - set(ours) - _KNOWN_OTHERS):
-        near = difflib.get_close_matches(name, ours, n=1, cutoff=0.85) if len(name) > 3 else []
+        near = _nearest(name, ours) if len(name) > 3 else []
         if not near and _LIST_OF_SIZES.fullmatch(environ[name].strip()):
             near = difflib.get_close_matches(name, of_command, n=1, cutoff=0.6)
         found += [(name, one) for one in near]
     return found
+
+
+@cache
+def _nearest(name: str, ours: tuple[str, ...]) -> list[str]:
+    return difflib.get_close_matches(name, ours, n=1, cutoff=0.85)
 
 
 def similar_settings(name: str, names: Iterable[str] | None = None) -> list[str]:
