@@ -96,7 +96,7 @@ def test_from_a_name_to_a_run(tmp_path, runs):
         "--output_file_name",
         "merged",
     ]
-    run(tmp_path, SCRIPTS / "merge_jsonl_files.py", *merged)
+    run(tmp_path, "-m", "moe_exp", "data", "merge", *merged)
     train = tmp_path / "data/merged.jsonl"
     assert texts(train, valid) == Counter(text for text in given if text)
     assert not set(texts(train)) & set(texts(valid))

@@ -4,13 +4,17 @@ from this machine.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
+import io
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections import Counter
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ pytest.importorskip("datatrove")
 pytest.importorskip("pyarrow")
 pytest.importorskip("huggingface_hub")
 
+from helpers.ranks import run_on_ranks
 from helpers.servers.hub import Fault, HubServer, leave_host_settings, write_fineweb_parquet
 from helpers.slurm.cluster import Cluster
 from moe_exp import cli
@@ -72,7 +77,7 @@ def test_chain_from_the_hub(tmp_path, monkeypatch, capsys):
         [
             text
             for number in range(3)
-            for _, text in list(python_stdlib_documents())[: 40 * (number + 1)]
+            for _, text in islice(python_stdlib_documents(), 40 * (number + 1))
             if text
         ]
     )
@@ -294,17 +299,22 @@ def test_disk_too_small_is_known_before(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "data").exists()
 
 
+def with_small_files(command: list[str]) -> tuple[int, str]:
+    """Of 1 MB at most: as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10**6, 10**6))
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return main("prepare", command), said.getvalue()
+
+
 def test_full_disk_is_an_error_and_the_next_call_goes_on(tmp_path):
     folder, data = local_folder(tmp_path), tmp_path / "data"
     write_jsonl(folder / "big.jsonl", [{"text": "x" * 100_000}] * 20)
-    command = [sys.executable, str(SCRIPT), str(folder), "--data-dir", str(data), *SMALL]
-    # files of 1 MB at most: as a disk that is full
-    limited = ["bash", "-c", 'ulimit -f 1000; exec "$@"', "bash", *command]
-    done = subprocess.run(limited, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "File too large" in done.stderr
+    command = [str(folder), "--data-dir", str(data), *SMALL]
+    ((code, said),) = run_on_ranks(1, with_small_files, command, join=False)
+    assert code == 1
+    assert "File too large" in said
     assert not (data / "pages").exists()
-    assert main("prepare", command[2:]) == 0
+    assert main("prepare", command) == 0
     assert texts(*(data / "pages_shuffled").glob("*.jsonl")) == texts(*folder.glob("*.jsonl"))
 
 
@@ -346,7 +356,7 @@ def test_slurm_from_the_command_to_the_shards(tmp_path, monkeypatch):
     assert len(cluster.jobs()) == 3
 
 
-@pytest.mark.parametrize("flags", [[], ["--min-chars", "30"]])
+@pytest.mark.parametrize("flags", [[], pytest.param(["--min-chars", "30"], marks=pytest.mark.slow)])
 def test_slurm_starts_over_what_is_there(tmp_path, monkeypatch, capsys, flags):
     folder = local_folder(tmp_path, num_files=1)
     command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
@@ -368,7 +378,7 @@ def test_slurm_starts_over_what_is_there(tmp_path, monkeypatch, capsys, flags):
 
 
 def test_expected_bytes_is_near(tmp_path):
-    documents = [{"text": text, "id": path} for path, text in list(python_stdlib_documents())[:60]]
+    documents = [{"text": text, "id": path} for path, text in islice(python_stdlib_documents(), 60)]
     plain = write_jsonl(tmp_path / "a.jsonl", documents)
     packed = tmp_path / "a.jsonl.gz"
     packed.write_bytes(gzip.compress(plain.read_bytes()))

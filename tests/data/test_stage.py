@@ -13,6 +13,7 @@ import pytest
 import xxhash
 
 from helpers import ROOT
+from helpers.ranks import RankError, run_on_ranks
 from moe_exp.data import stage as stage_module
 from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
 from moe_exp.host import files
@@ -135,16 +136,15 @@ class TestBothKinds:
         afterwards.
         """
         code = f"""
-import os, shutil, signal, sys
+import os, shutil, signal
 from pathlib import Path
-sys.path[:0] = {[str(Path(__file__).parent), str(ROOT / "tests")]!r}
-import test_stage
+from data import test_stage
 calls = 0
 def counted(function):
     def call(*arguments, **options):
         global calls
         calls += 1
-        if calls == int(sys.argv[2]):
+        if calls == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*arguments, **options)
     return call
@@ -152,24 +152,23 @@ def counting():
     for name in ("replace", "rename", "unlink"):
         setattr(Path, name, counted(getattr(Path, name)))
     shutil.rmtree = counted(shutil.rmtree)
-test_stage.make(Path(sys.argv[1]), Path({str(source)!r}), "old", is_folder={is_folder})
+test_stage.make(Path(output), Path({str(source)!r}), "old", is_folder={is_folder})
 counting()
 options = dict(settings={{"a": 2}}, start_over=True, is_folder={is_folder})
-test_stage.make(Path(sys.argv[1]), Path({str(source)!r}), "new", **options)
-print(calls)
+test_stage.make(Path(output), Path({str(source)!r}), "new", **options)
+Path({str(tmp_path / "calls")!r}).write_text(str(calls))
 """
 
         def run(output, kill_at):
-            command = [sys.executable, "-c", code, output, str(kill_at)]
-            return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+            run_on_ranks(1, exec, f"output, kill_at = {str(output)!r}, {kill_at}\n{code}", {}, join=False)
 
-        done = run(tmp_path / "reference", 0)
-        assert done.returncode == 0, done.stderr
-        calls = int(done.stdout)
+        run(tmp_path / "reference", 0)
+        calls = int((tmp_path / "calls").read_text())
         assert calls >= 5
         for kill_at in range(1, calls + 1):
             output = tmp_path / f"out{kill_at}"
-            assert run(output, kill_at).returncode == -9
+            with pytest.raises(RankError, match="died with exit code -9"):
+                run(output, kill_at)
             contents = [path.read_text() for path in tmp_path.glob(f"out{kill_at}*/*.out")] + [
                 path.read_text() for path in tmp_path.glob(f"out{kill_at}*.out")
             ]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import datetime
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import orjson
 import psutil
 import pytest
 
+from helpers.ranks import start_process
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
@@ -37,6 +38,7 @@ from moe_exp.data.tasks.execution import Execution
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("datatrove")
+pytestmark = pytest.mark.usefixtures("forked_workers")
 import pyarrow.parquet  # noqa: E402
 
 ONE = Execution(workers=1)
@@ -45,7 +47,7 @@ ONE = Execution(workers=1)
 @cache
 def stdlib(num_documents: int = 150) -> list[dict[str, Any]]:
     """Documents with the columns of fineweb-edu."""
-    documents = [(path, text) for path, text in python_stdlib_documents() if text][:num_documents]
+    documents = islice(((path, text) for path, text in python_stdlib_documents() if text), num_documents)
     return [
         {
             "text": text,
@@ -622,10 +624,7 @@ def test_workers_end_with_their_parent(tmp_path):
     inputs = three_files(tmp_path / "in")
     flag = tmp_path / "flag"
     flag.touch()
-    parent = multiprocessing.get_context("spawn").Process(
-        target=_convert_sleeping, args=(inputs, tmp_path / "x", flag)
-    )
-    parent.start()
+    parent = start_process(_convert_sleeping, inputs, tmp_path / "x", flag)
     worker = psutil.Process(int(wait_for(flag.read_text)))
     assert worker.pid != parent.pid
     parent.kill()
@@ -681,10 +680,7 @@ def _convert_and_die(inputs: list[Path], output: Path, point: str) -> None:
 @pytest.mark.parametrize("point", POINTS)
 def test_killed_and_called_again(tmp_path, point, undisturbed):
     inputs = three_files(tmp_path / "in")
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_convert_and_die, args=(inputs, tmp_path / "x", point)
-    )
-    process.start()
+    process = start_process(_convert_and_die, inputs, tmp_path / "x", point)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "x").exists()

@@ -452,7 +452,10 @@ hub.download(resolve_source(sys.argv[1], patterns=["sample/10BT/*"]), folder, ma
 """
 
 
-@pytest.mark.parametrize("point", ["listing", "first file", "second file", "last file", "checking"])
+@pytest.mark.parametrize(
+    "point",
+    ["listing", "first file", pytest.param("second file", marks=pytest.mark.slow), "last file", "checking"],
+)
 def test_killed_and_called_again(server, dataset, tmp_path, monkeypatch, point):
     """What is complete when the process dies is not fetched again, and the result is that of an undisturbed
     run.

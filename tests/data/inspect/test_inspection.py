@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from itertools import pairwise
+from itertools import islice, pairwise
 
 import numpy as np
 import pyarrow
@@ -41,7 +41,7 @@ def write(prefix, documents, vocab_size=VOCAB_SIZE):
 
 @pytest.fixture(scope="session")
 def texts():
-    return [text for _, text in python_stdlib_documents()][:150]
+    return [text for _, text in islice(python_stdlib_documents(), 150)]
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ import xxhash
 import zstandard
 
 from helpers import ROOT
+from helpers.ranks import RankError, run_on_ranks
 from moe_exp.commands.data import main
 from moe_exp.commands.data_steps.shuffle import memory_bytes
 from moe_exp.data.documents import Tally, find_inputs, read_documents
@@ -463,8 +464,7 @@ def test_a_document_larger_than_an_eighth_of_the_budget_is_an_error(tmp_path):
 PROGRAM = """
 import os, resource, signal, sys
 from pathlib import Path
-sys.path[:0] = {tests!r}
-import test_shuffle
+from data.shuffle import test_shuffle
 calls = 0
 def counted(function):
     def call(*arguments, **options):
@@ -480,31 +480,28 @@ for name in ("replace", "rename", "unlink"):
 if {file_bytes}:
     resource.setrlimit(resource.RLIMIT_FSIZE, ({file_bytes}, {file_bytes}))
 test_shuffle.shuffled(sorted(Path({folder!r}).glob("*.jsonl")), Path({output!r}))
-print(calls)
+Path({output!r} + ".calls").write_text(str(calls))
 """
 
 
 def run_program(folder, output, kill_at=0, file_bytes=0):
-    names = {
-        "tests": [str(Path(__file__).parent), str(ROOT / "tests")],
-        "folder": str(folder),
-        "output": str(output),
-    }
+    names = {"folder": str(folder), "output": str(output)}
     code = PROGRAM.format(**names, kill_at=kill_at, file_bytes=file_bytes)
-    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    run_on_ranks(1, exec, code, {}, join=False)
 
 
 def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(tmp_path):
     for number in range(3):
         write_jsonl(tmp_path / f"{number}.jsonl", some_texts(50, number))
     inputs = sorted(tmp_path.glob("*.jsonl"))
-    undisturbed = run_program(tmp_path, tmp_path / "reference")
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    reference, calls = files_of(tmp_path / "reference"), int(undisturbed.stdout)
+    run_program(tmp_path, tmp_path / "reference")
+    reference = files_of(tmp_path / "reference")
+    calls = int((tmp_path / "reference.calls").read_text())
     reached = set()
     for part in (0.1, 0.35, 0.6, 0.8, 0.95, 1):  # the last call is in the publishing
         output = tmp_path / f"killed_{part}"
-        assert run_program(tmp_path, output, kill_at=int(part * calls)).returncode == -9
+        with pytest.raises(RankError, match="died with exit code -9"):
+            run_program(tmp_path, output, kill_at=int(part * calls))
         state_path = tmp_path / f"killed_{part}.partial/state.json"
         state = json.loads(state_path.read_text()) if state_path.exists() else {}
         reached.add((state.get("is_spread"), state.get("num_dealt", 0) > 0))
@@ -519,8 +516,8 @@ def test_a_disk_that_is_full_is_named_and_the_next_call_goes_on(tmp_path):
     (tmp_path / "in").mkdir()
     path = write_jsonl(tmp_path / "in/a.jsonl", some_texts(300))
     shuffled([path], tmp_path / "reference")
-    ended = run_program(tmp_path / "in", tmp_path / "out", file_bytes=10_000)
-    assert ended.returncode == 1 and "File too large" in ended.stderr and "bucket." in ended.stderr
+    with pytest.raises(RankError, match=r"File too large.*bucket\."):
+        run_program(tmp_path / "in", tmp_path / "out", file_bytes=10_000)
     assert not (tmp_path / "out").exists() and (tmp_path / "out.partial/state.json").exists()
     shuffled([path], tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(tmp_path / "reference")
@@ -529,7 +526,8 @@ def test_a_disk_that_is_full_is_named_and_the_next_call_goes_on(tmp_path):
 def test_what_a_power_cut_has_taken_is_noticed(tmp_path):
     (tmp_path / "in").mkdir()
     path = write_jsonl(tmp_path / "in/a.jsonl", some_texts(300))
-    run_program(tmp_path / "in", tmp_path / "out", file_bytes=10_000)
+    with pytest.raises(RankError, match="File too large"):
+        run_program(tmp_path / "in", tmp_path / "out", file_bytes=10_000)
     largest = max((tmp_path / "out.partial").glob("bucket.*.lines"), key=lambda file: file.stat().st_size)
     largest.write_bytes(b"")
     with pytest.raises(
