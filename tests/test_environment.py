@@ -1,5 +1,6 @@
 """What moe_exp/scripts/environment.sh installs, and commands in an environment without torch and megatron."""
 
+import json
 import os
 import subprocess
 import sys
@@ -61,8 +62,27 @@ def test_torch_without_gpus_is_a_cpu_build_if_its_index_answers(tmp_path, given,
     assert "Collecting" not in done.stderr and "mpmath" not in done.stderr
 
 
-def without_torch(tmp_path: Path, *words: str, **environ: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `moe-exp` where nothing of the extra `train` can be imported."""
+# Each command with its variables, one after another: exit codes, and what they print.
+IN_TURN = """
+import contextlib, io, json, os, sys
+from moe_exp.cli import main
+ends = []
+for words, environ in json.loads(sys.argv[1]):
+    os.environ.update(environ)
+    with contextlib.redirect_stderr(io.StringIO()) as said, contextlib.redirect_stdout(io.StringIO()):
+        try:
+            code = main(words)
+        except SystemExit as end:
+            code = end.code
+    ends.append((code, said.getvalue()))
+    for name in environ:
+        del os.environ[name]
+print(json.dumps(ends))
+"""
+
+
+def without_torch(tmp_path: Path, *commands: tuple[tuple[str, ...], dict[str, str]]) -> list[tuple[int, str]]:
+    """Runs `moe-exp` where nothing of the extra `train` can be imported; exit codes and error output."""
     blocked = "'torch', 'megatron', 'safetensors', 'tensorboard', 'matplotlib', 'scipy'"
     (tmp_path / "sitecustomize.py").write_text(
         f"import sys\nclass Blocked:\n    def find_spec(self, name, path=None, target=None):\n"
@@ -73,10 +93,12 @@ def without_torch(tmp_path: Path, *words: str, **environ: str) -> "subprocess.Co
         f"importlib.util.find_spec = lambda name, *more: None if name in ({blocked}) else find(name, *more)\n"
     )
     paths = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    return subprocess.run(
-        [sys.executable, "-m", "moe_exp", *words],
-        cwd=tmp_path, env=os.environ | paths | environ, capture_output=True, text=True,
+    done = subprocess.run(
+        [sys.executable, "-c", IN_TURN, json.dumps(commands)],
+        cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_a_login_node_plans_submits_and_reports_without_torch(tmp_path):
@@ -85,13 +107,15 @@ def test_a_login_node_plans_submits_and_reports_without_torch(tmp_path):
     runs = [str(path) for path in dense_and_moe(tmp_path)]
     job = {"GPUS_PER_NODE": "8", "GBSZ": "1024", "EVAL_INTERVAL": "0", "DISK_CHECK": "none"}
     search = ("plan", "search", "--preset", "cpu", "--gpus", "2", "--gpu", "A100-80GB")
-    assert without_torch(tmp_path, *search).returncode == 0
-    assert "sbatch --parsable" in without_torch(tmp_path, "slurm", "--dry-run", **job).stderr
-    assert without_torch(tmp_path, "report", *runs, "--format", "md").returncode == 0
-    dry = without_torch(tmp_path, "train", "--dry-run", "--preset", "cpu")
-    assert dry.returncode == 0 and "lacks torch, megatron, safetensors, which training needs" in dry.stderr
+    report, train = ("report", *runs, "--format", "md"), ("train", "--preset", "cpu")
+    searched, submission, reported, dry, *refused = without_torch(
+        tmp_path, (search, {}), (("slurm", "--dry-run"), job), (report, {}), ((*train, "--dry-run"), {}),
+        (train, {}), (("slurm",), job),
+    )  # fmt: skip
+    assert (searched[0], reported[0], dry[0]) == (0, 0, 0)
+    assert "sbatch --parsable" in submission[1]
+    assert "lacks torch, megatron, safetensors, which training needs" in dry[1]
     fix = 'Fix: pip install "moe-exp[train]", in a checkout'
-    for command in (("train", "--preset", "cpu"), ("slurm",)):
-        done = without_torch(tmp_path, *command, **(job if command == ("slurm",) else {}))
-        assert done.returncode and fix in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    for code, said in refused:
+        assert code and fix in said and len(said.splitlines()) == 1, said
     assert not (tmp_path / "runs").exists()

@@ -28,6 +28,7 @@ AVOIDED = {
     "obeyed, manners, born": r"obey(s|ed)?|manners|speaks? against|born",
     "by hand": r"by hand",
 }
+ANY = re.compile(rf"\b({'|'.join(AVOIDED.values())})\b", flags=re.IGNORECASE)
 FIRST_WORDS = ("Of", "Those", "That", "What")  # of a docstring
 # Page or module to the text that may stand there, such as the output of a program.
 ALLOWED: dict[str, tuple[str, ...]] = {}
@@ -72,6 +73,8 @@ def _found(texts: dict[str, str]) -> list[tuple[str, str]]:
     for place, text in texts.items():
         for allowed in ALLOWED.get(place.partition(":")[0], ()):
             text = text.replace(allowed, "")
+        if not ANY.search(text):
+            continue
         for number, line in enumerate(text.splitlines(), start=1):
             for name, pattern in AVOIDED.items():
                 if re.search(rf"\b({pattern})\b", line, flags=re.IGNORECASE):

@@ -67,7 +67,7 @@ class Comparisons:
         return self.printed()
 
     def answer(self, code: int = 0, **settings: object) -> str:
-        """The same of a command that trains nothing, in a fork."""
+        """The same in a fork."""
         environ = clean_environ(**{**TINY, **self.places, **settings})
         ended = answer_warm(["compare"], environ, self.path)
         assert ended.returncode == code, ended.stdout + ended.stderr
@@ -116,7 +116,7 @@ def no_settings(monkeypatch):
 
 
 def test_two_models_are_trained_and_not_again(comparisons):
-    printed = comparisons.run(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
+    printed = comparisons.answer(TRAIN_ITERS=4, DECAY_ITERS=4, EVAL_INTERVAL=4)
     assert "[1/2] dmoe: finished, loss " in printed and "[2/2] dense: finished, loss " in printed
     assert "FFN_HIDDEN_SIZE: dmoe 96, dense 192" in printed
     assert comparisons.iterations("dmoe") == comparisons.iterations("dense") == [1, 2, 3, 4]

@@ -35,6 +35,8 @@ def alone(tmp_path, monkeypatch):
     place = tmp_path / "here"
     place.mkdir()
     monkeypatch.chdir(place)
+    # First, as it is read when the module is imported: without this, later tests would be offline, too.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -144,13 +146,11 @@ def check_damaged(folder: Path, pairs: list[tuple[str, str]]) -> None:
     assert not failures, f"{len(failures)} failures\n" + "\n\n".join(failures)
 
 
-def test_8_damaged_run_folders(tmp_path):
-    check_damaged(tmp_path, damages()[:8])
+def test_6_damaged_run_folders(tmp_path):
+    check_damaged(tmp_path, damages()[:6])
 
 
-@pytest.mark.parametrize(
-    "name", [b"caf\xe9", "line\nbreak", "\x1b[2J", "[red]a", " ", "%s{}", "*", "-x"], ids=repr
-)
+@pytest.mark.parametrize("name", [b"caf\xe9", "line\nbreak\x1b[2J[red]a", " ", "-x%s{}*"], ids=repr)
 def test_run_folders_of_hostile_names(name, tmp_path):
     run, other = whole_run(tmp_path / os.fsdecode(name)), whole_run(tmp_path / "other")
     (run / os.fsdecode(b"caf\xe9.log")).write_text("Xid 79\n")
@@ -161,7 +161,7 @@ def test_run_folders_of_hostile_names(name, tmp_path):
 
 @pytest.mark.slow
 def test_all_damaged_run_folders(tmp_path):
-    check_damaged(tmp_path, damages()[8:])
+    check_damaged(tmp_path, damages()[6:])
 
 
 # Random command lines

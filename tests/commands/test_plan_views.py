@@ -56,7 +56,7 @@ def test_devices_beside_each_other(call):
     assert list(found) == ["H100-80GB", "B200-180GB"]  # the cheaper one first
     assert b200["tokens_per_second"] > h100["tokens_per_second"] > 0
     assert h100["price_per_trillion"] == pytest.approx(2 * h100["hours_per_trillion"])
-    assert "B200-180GB" in call(*arguments)
+    assert "B200-180GB" in call(*arguments, "--tp", "2")
     fixed = json.loads(call(*arguments, "--tp", "2", "--json"))
     assert all(one["layout"].startswith("TP2,") for one in fixed)
 

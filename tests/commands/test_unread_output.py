@@ -17,7 +17,7 @@ from moe_exp.commands.guard import ended_quietly, guarded
     ("command", "unbuffered"),
     [
         (["-m", "moe_exp", "--help"], ""),  # fails at the interpreter's end, if not before
-        (["-m", "moe_exp", "sweep", "--dry-run", "--preset=cpu"], "1"),
+        pytest.param(["-m", "moe_exp", "sweep", "--dry-run", "--preset=cpu"], "1", marks=pytest.mark.slow),
         (["-m", "moe_exp", "train", "--dry-run", "--preset=cpu"], "1"),
         ([str(ROOT / "moe_exp" / "scripts" / "merge_jsonl_files.py"), "--help"], ""),
     ],

@@ -19,19 +19,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from helpers.ranks import free_port, rank_variables, start_process
+from moe_exp.config import module_arguments
 from moe_exp.host.exit_codes import EXIT_CODE_FILE
 from moe_exp.launch.torchrun_job import TRAIN_MODULE
 
 _LEFT_SECONDS = 5.0  # for ranks after one has failed, as in launch/agent.py
 
 
-def run_warm(environ: Mapping[str, str], out: Path, err: Path, *, timeout: float) -> int | None:
-    """Runs `moe-exp train` with the settings in `environ` to its end.
+def run_warm(
+    environ: Mapping[str, str], out: Path, err: Path, *flags: str, timeout: float | None
+) -> int | None:
+    """Runs `moe-exp train` with the settings in `environ` and `flags` to its end.
 
     Returns:
         The launcher's exit code; None if it was killed after `timeout` seconds, with its ranks.
     """
-    process = start_process(_launch, dict(environ), out, err)
+    process = start_process(_launch, dict(environ), out, err, *flags)
     process.join(timeout)
     if process.exitcode is None:
         os.killpg(process.pid, signal.SIGKILL)
@@ -43,7 +46,7 @@ def run_warm(environ: Mapping[str, str], out: Path, err: Path, *, timeout: float
 def answer_warm(
     argv: Sequence[str], environ: Mapping[str, str], folder: Path, *, timeout: float = 120.0
 ) -> subprocess.CompletedProcess[str]:
-    """`moe-exp` with the arguments `argv` in `folder`, to its end."""
+    """`moe-exp` with the arguments `argv` in `folder`, to its end; runs that `compare` starts are forks."""
     with tempfile.TemporaryDirectory() as streams:
         out, err = Path(streams) / "out", Path(streams) / "err"
         process = start_process(_command, list(argv), dict(environ), folder, out, err)
@@ -68,12 +71,23 @@ def _command(argv: list[str], environ: dict[str, str], folder: Path, out: Path, 
     become_program(environ, err, out)
     os.chdir(folder)
     from moe_exp.cli import main
+    from moe_exp.studies.compare import back_to_back
 
+    back_to_back.run_to_end = _run_to_end
     sys.argv = ["moe-exp", *argv]
     sys.exit(main(argv))
 
 
-def _launch(environ: dict[str, str], out: Path, err: Path) -> None:
+def _run_to_end(
+    flags: Mapping[str, Any], log: Path, *, timeout: float | None, environ: Mapping[str, str], **_: Any
+) -> int | None:
+    """In place of child_runs.run_to_end."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    arguments = module_arguments({**flags, "master_port": 0, "master_addr": "localhost"})
+    return run_warm(environ, log, log, *arguments, timeout=timeout)
+
+
+def _launch(environ: dict[str, str], out: Path, err: Path, *flags: str) -> None:
     for path in (out, err):
         path.write_text("")
     become_program(environ, err, out)
@@ -81,8 +95,8 @@ def _launch(environ: dict[str, str], out: Path, err: Path) -> None:
     from moe_exp.launch import launch
 
     launch.run_job = _run_ranks
-    sys.argv = ["moe-exp", "train"]
-    sys.exit(main(["train"]))
+    sys.argv = ["moe-exp", "train", *flags]
+    sys.exit(main(["train", *flags]))
 
 
 def _run_ranks(

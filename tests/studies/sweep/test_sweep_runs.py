@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from helpers.slurm.cluster import Cluster
+from helpers.warm_runs import answer_warm
 from helpers.whole_runs import ROOT, SETTINGS, clean_environ, processes_in
 from moe_exp.cli import main
 from moe_exp.config import load_config
@@ -89,6 +90,13 @@ class Sweeps:
         code = self.start(*flags, limit=limit, **settings).wait(900)
         assert code == 0, self.printed()
         return self.printed()
+
+    def dry_run(self, *flags: str, **settings: object) -> str:
+        """What a dry run prints, in a fork."""
+        environ = clean_environ(**{**TINY, **self.places, **settings})
+        ended = answer_warm(["sweep", "--dry-run", *flags], environ, self.path)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout + ended.stderr
 
     def printed(self) -> str:
         return (self.path / "printed").read_text()
@@ -208,12 +216,12 @@ def test_time_out_and_interrupt_leave_no_process(sweeps):
     first, second = sweeps.rows().values()
     assert (first["status"], first["sec_per_it"], second["status"]) == ("timeout", "", "left")
     assert first["reason"].startswith("had not ended after CASE_TIMEOUT=3 s; its last line: ")
-    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 timeout, 1 to run" in sweeps.run(
-        "--dry-run", **{**settings, "SWEEP_WARMUP": 1}
+    assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 timeout, 1 to run" in sweeps.dry_run(
+        **{**settings, "SWEEP_WARMUP": 1}
     )
-    assert ": 2 to run" in sweeps.run("--dry-run", "--retry-failed", **settings)
+    assert ": 2 to run" in sweeps.dry_run("--retry-failed", **settings)
     # With other lists the table keeps what is known, and only what they name runs.
-    printed = sweeps.run("--dry-run", "--retry-failed", **{**settings, "MBSZS": 4})
+    printed = sweeps.dry_run("--retry-failed", **{**settings, "MBSZS": 4})
     assert ": 2 cases of 100000 iterations, 1 of them warm-up: 1 to run, 1 timeout" in printed
 
 
