@@ -164,7 +164,8 @@ def test_importing_the_package_alone_imports_neither_torch_nor_megatron():
 @pytest.mark.parametrize(
     ("before", "loader"),
     [
-        ("", "_Loader" if megatron_cpu.INSTALLED else "SourceFileLoader"),
+        # in the default suite by test_imports.py's import of every module
+        pytest.param("", "_Loader" if megatron_cpu.INSTALLED else "SourceFileLoader", marks=pytest.mark.slow),
         pytest.param(
             "import torch; torch.cuda.is_available = lambda: True",
             "SourceFileLoader",

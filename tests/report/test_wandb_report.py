@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from helpers import ROOT
+from helpers.warm_runs import answer_warm
 from moe_exp.report.load_squares import LoadSquares
 from moe_exp.report.wandb_report import build_report, mirrored_runs, wandb_report
 from moe_exp.training.metrics import curves
@@ -309,25 +309,9 @@ def server() -> Iterator[ThreadingHTTPServer]:
 
 def report_in_a_process(home: Path, run: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """wandb keeps keys and servers for the life of a process, so each case gets one."""
-    code = "import sys; from pathlib import Path; from moe_exp.commands.guard import guarded\n"
-    code += "from moe_exp.report.wandb_report import wandb_report\n"
-    code += (
-        "sys.exit(guarded(lambda: print(wandb_report([Path(sys.argv[1])], project='p')), 'moe-exp report'))"
-    )
     kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    environ = (
-        kept
-        | {
-            "HOME": str(home),
-            "NETRC": str(home / "netrc"),
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
-        }
-        | environ
-    )
-    command = [sys.executable, "-c", code, str(run)]
-    return subprocess.run(
-        command, cwd=home, capture_output=True, text=True, timeout=300, env=environ, stdin=subprocess.DEVNULL
-    )
+    environ = kept | {"HOME": str(home), "NETRC": str(home / "netrc")} | environ
+    return answer_warm(["report", "wandb", str(run), "--project", "p"], environ, home)
 
 
 def test_without_a_key_one_line_says_so(needs_wandb: None, tmp_path: Path) -> None:

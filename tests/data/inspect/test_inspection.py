@@ -41,7 +41,7 @@ def write(prefix, documents, vocab_size=VOCAB_SIZE):
 
 @pytest.fixture(scope="session")
 def texts():
-    return [text for _, text in islice(python_stdlib_documents(), 150)]
+    return [text for _, text in islice(python_stdlib_documents(), 60)]
 
 
 @pytest.fixture(scope="session")

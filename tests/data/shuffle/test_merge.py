@@ -234,7 +234,7 @@ def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(shards, tmp_pa
         assert not (tmp_path / f"killed_{kill_at}.partial").exists()
 
 
-def test_the_script(shards, tmp_path):
+def test_the_script(shards, tmp_path, monkeypatch, capsys):
     script = ROOT / "moe_exp/scripts/merge_jsonl_files.py"
     flags = [
         "--input_dir",
@@ -245,25 +245,16 @@ def test_the_script(shards, tmp_path):
         "x_shuffled_merged",
     ]
 
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
-        )
-
-    dry = run(*flags, "--dry-run")
-    assert (
-        dry.returncode == 0
-        and "disk_bytes" in dry.stdout
-        and not (tmp_path / "x_shuffled_merged.jsonl").exists()
-    ), dry.stderr
-    done = run(*flags)
+    monkeypatch.chdir(tmp_path)
+    assert main("merge", [*flags, "--dry-run"]) == 0
+    assert "disk_bytes" in capsys.readouterr().out and not (tmp_path / "x_shuffled_merged.jsonl").exists()
+    done = subprocess.run([sys.executable, script, *flags], capture_output=True, text=True, timeout=120)
     assert (done.returncode == 0 and "499" in done.stdout) or "49" in done.stdout, done.stderr
     assert (tmp_path / "x_shuffled_merged.jsonl").read_bytes() == by_hand(shards)
     (shards / "x.chunk.00.jsonl").unlink()
-    again = run(*flags)
-    assert (
-        again.returncode == 1 and again.stderr.startswith("moe-exp data: ") and again.stderr.count("\n") == 1
-    )
+    assert main("merge", flags) == 1
+    again = capsys.readouterr().err
+    assert again.startswith("moe-exp data: ") and again.count("\n") == 1
 
 
 def test_the_command_takes_both_spellings_and_a_path(shards, tmp_path, capsys):
