@@ -27,6 +27,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -75,12 +76,20 @@ def multilinear_sum(values: Tensor, offsets: Sequence[int]) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     if values.numel() == 0:
         return total
-    if values.dim() > 2:
-        outer = _weights(values.dim(), offsets[0], values.size(0), values.device)
-        sums = [multilinear_sum(part, offsets[1:]) for part in values]
-        return total + (torch.stack(sums) * outer).sum()
-    rows, columns = (_weights(2 - axis, offsets[axis], values.size(axis), values.device) for axis in (0, 1))
+    weights = [
+        _weights(values.dim() - axis, offset, values.size(axis), values.device)
+        for axis, offset in enumerate(offsets)
+    ]
     chunk = _CHUNK.get(values.device.type, 1 << 18)
+    if values.numel() <= chunk:
+        sums = _bits(values)
+        for weights_of_axis in reversed(weights):
+            sums = sums.mul_(weights_of_axis).sum(-1)
+        return sums
+    if values.dim() > 2:
+        sums = torch.stack([multilinear_sum(part, offsets[1:]) for part in values])
+        return (sums * weights[0]).sum()
+    rows, columns = weights
     width = min(values.size(1), chunk)
     height = max(1, chunk // width)
     for left in range(0, values.size(1), width):
@@ -98,11 +107,18 @@ def _bits(values: Tensor) -> Tensor:
 
 def _weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
     """Odd weights of `size` places from `start` on, of an axis counted from the last, which is 1."""
+    return (_kept_weights if size <= 1 << 14 else _drawn_weights)(axis, start, size, device)
+
+
+def _drawn_weights(axis: int, start: int, size: int, device: torch.device) -> Tensor:
     z = torch.arange(start + 1, start + size + 1, dtype=torch.int64, device=device)
     z = (z + (axis << 40)) * _signed(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         z = (z ^ _shifted(z, shift)) * _signed(factor)
     return (z ^ _shifted(z, 31)) | 1
+
+
+_kept_weights = lru_cache(128)(_drawn_weights)  # all layers have the same sizes; at most 16 MB
 
 
 def _shifted(z: Tensor, shift: int) -> Tensor:
