@@ -43,10 +43,14 @@ CASES = [  # of one layout after each other, see `in_turn`
     if layout.fits(ranks)
     for kind in KINDS
 ]
-FAST = [case for case in CASES if case[0] in ("dense", "dmoe", "latent") and case[1] < 4] + [
-    case for case in CASES if case[0] not in ("dense", "dmoe", "latent") and case[1] == 1
+FAST = [
+    case
+    for case in CASES
+    for kind, ranks, layout in [case]
+    if ranks == 1
+    or (ranks == 2 and (kind == "dmoe" or (kind == "latent" and 2 in (layout.tp, layout.cp))))
+    or (kind == "dmoe" and layout.tp == layout.pp == 2)
 ]
-FAST += [case for case in CASES if case[0] == "dmoe" and case[2].tp == case[2].pp == 2]
 
 
 def _settings(kind: str, layout: Layout) -> dict[str, Any]:
