@@ -117,7 +117,8 @@ def test_short_matrix(tmp_path, data):
     layouts = {name: LAYOUTS[name] for name in ("one", "TP2_EP2_ETP2")} | {
         "PP2_VPP2": LAYOUTS["PP2_VPP2"]._replace(dp=1)
     }
-    short = Matrix(tmp_path, data, "fp32", 8, layouts, moe_latent_size=20)
+    changes = {"moe_latent_size": 20, "gbsz": 4, "warmup_iters": 1, "lr": 5e-3}
+    short = Matrix(tmp_path, data, "fp32", 4, layouts, **changes)
     pairs = [("one", "TP2_EP2_ETP2"), ("TP2_EP2_ETP2", "PP2_VPP2"), ("PP2_VPP2", "one")]
     for (_, target), steps in short.resumed(pairs).items():
         check(steps, short.second_half(target))

@@ -95,7 +95,7 @@ def whole_run(folder: Path, layout: str, **changes: Any) -> Path:
 
 
 def test_resumed_and_reshaped(tmp_path):
-    settings = settings_of(tmp_path, "DP2")
+    settings = settings_of(tmp_path, "DP2", gbsz=4)
     whole = tmp_path / "whole"
     run_legs([Leg(settings, None, STEPS, dict.fromkeys(range(1, STEPS + 1), whole))])
     for iteration in (1, STEPS):
@@ -111,7 +111,7 @@ def test_resumed_and_reshaped(tmp_path):
     assert sum(tensor.name.startswith("ema of ") for tensor in same.tensors) > 30
     legs = [
         Leg(settings, source, STEPS - SAVED, {STEPS: tmp_path / "again"}),
-        Leg(settings_of(tmp_path, "TP2_ETP2"), other, STEPS - SAVED, {STEPS: tmp_path / "moved"}),
+        Leg(settings_of(tmp_path, "TP2_ETP2", gbsz=4), other, STEPS - SAVED, {STEPS: tmp_path / "moved"}),
     ]
     run_legs(legs)
     assert deviation(read(tmp_path / "again", STEPS), read(whole, STEPS)) == 0
@@ -187,7 +187,8 @@ def test_newly_set_and_dropped(tmp_path):
     """A start without an average takes the weights of the checkpoint as its first; one without EMA_DECAY
     drops it; another optimizer keeps it.
     """
-    plain, settings = settings_of(tmp_path, "one", ema_decay=0.0), settings_of(tmp_path, "one")
+    settings = settings_of(tmp_path, "one", gbsz=2)
+    plain = settings | {"ema_decay": 0.0}
     other = settings | {"optimizer": "sgd", "allow_other_optimizer": True}
     folders = {name: tmp_path / name for name in ("before", "set", "dropped", "other")}
     run_legs([

@@ -27,7 +27,7 @@ def _trained(settings: dict[str, Any], port: int, *, steps: int = 2) -> tuple[An
     from moe_exp.engine import runtime
     from moe_exp.training.interval import Interval
 
-    config = load_config(MODEL | settings, {})
+    config = load_config(MODEL | {"mbsz": 4} | settings, {})
     os.environ["MASTER_PORT"] = str(port)
     job = build_job(config, runtime.start(config))
     progress = Progress()

@@ -20,7 +20,7 @@ from moe_exp.config.model_changes import refuse_other_model
 from moe_exp.launch.machine_checks import bitsandbytes_problem
 from moe_exp.planner.costs.params import checkpoint_bytes
 
-STEPS, SAVED = 10, 5
+STEPS, SAVED = 8, 5
 LAYOUTS: dict[str, dict[str, Any]] = {
     "DP1": {"gpus_per_node": 1},
     "DP2": {"gpus_per_node": 2},
@@ -63,7 +63,7 @@ def interrupted(
     name: str, saved_at: str, loaded_at: list[str], folder: Path
 ) -> tuple[list[Any], list[list[Any]]]:
     """The steps of a run after it has saved, and those of runs that continue from there, in any order."""
-    settings = OPTIMIZERS[name] | {"train_data": str(write_data(folder))}
+    settings = OPTIMIZERS[name] | {"train_data": str(write_data(folder)), "mbsz": 4}
     first = Leg(settings | LAYOUTS[saved_at], steps=STEPS, saves={SAVED: folder / "checkpoints"})
     later = [Leg(settings | LAYOUTS[layout], folder / "checkpoints", STEPS - SAVED) for layout in loaded_at]
     # Legs of equally many ranks run in the same processes.

@@ -1,8 +1,8 @@
 """What else may change where a run continues: all that says how a step is computed, and nothing of what it
 computes.
 
-Each case trains 8 steps in one go with some settings, and continues with others from the checkpoint of the
-4th.
+Each case trains 4 steps in one go with some settings, and continues with others from the checkpoint of the
+2nd.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 
 from helpers.checkpoint.legs import Leg, Step, deviations, run_legs, write_data
 
-STEPS, SAVED = 8, 4
+STEPS, SAVED = 4, 2
 
 
 @pytest.fixture(scope="session")
@@ -129,7 +129,7 @@ def test_learning_rate_is_that_of_the_run_that_goes_on(folder):
 # (TP, PP, micro-batch size): every one is raised in turn.
 RAISED = [(1, 1, 1), (1, 2, 1), (2, 2, 1), (2, 2, 2), (2, 4, 2), (2, 4, 4)]
 # The same with four ranks at most.
-RAISED_ON_FOUR = [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (2, 2, 8)]
+RAISED_ON_FOUR = [(1, 1, 1), (1, 2, 1), (1, 2, 2), (2, 2, 2)]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +156,7 @@ def test_first_step_after_raising_pp_tp_and_micro_batch(layouts, folder):
         checkpoints = again
     by_ranks = itertools.groupby(legs, lambda leg: leg.config.world_size)
     steps = [steps for _, same in by_ranks for steps in run_legs(list(same))]
-    assert len(steps) == 6
+    assert len(steps) == len(layouts)
     for (step,) in steps:
         assert step.lm_loss == pytest.approx(expected[SAVED].lm_loss, rel=1e-6)
         assert step.grad_norm == pytest.approx(expected[SAVED].grad_norm, rel=1e-5)

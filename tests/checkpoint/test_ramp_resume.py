@@ -11,7 +11,7 @@ from moe_exp.config.ramp import ramp_steps
 
 def test_goes_on_in_the_middle_of_a_ramp_under_another_layout(tmp_path):
     """The same batches, learning rates (which count samples) and losses."""
-    settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 2}
+    settings = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 2, "num_layers": 2}
     settings |= {"mbsz": 1, "rampup_batch_size": "2 2 24", "warmup_iters": 1}
     settings["lr_decay_style"] = "constant:2:80%,cosine:3:20%,linear:50%:100%,linear"  # in batches of 8
     saved = tmp_path / "checkpoints"

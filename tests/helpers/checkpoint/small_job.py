@@ -36,7 +36,7 @@ def small_settings(folder: Path, name: str, **changes: Any) -> dict[str, Any]:
     return {
         **SMALL, "gpus_per_node": 1, "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48,
         "num_heads": 4, "num_query_groups": 2, "seq_len": 16, "vocab_size": VOCAB, "num_experts": 4,
-        "topk": 2, "mbsz": 1, "gbsz": 4, "dtype": "fp32", "train_iters": 8, "warmup_iters": 4,
+        "topk": 2, "mbsz": 2, "gbsz": 4, "dtype": "fp32", "train_iters": 8, "warmup_iters": 4,
         "decay_iters": 8, "lr": 0.001, "z_loss_coeff": 0.001, "log_interval": 1, "eval_interval": 0,
         "save_interval": 0, "train_data": str(folder / "tokens"), "run_dir": str(folder), "run_name": name,
         "data_dir": str(folder),
