@@ -98,8 +98,8 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
         "tp2_cp2": {"tp": 2, "cp": 2},
     },
 }
-# Of attention; every layout is one of the others.
-ATTENTION = {"moe_norm_over_heads", "latent", "latent_queries_whole", "dense_qkv_biased"}
+# Of attention, and biases; every layout is one of the others.
+ATTENTION = {"moe_norm_over_heads", "latent", "latent_queries_whole", "dense_qkv_biased", "dense_biased"}
 # Megatron has biases in experts with ETP=1 only.
 CASES = [
     (variant, ranks, layout)

@@ -154,6 +154,7 @@ def test_ranks_change_together(settings, broken_rank):
 def test_all_ranks_take_what_is_fastest_on_the_first_and_time_nothing_in_training(settings, ep):
     """Also in evaluation, where the hidden activation is not kept."""
     two = settings | {"gpus_per_node": 2, "ep": ep, "eval_interval": 1, "eval_iters": 1, "split": "90,10"}
+    two |= {"train_iters": 1, "num_layers": 1}
     first, second = run_on_ranks(2, tuned, two, free_port(), join=False)
     assert first["begin"] == first["end"] and second["begin"] == second["end"]
     assert first["warnings"] == second["warnings"] == []

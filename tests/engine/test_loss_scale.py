@@ -65,7 +65,13 @@ def train_some(settings: dict[str, Any], port: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", [{}, {"gpus_per_node": 2, "ep": 2}], ids=["1", "EP=2"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param({}, id="1", marks=pytest.mark.slow),
+        pytest.param({"gpus_per_node": 2, "ep": 2}, id="EP=2"),
+    ],
+)
 def test_a_part_that_overflows_alone_takes_all_others_along(tmp_path, layout):
     write_tokens(tmp_path)
     found = {}

@@ -56,7 +56,7 @@ SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 # The rest is slow.
 FAST = ["first 2 of PP2", "only the embedding", "VPP of PP2", "any of PP4", "ends without layers"]
-BATCH = {"gbsz": 8}
+BATCH = {"gbsz": 4}
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from moe_exp.config import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.engine import faults
 from moe_exp.host.devices import device_label
-from moe_exp.host.exit_codes import BAD_INPUT, FAILED, FINISHED, LAUNCH_TIME, TO_BE_CONTINUED
+from moe_exp.host.exit_codes import BAD_INPUT, FAILED, LAUNCH_TIME, TO_BE_CONTINUED
 from moe_exp.host.processes import STOP_SIGNALS
 from moe_exp.runs.run_folder import open_run_folder
 
@@ -61,21 +61,15 @@ if os.environ.get("RANK") == os.environ["FAILING_RANK"]:
             True,
             {"GPUS_PER_NODE": 2, "EP": 2, "NUM_WORKERS": 1},
             id="SIGTERM-all-processes",
-            marks=pytest.mark.slow,
         ),
         pytest.param(signal.SIGUSR1, False, {"GPUS_PER_NODE": 1}, id="SIGUSR1-launcher"),
+        pytest.param(signal.SIGINT, False, {"GPUS_PER_NODE": 1}, id="SIGINT-launcher"),
         pytest.param(
-            signal.SIGINT, False, {"GPUS_PER_NODE": 1}, id="SIGINT-launcher", marks=pytest.mark.slow
-        ),
-        pytest.param(
-            signal.SIGUSR1,
-            True,
-            {"GPUS_PER_NODE": 2, "ASYNC_SAVE": True},
-            id="SIGUSR1-all-processes",
-            marks=pytest.mark.slow,
+            signal.SIGUSR1, True, {"GPUS_PER_NODE": 2, "ASYNC_SAVE": True}, id="SIGUSR1-all-processes"
         ),
     ],
 )
+@pytest.mark.slow  # below a run ends by a signal too
 def test_signal_saves_and_the_same_command_goes_on(number, to_all, settings, runs, tmp_path):
     """`to_all`: as a scheduler does that signals every process of a job, also those that read ahead."""
     (tmp_path / "sitecustomize.py").write_text(SLOW)
@@ -225,10 +219,12 @@ CURVES = (
     ],
 )
 def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, settings, runs, tmp_path):
+    """Nor by the signal that ends the job after that; the same command goes on."""
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     seed = time.time_ns()
     chance = random.Random(seed)
-    settings = {"GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, "TRAIN_ITERS": 14 * num_kills, **settings}
+    settings = {"GPUS_PER_NODE": num_ranks, "SAVE_INTERVAL": 4, "MBSZ": 4, **settings}
+    settings |= {"TRAIN_ITERS": 14 * num_kills + 6, "DECAY_ITERS": 0}
     whole = runs.succeed("whole", **settings)
     process = runs.start("killed", MAX_RESTARTS=2, PYTHONPATH=tmp_path, **settings)
     killed = []
@@ -240,8 +236,15 @@ def test_killed_ranks_start_again_and_nothing_is_lost(num_ranks, num_kills, sett
         rank = chance.randrange(num_ranks)
         os.kill(ranks_of(process)[rank], signal.SIGKILL)
         killed.append((rank, at))
-    run = runs.end("killed", process, timeout=400)
-    assert run.code == FINISHED, f"seed {seed}: {run.text}"
+    runs.wait_for_start("killed", process, num_kills + 1)
+    process.send_signal(signal.SIGUSR1)
+    stopped = runs.end("killed", process, timeout=400)
+    assert stopped.code == TO_BE_CONTINUED, f"seed {seed}: {stopped.text}"
+    last = stopped.curve("iteration")[-1]
+    assert f"the run ends after iteration {last}: a rank got SIGUSR1" in stopped.stdout
+    assert json.loads(stopped.folder.summary.read_text())["status"] == "stopped"
+    run = runs.succeed("killed", **settings)
+    assert f"resumed from iteration {last} of" in run.stdout
     for name in CURVES:
         assert run.curve(name) == whole.curve(name), f"seed {seed}: {name}"
     events = run.records("event")

@@ -42,6 +42,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "(2,1,2,1)": (4, {"ep": 2, "pp": 2}),
     "CP=2": (2, {"cp": 2}),
 }
+# With the number of micro-batches of a rank.
+CASES = [(layout, kind, 2) for layout in LAYOUTS for kind in KINDS] + [("(2,1,1,1)", "dropless", 1)]
 PER_LAYER = (
     "max_over_mean",
     "max_vio",
@@ -158,13 +160,7 @@ def found(num_ranks: int) -> dict[tuple[str, str, int], tuple[dict[str, Any], in
     """Records of all jobs of so many ranks, and the rows of all ranks. The groups of one start serve all of
     them.
     """
-    keys = [
-        (layout, kind, accumulation)
-        for layout, (ranks, _) in LAYOUTS.items()
-        for kind in KINDS
-        for accumulation in (1, 4)
-        if ranks == num_ranks
-    ]
+    keys = [case for case in CASES if LAYOUTS[case[0]][0] == num_ranks]
     jobs = [job_settings(*key) for key in keys]
     by_rank = run_on_ranks(
         num_ranks, records_on_rank, jobs, [free_port() for _ in jobs], join=False, timeout=240
@@ -175,12 +171,9 @@ def found(num_ranks: int) -> dict[tuple[str, str, int], tuple[dict[str, Any], in
 @cache
 def on_one_rank(kind: str) -> dict[int, dict[str, Any]]:
     """By global batch: the record of one rank."""
-    jobs = [SETTINGS | KINDS[kind] | {"gbsz": gbsz} for gbsz in (2, 4, 8, 16)]
+    jobs = [SETTINGS | KINDS[kind] | {"gbsz": gbsz} for gbsz in (2, 4, 8)]
     (records,) = run_on_ranks(1, records_on_rank, jobs, [free_port() for _ in jobs], join=False)
     return {job["gbsz"]: record for job, (record, _) in zip(jobs, records, strict=True)}
-
-
-CASES = [(layout, kind, accumulation) for layout in LAYOUTS for kind in KINDS for accumulation in (1, 4)]
 
 
 @pytest.mark.parametrize(("layout", "kind", "accumulation"), CASES)

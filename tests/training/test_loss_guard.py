@@ -93,7 +93,7 @@ def test_log_names_the_batch(tmp_path):
 def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     corrupted_corpus(tmp_path, 41)
     settings = (
-        spiking_settings(tmp_path, "run", train_iters=60, save_interval=20, spike_action="rollback")
+        spiking_settings(tmp_path, "run", train_iters=44, save_interval=20, spike_action="rollback")
         | LAYOUTS[layout]
     )
     folder = RunFolder(tmp_path / "run")
@@ -116,14 +116,14 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
     reference = settings | {"run_name": "reference", "spike_action": "none", "async_save": False}
     run_on_ranks(settings["gpus_per_node"], run_without, reference, 156, 164, free_port(), join=False)
     assert curve(folder.path) == curve(tmp_path / "reference")
-    assert len(curve(folder.path)) == 60
-    ends = (iteration_folder(path / "checkpoints", 60) for path in (folder.path, tmp_path / "reference"))
+    assert len(curve(folder.path)) == 44
+    ends = (iteration_folder(path / "checkpoints", 44) for path in (folder.path, tmp_path / "reference"))
     same = compare(*ends, optimizer=True)
     assert same.is_within(0.0)
     assert any(tensor.name.startswith("ema of ") for tensor in same.tensors)
     # The skips are in the checkpoints: without the file the next start reads the same samples.
     folder.skipped_samples.unlink()
-    iteration_folder(folder.checkpoints, 60).rename(tmp_path / "away")
+    iteration_folder(folder.checkpoints, 44).rename(tmp_path / "away")
     (folder.checkpoints / "latest_checkpointed_iteration.txt").write_text("40")
     assert start(settings)[0] == FINISHED
     assert curve(folder.path) == curve(tmp_path / "reference")

@@ -23,7 +23,7 @@ from moe_exp.training.profiling import Recorder
 def trained(tmp_path, name: str, **changes):
     """A small run to its end: its folder."""
     out = tmp_path / f"{name}.out"
-    settings = small_settings(tmp_path, name, train_iters=4, save_at_end=False, **changes)
+    settings = small_settings(tmp_path, name, train_iters=4, save_at_end=False, mbsz=1, **changes)
     assert set(end_run(start_run(settings, out), out)) == {0}, out.read_text()
     return tmp_path / name
 
