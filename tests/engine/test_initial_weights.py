@@ -91,7 +91,6 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     3: {"pp3_last2": {"pp": 3, "last_stage_layers": 2}},
     4: {
         "ep4": {"ep": 4},
-        "tp2_pp2": {"tp": 2, "pp": 2},
         "tp2_pp2_vpp2_ep2": {"tp": 2, "pp": 2, "vpp": 2, "ep": 2},
         "tp2_ep2_etp2": {"tp": 2, "ep": 2, "etp": 2},
         "ep2_etp2": {"ep": 2, "etp": 2},
@@ -99,15 +98,14 @@ LAYOUTS: dict[int, dict[str, dict[str, int]]] = {
     },
 }
 # Of attention, and biases; every layout is one of the others.
-ATTENTION = {"moe_norm_over_heads", "latent", "latent_queries_whole", "dense_qkv_biased", "dense_biased"}
-# Megatron has biases in experts with ETP=1 only.
+ATTENTION = {"moe_norm_over_heads", "latent", "latent_queries_whole", "dense_qkv_biased"}
+ATTENTION |= {"moe_biased", "dense_biased"}
 CASES = [
     (variant, ranks, layout)
     for variant in VARIANTS
     for ranks in LAYOUTS
     for layout in LAYOUTS[ranks]
-    if not (variant == "moe_biased" and "etp" in LAYOUTS[ranks][layout])
-    and (variant not in ATTENTION or layout in ("one", "tp2", "tp2_pp2_vpp2_ep2"))
+    if (variant not in ATTENTION or layout in ("one", "tp2", "tp2_pp2_vpp2_ep2"))
 ]
 
 # On one rank: (global name, rank inside its tensor parallel group, values) of every parameter and of every

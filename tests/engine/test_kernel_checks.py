@@ -140,7 +140,7 @@ def test_a_backend_that_was_named_ends_the_start(settings):
     assert line.endswith("; and 1 more. Fix: set EXPERT_BACKEND=auto.") and "\n" not in line
 
 
-@pytest.mark.parametrize("broken_rank", [0, 1])
+@pytest.mark.parametrize("broken_rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_change_together(settings, broken_rank):
     two = settings | {"gpus_per_node": 2, "ep": 2}
     first, second = run_on_ranks(2, built, two, broken_rank, free_port(), join=False)

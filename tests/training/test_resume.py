@@ -41,6 +41,7 @@ def interrupted(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) ->
         settings = {
             "NUM_LAYERS": num_layers,
             "GPUS_PER_NODE": num_ranks,
+            "MBSZ": 4,
             "EP": ep,
             "DROPOUT": dropout,
             "ATTENTION_DROPOUT": dropout,
@@ -184,7 +185,7 @@ def test_goes_on_under_another_layout(layout, interrupted, runs):
     num_layers = 4 if "VPP" in layout else 2
     source = interrupted(1, 1, 0.0, num_layers)
     saved_at_6(source, runs, "moved")
-    moved = runs.succeed("moved", TRAIN_ITERS=12, NUM_LAYERS=num_layers, **LAYOUTS[layout])
+    moved = runs.succeed("moved", TRAIN_ITERS=12, MBSZ=4, NUM_LAYERS=num_layers, **LAYOUTS[layout])
     assert "resumed from iteration 6" in moved.stdout
     (event,) = [event for event in moved.records("event") if event["event"] == "changed_settings"]
     line = f"resumed with changed settings: {', '.join(event['changes'])}"
@@ -200,7 +201,7 @@ def test_goes_on_under_another_layout(layout, interrupted, runs):
 def test_experts_of_two_ranks_go_on_elsewhere(layout, interrupted, runs):
     source = interrupted(2, 2, 0.0)
     saved_at_6(source, runs, "moved")
-    moved = runs.succeed("moved", TRAIN_ITERS=12, **layout)
+    moved = runs.succeed("moved", TRAIN_ITERS=12, MBSZ=4, **layout)
     assert moved.curve("lm_loss")[6:] == pytest.approx(source.whole.curve("lm_loss")[6:], rel=1e-5)
 
 
@@ -208,7 +209,7 @@ def test_load_dir_starts_from_another_run(interrupted, runs):
     source = interrupted(1, 1, 0.0)
     saved_at_6(source, runs, "source")
     before = {path: path.stat().st_mtime_ns for path in runs.folder("source").path.rglob("*")}
-    run = runs.succeed("other", TRAIN_ITERS=12, LOAD_DIR=runs.folder("source").checkpoints)
+    run = runs.succeed("other", TRAIN_ITERS=12, MBSZ=4, LOAD_DIR=runs.folder("source").checkpoints)
     assert run.curve("iteration") == list(range(7, 13))
     for name in CURVES:
         assert run.curve(name) == source.whole.curve(name)[6:]
