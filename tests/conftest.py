@@ -18,7 +18,7 @@ import hypothesis
 import pytest
 import torch
 
-from helpers.ranks import share_fork_server
+from helpers.ranks import have_fork_server, share_fork_server
 from helpers.servers.s3 import BUCKET, S3Server, s3_server
 from helpers.whole_runs import Runs
 
@@ -72,7 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("unhurried")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.getoption("numprocesses", 0) and "PYTEST_XDIST_WORKER" not in os.environ:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        have_fork_server()  # before a pool of the package starts one
+    elif config.getoption("numprocesses", 0):
         share_fork_server()
 
 

@@ -20,7 +20,6 @@ from helpers.answered import JUNK_KINDS, answer, spoil
 from helpers.checkpoint.ckpt_files import write_checkpoint
 from helpers.docs.commands import whole_parser
 from helpers.hf.tiny_models import tiny_model
-from helpers.ranks import start_process
 from helpers.run_folders import event, train_record, write_run
 from moe_exp.data.embedded import ensure_embedded_corpus
 
@@ -28,12 +27,6 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 ONLY_PLANNED = ("train", "compare", "sweep", "slurm", "prepare", "download")
 LEFT_OUT = ("preflight", "doctor", "mup")  # they compute, whatever they are given
 NOT_GIVEN = ("--every", "--watch", "--help", "--test-alert", "--project", "--mail-to", "--smtp")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def forked_workers() -> None:
-    """Pools of the commands find the server of helpers/ranks.py: else later tests would fork from theirs."""
-    start_process(int).join()
 
 
 @pytest.fixture(autouse=True)

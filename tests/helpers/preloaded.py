@@ -13,6 +13,7 @@ for name in (
     "hypothesis",
     "matplotlib.backends.backend_agg",
     "matplotlib.figure",
+    "moe_exp.data.convert.steps",
     "moe_exp.launch.launch",
     "moe_exp.layers.megatron.attention",
     "moe_exp.layers.moe_layer",

@@ -166,7 +166,7 @@ class _SharedGroups:
 
 def start_process(target: Callable[..., object], *args: Any, daemon: bool = False) -> Any:
     """Starts `target(*args)` in a process forked from one that has imported helpers/preloaded.py."""
-    _have_fork_server()
+    have_fork_server()
     process = multiprocessing.get_context("forkserver").Process(target=target, args=args, daemon=daemon)
     process.start()
     return process
@@ -180,7 +180,7 @@ def share_fork_server() -> None:
     try:
         for stream in printing:
             os.dup2(null, stream)
-        os.environ[_FORK_SERVER] = _have_fork_server()
+        os.environ[_FORK_SERVER] = have_fork_server()
     finally:
         for stream, before in printing.items():
             os.dup2(before, stream)
@@ -188,7 +188,7 @@ def share_fork_server() -> None:
         os.close(null)
 
 
-def _have_fork_server() -> str:
+def have_fork_server() -> str:
     """Its address; started if no process above this one shares its own."""
     server, shared = forkserver._forkserver, os.environ.get(_FORK_SERVER, "")
     if shared and server._forkserver_address is None:

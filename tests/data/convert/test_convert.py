@@ -38,7 +38,6 @@ from moe_exp.data.tasks.execution import Execution
 
 pa = pytest.importorskip("pyarrow")
 pytest.importorskip("datatrove")
-pytestmark = pytest.mark.usefixtures("forked_workers")
 import pyarrow.parquet  # noqa: E402
 
 ONE = Execution(workers=1)

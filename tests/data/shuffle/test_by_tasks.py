@@ -30,7 +30,6 @@ from moe_exp.data.shuffle.slices import cut_inputs
 from moe_exp.data.tasks.execution import Execution
 
 pytest.importorskip("datatrove")
-pytestmark = pytest.mark.usefixtures("forked_workers")
 
 HERE = Execution(workers=1)
 SETTINGS = {"name": "x", "seed": 3, "num_shards": 5, "valid_fraction": 0.05, "memory_bytes": 2**24}

@@ -40,8 +40,6 @@ from moe_exp.host.files import bytes_text
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 
-pytestmark = pytest.mark.usefixtures("forked_workers")
-
 PART_BYTES = 20_000
 ODD_TEXTS = [
     "nul \0 inside",

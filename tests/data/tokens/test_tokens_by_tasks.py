@@ -29,7 +29,6 @@ from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
 from moe_exp.host.files import file_hash, has_hash
 
 pytest.importorskip("datatrove")
-pytestmark = pytest.mark.usefixtures("forked_workers")
 
 TEXTS = [f"def f{i}(x):\n    return x + {i}  # {EOD_TOKEN} 世界\u2028" for i in range(30)]
 HERE = Execution(workers=1)
