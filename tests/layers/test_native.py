@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import ROOT
-from helpers.layers.tiny_moe import random
+from helpers.layers.tiny_moe import random, tiny_layer
+from helpers.ranks import run_on_ranks
 from moe_exp.layers import activations, native
 from moe_exp.layers.activations import ACTIVATIONS
 
@@ -119,33 +119,22 @@ WITHOUT_OPTIMIZING = (
 )
 
 
-def library_in(folder: Path, **environ: str) -> subprocess.Popen[str]:
-    """Another process, which prints whether it has a library and why, and a result of the layer."""
-    code = """
-import torch
-from helpers.layers.tiny_moe import tiny_layer
-from moe_exp.layers import native
-loaded, why = native.library()
-print(loaded is not None, why)
-layer = tiny_layer(dtype=torch.float32, router={'dtype': 'fp32'})
-output, _ = layer(torch.ones(3, 6))
-output.sum().backward()
-print(float(output.detach().sum()))
-"""
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=os.environ | {"PYTHONPATH": paths, "XDG_CACHE_HOME": str(folder)} | environ,
-    )  # fmt: skip
+def result_of_a_layer() -> float:
+    layer = tiny_layer(dtype=torch.float32, router={"dtype": "fp32"})
+    output, _ = layer(torch.ones(3, 6))
+    output.sum().backward()
+    return float(output.detach().sum())
 
 
-def answer(process: subprocess.Popen[str]) -> tuple[bool, str, float, str]:
-    output, errors = process.communicate(timeout=300)
-    assert process.returncode == 0, errors
-    first, total = output.splitlines()
-    loaded, _, why = first.partition(" ")
-    return loaded == "True", why, float(total), errors
+def library_in(folder: Path, environ: dict[str, str]) -> tuple[bool, str, float, str]:
+    """In another process: whether it has a library and why, a result of the layer, and what is logged."""
+    os.environ.update(environ, XDG_CACHE_HOME=str(folder))
+    native.library.cache_clear()
+    native._function.cache_clear()
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        loaded, why = native.library()
+        total = result_of_a_layer()
+    return loaded is not None, why, total, errors.getvalue()
 
 
 @pytest.fixture
@@ -162,7 +151,7 @@ def compiler(tmp_path: Path) -> Path:
 
 def test_processes_compile_once_between_them_and_compute_the_same(tmp_path, compiler):
     environ = {"CXX": str(compiler), "COMPILED": str(tmp_path / "compiled")}
-    answers = [answer(process) for process in [library_in(tmp_path / "cache", **environ) for _ in range(2)]]
+    answers = run_on_ranks(2, library_in, tmp_path / "cache", environ, join=False)
     assert [loaded for loaded, *_ in answers] == [True, True]
     assert all(why.startswith("compiled by ") for _, why, *_ in answers)
     assert [errors for *_, errors in answers] == ["", ""]
@@ -197,7 +186,7 @@ def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case):
     if broken.exists():
         broken.chmod(0o755)
         environ["CXX"] = str(broken)
-    loaded, why, total, errors = answer(library_in(tmp_path / "cache", **environ))
+    ((loaded, why, total, errors),) = run_on_ranks(1, library_in, tmp_path / "cache", environ, join=False)
     assert not loaded
     expected = {
         "PATH is empty": "no C++ compiler: PATH has no g++, clang++, c++",
@@ -208,9 +197,8 @@ def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case):
     assert expected in why
     # Where a compiler is there it should have worked, so that is said, once.
     assert errors.count("native.cpp is not used") == (case != "PATH is empty")
-    assert abs(
-        total - answer(library_in(tmp_path / "other", CXX=str(compiler), COMPILED=os.devnull))[2]
-    ) <= 1e-5 * abs(total)
+    assert native.library()[0] is not None  # in this process
+    assert abs(total - result_of_a_layer()) <= 1e-5 * abs(total)
 
 
 @has_compiler
