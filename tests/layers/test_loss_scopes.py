@@ -5,6 +5,8 @@ values.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -145,6 +147,17 @@ def two_batches(kind, *, num_microbatches, rank=0, num_replicas=1, group=None, *
     return gradients
 
 
+@functools.cache
+def for_every_kind(num_ranks, function, argument):
+    """Kind of loss to what each rank finds, by `function(kind, argument)`."""
+    ranks = run_on_ranks(num_ranks, on_rank, function, argument)
+    return {kind: [rank[kind] for rank in ranks] for kind in KINDS}
+
+
+def on_rank(function, argument):
+    return {kind: function(kind, argument) for kind in KINDS}
+
+
 def data_parallel(kind, num_microbatches):
     group = dist.group.WORLD
     router, x = two_batches(
@@ -158,7 +171,7 @@ def data_parallel(kind, num_microbatches):
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_data_parallel_ranks_and_micro_batches_do_not_change_the_gradient(kind, num_ranks):
     router, x = two_batches(kind, num_microbatches=4)
-    ranks = run_on_ranks(num_ranks, data_parallel, kind, 4 // num_ranks)
+    ranks = for_every_kind(num_ranks, data_parallel, 4 // num_ranks)[kind]
     close(ranks[0][0], router)
     close(torch.cat([rank[1] for rank in ranks]), x)
     assert router.norm() > 1e-3
@@ -218,7 +231,7 @@ def test_ranks_that_share_a_micro_batch_do_not_change_the_gradient(kind, num_ran
         layer.router.weight.grad = x.grad = None
         layer(x)[1].backward()
         layer.router.end_of_batch()
-    ranks = run_on_ranks(num_ranks, split_sequence, kind, cp)
+    ranks = for_every_kind(num_ranks, split_sequence, cp)[kind]
     close(ranks[0][0], layer.router.weight.grad)
     for _, mine, grad in ranks:
         close(grad, x.grad[mine])

@@ -5,6 +5,7 @@ compute.
 from __future__ import annotations
 
 import importlib
+import itertools
 import pkgutil
 import re
 from collections.abc import Callable
@@ -118,9 +119,16 @@ def products(kernels: list[Compiled]) -> list[Compiled]:
     return [kernel for kernel in kernels if any(kernel.instructions[kind] for kind in TENSOR_CORES.values())]
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+BIAS_CASES = ["up, clamped, with bias", "down, with bias"]
+
+
 @pytest.mark.parametrize(
-    "case", ["up", "up, clamped, with bias", "down", "down, with bias", "activation_grad", "weight_grad"]
+    ("case", "capability"),
+    [
+        *itertools.product(["up", "down", "activation_grad", "weight_grad"], [80, 90]),
+        *((case, 90) for case in BIAS_CASES),
+        *(pytest.param(case, 80, marks=pytest.mark.slow) for case in BIAS_CASES),
+    ],
 )
 def test_first_config(case: str, capability: int) -> None:
     """It has to run everywhere, so also in the 99 KB of a gaming card; on Hopper and newer the same tiles

@@ -4,9 +4,10 @@ ours reads and writes.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from helpers.ranks import run_on_ranks
 HIDDEN, FFN, EXPERTS = 8, 12, 4
 # Ranks, EP, ETP.
 LAYOUTS = [(1, 1, 1), (2, 2, 1), (2, 1, 2), (2, 1, 1)]
+CASES = list(itertools.product((False, True), repeat=3))  # gated, with biases, singleton shards
 PREFIX = "decoder.layers.1.mlp.experts."
 
 
@@ -99,12 +101,11 @@ def _megatrons_tensors(experts: Any) -> dict[str, list[Tensor]]:
 
 
 def exchange(
-    folder: str, ep: int, etp: int, gated: bool, bias: bool, singleton: bool
+    folder: str, groups: Any, ep: int, etp: int, gated: bool, bias: bool, singleton: bool
 ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """On one rank: Megatron writes and ours reads, then the other way round; keys and global shapes of both
     checkpoints.
     """
-    groups = _start(ep, etp)
     from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 
     from megatron.core import dist_checkpointing
@@ -132,7 +133,9 @@ def exchange(
         shards({name: torch.zeros_like(tensor) for name, tensor in ours.items()}), f"{folder}/theirs"
     )
     for name, tensor in ours.items():
-        assert torch.equal(read[PREFIX + name], tensor), f"{name} as ours reads it"
+        assert torch.equal(read[PREFIX + name], tensor), (
+            f"{name} as ours reads it, {gated=}, {bias=}, {singleton=}"
+        )
 
     fill(0.0)
     dist_checkpointing.save(shards(ours), f"{folder}/ours")
@@ -140,7 +143,7 @@ def exchange(
     theirs.load_state_dict({key.removeprefix(PREFIX): value for key, value in read.items()}, strict=False)
     for name, tensors in _megatrons_tensors(theirs).items():
         assert torch.equal(torch.stack(tensors), whole_bias2 if name == "bias2" else ours[name]), (
-            f"{name} as Megatron reads it"
+            f"{name} as Megatron reads it, {gated=}, {bias=}, {singleton=}"
         )
     described = [dist_checkpointing.load_tensors_metadata(f"{folder}/{who}") for who in ("theirs", "ours")]
     return tuple(
@@ -148,13 +151,31 @@ def exchange(
     )  # type: ignore[return-value]
 
 
+def exchange_all(folder: str, ep: int, etp: int) -> list[Any]:
+    groups = _start(ep, etp)
+    return [exchange(f"{folder}/{number}", groups, ep, etp, *case) for number, case in enumerate(CASES)]
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> Callable[[tuple[int, int, int]], list[Any]]:
+    """What `exchange` finds in every case, per rank of a layout."""
+
+    @functools.cache
+    def on_layout(layout: tuple[int, int, int]) -> list[Any]:
+        folder = tmp_path_factory.mktemp("exchanged")
+        for number, who in itertools.product(range(len(CASES)), ("theirs", "ours")):
+            (folder / str(number) / who).mkdir(parents=True)
+        num_ranks, ep, etp = layout
+        return run_on_ranks(num_ranks, exchange_all, str(folder), ep, etp)
+
+    return on_layout
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "ranks{}_ep{}_etp{}".format(*layout))
-@pytest.mark.parametrize(("gated", "bias", "singleton"), list(itertools.product((False, True), repeat=3)))
-def test_megatrons_experts_and_ours_read_each_other(gated, bias, singleton, layout, tmp_path: Path):
-    num_ranks, ep, etp = layout
-    for folder in ("theirs", "ours"):
-        (tmp_path / folder).mkdir()
-    for theirs, ours in run_on_ranks(num_ranks, exchange, str(tmp_path), ep, etp, gated, bias, singleton):
+@pytest.mark.parametrize(("gated", "bias", "singleton"), CASES)
+def test_megatrons_experts_and_ours_read_each_other(gated, bias, singleton, layout, exchanged):
+    for of_rank in exchanged(layout):
+        theirs, ours = of_rank[CASES.index((gated, bias, singleton))]
         assert theirs == ours
         key = "decoder.layers.1.mlp.experts.experts."
         width = FFN * (1 + gated)

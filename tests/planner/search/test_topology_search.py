@@ -82,7 +82,12 @@ def all_layouts(config, space):
 
 
 @pytest.mark.parametrize(
-    ("gibibytes", "settings"), [(80, {}), (5.5, {"seq_len": 4096}), (4.5, {"seq_len": 4096, "topk": 2})]
+    ("gibibytes", "settings"),
+    [
+        (80, {}),
+        (5.5, {"seq_len": 4096}),
+        pytest.param(4.5, {"seq_len": 4096, "topk": 2}, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_left_out_is_slower_or_does_not_fit(gibibytes, settings):
     config, hardware = model(SMALL, **settings), with_memory(gibibytes)
