@@ -105,6 +105,8 @@ def two_ranks(folder: Path, one_rank: Callable[[str], Found]) -> Callable[[str, 
         }
         if not slow:
             jobs["deepseek", "ep2"] = DEEPSEEK | {"ep": 2, "load": f"{folder}/deepseek"}
+        # Jobs of one layout that follow one another share their process groups.
+        jobs = dict(sorted(jobs.items(), key=lambda job: job[0][1]))
         return dict(
             zip(jobs, run_models(2, [settings | {"seed": 99} for settings in jobs.values()]), strict=True)
         )

@@ -92,9 +92,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2, dense, bf16, loss kernel": DENSE | BF16 | {"tp": 2, "cross_entropy": "triton"},
     "tp2, latent": LATENT | {"tp": 2, "q_lora_rank": 48},
     "ep2": {"ep": 2, "gbsz": 4, "force_routing": "balanced"},
+    "ep2, moe": {"ep": 2, "gbsz": 4, "moe_type": "moe"},
     "tp2, ep2, latent experts, bf16": BF16 | LATENT_EXPERTS | {"tp": 2, "ep": 2, "force_routing": "balanced"},
     "etp2": {"etp": 2, "tp": 2, "force_routing": "balanced"},
-    "ep2, moe": {"ep": 2, "gbsz": 4, "moe_type": "moe"},
     "cp2": {"cp": 2, **DENSE},
     "cp2, dmoe, bf16": {"cp": 2, **BF16},
 }
