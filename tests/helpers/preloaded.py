@@ -1,7 +1,11 @@
 """What the processes that tests fork have imported: all that a launcher and a rank import, see ranks.py."""
 
+import ctypes
 import gc
+import re
+import sys
 from importlib import import_module
+from pathlib import Path
 
 from helpers.layers import interpreter
 from moe_exp.cli import COMMANDS
@@ -36,3 +40,20 @@ package_versions()
 gc.collect()
 gc.freeze()  # the forks need not look at these objects again
 gc.enable()
+
+
+def use_huge_pages() -> None:
+    """A fork copies a table of all pages: with pages of 2 MB (Linux 6.1 and newer) it takes a third of the
+    time.
+    """
+    size, collapse = 1 << 21, 25  # MADV_COLLAPSE
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    own = r"^(\w+)-(\w+) rw-p \w+ 00:00 0 *(?:\[heap\])?$"
+    for start, end in re.findall(own, Path("/proc/self/maps").read_text(), flags=re.MULTILINE):
+        for address in range(-int(start, 16) // size * -size, int(end, 16) - size + 1, size):
+            madvise(address, size, collapse)  # an older kernel does nothing
+
+
+if sys.platform == "linux":
+    use_huge_pages()
