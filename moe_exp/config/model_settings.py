@@ -316,8 +316,8 @@ class ModelSettings(BaseModel):
     )
     fp8: Literal["none", "e4m3", "hybrid"] = model(
         "none",
-        "Transformer Engine's matrix products in FP8; e4m3: all in e4m3; hybrid: gradients in e5m2; "
-        "experts need EXPERT_BACKEND=te",
+        "matrix products in FP8; e4m3: all in e4m3; hybrid: gradients in e5m2; with EXPERT_BACKEND=te "
+        "Transformer Engine's, with triton those of the experts alone (e4m3, FP8_RECIPE=blockwise)",
     )
     fp8_recipe: Literal["tensorwise", "blockwise", "mxfp8"] = model(
         "tensorwise",

@@ -496,6 +496,11 @@ class Config(ModelSettings):
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
 
     @property
+    def is_fp8_by_kernels(self) -> bool:
+        """Whether FP8 is that of EXPERT_BACKEND=triton: experts alone, without Transformer Engine."""
+        return self.fp8 != "none" and self.use_moe and self.expert_backend == "triton"
+
+    @property
     def expert_hidden_size(self) -> int:
         """Width of a routed expert's input and output: MOE_LATENT_SIZE, or the model's."""
         return self.moe_latent_size or self.hidden_size

@@ -50,6 +50,8 @@ def backends_of(
             " lowest weight are dropped"
         )
         found["token rounding"] = (str(config.token_rounding), rounded)
+    if config.is_fp8_by_kernels:
+        found["FP8"] = ("e4m3", "products of the experts, with scales of blocks of 128; asked for by FP8")
     if config.deterministic:
         found["algorithms"] = ("deterministic", "DETERMINISTIC=true; an operation that has none ends the run")
     return found

@@ -64,7 +64,7 @@ def transformer_config(config: Config) -> TransformerConfig:
         bf16=config.dtype == "bf16",
         deterministic_mode=config.deterministic,
         params_dtype=dtype,
-        fp8=None if config.fp8 == "none" else config.fp8,
+        fp8=None if config.fp8 == "none" or config.is_fp8_by_kernels else config.fp8,
         fp8_recipe=config.fp8_recipe,
         pipeline_dtype=dtype,
         bias_dropout_fusion=on_gpu,
@@ -224,7 +224,8 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
     of_layer = {"min_capacity": config.min_capacity, "token_rounding": config.token_rounding}
     instead = [failure.backend for failure in kernel_failures if failure.part == "experts"]
     backend = instead[0] if instead else config.expert_backend
-    return {"backend": backend, "dispatcher": config.dispatcher, "router": router, **of_layer}
+    of_experts = {"backend": backend, "fp8": config.is_fp8_by_kernels}
+    return {**of_experts, "dispatcher": config.dispatcher, "router": router, **of_layer}
 
 
 def _device_type() -> str:

@@ -229,7 +229,7 @@ def _kernels(c: Config) -> Iterator[str]:
 
 def _fp8(c: Config) -> Iterator[str]:
     """Without its package or a GPU Megatron silently uses bf16; the layer checks the GPU's generation."""
-    if c.fp8 == "none":
+    if c.fp8 == "none" or c.is_fp8_by_kernels:
         return
     if importlib.util.find_spec("transformer_engine") is None:
         fix = f"{EXPERT_BACKENDS['te'].install}, or set FP8=none"

@@ -62,6 +62,7 @@ def moe_submodule_spec(
     router: Mapping[str, Any] | None = None,
     min_capacity: int = 0,
     token_rounding: int = 0,
+    fp8: bool = False,
     params_dtype: torch.dtype = torch.float32,
     use_te: bool = False,
 ) -> ModuleSpec:
@@ -73,6 +74,7 @@ def moe_submodule_spec(
         router: fields of RouterConfig that TransformerConfig does not have.
         min_capacity: minimum number of slots that an expert takes.
         token_rounding: see MoESettings.
+        fp8: the `triton` backend computes in e4m3, see Experts; `config.fp8` is Transformer Engine's.
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
     backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype)
@@ -96,7 +98,7 @@ def moe_submodule_spec(
             **latent,
         },
         submodules=MoESubmodules(
-            experts=ModuleSpec(module=MegatronExperts, params={"backend": backend}),
+            experts=ModuleSpec(module=MegatronExperts, params={"backend": backend, "fp8": fp8}),
             shared_experts=ModuleSpec(
                 module=SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])
             ),

@@ -11,11 +11,14 @@ SIZE_MULTIPLES = {"tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 def check_fp8(c: Config) -> Iterator[str]:
-    """FP8 is for experts with Transformer Engine's grouped GEMM only; sizes are multiples of 16 or 32."""
+    """Experts compute in FP8 with our kernels or Transformer Engine, whose sizes are multiples of 16/32."""
     if c.fp8 == "none":
         return
-    if c.use_moe and c.expert_backend != "te":
-        rule = f"experts compute in FP8 with EXPERT_BACKEND=te, not with {c.expert_backend}"
+    if c.is_fp8_by_kernels and (c.fp8, c.fp8_recipe) != ("e4m3", "blockwise"):
+        rule = f"with FP8_RECIPE={c.fp8_recipe} is not computed by EXPERT_BACKEND=triton"
+        yield problem("fp8", c.fp8, rule, "set FP8=e4m3 FP8_RECIPE=blockwise, or EXPERT_BACKEND=te")
+    elif c.use_moe and c.expert_backend not in ("te", "triton"):
+        rule = f"experts compute in FP8 with EXPERT_BACKEND=te or triton, not with {c.expert_backend}"
         yield problem("fp8", c.fp8, rule, "set EXPERT_BACKEND=te, or FP8=none")
     if not c.use_moe and c.impl == "local":
         yield problem(
@@ -28,6 +31,8 @@ def check_fp8(c: Config) -> Iterator[str]:
             f"is for the products of a model in bf16, but DTYPE={c.dtype}",
             "set DTYPE=bf16, or FP8=none",
         )
+    if c.is_fp8_by_kernels:
+        return
     multiple = SIZE_MULTIPLES[c.fp8_recipe]
     if c.impl != "local" and (tokens := c.seq_len * c.mbsz // (c.cp * c.tp)) % multiple:
         rule = (

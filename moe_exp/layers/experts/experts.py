@@ -16,6 +16,7 @@ from moe_exp.layers.activations import squared_relu as squared_relu
 from moe_exp.layers.dispatcher import Dispatched
 from moe_exp.layers.dispatcher.dispatcher import local_row_order
 from moe_exp.layers.dispatcher.row_order import RowOrder
+from moe_exp.layers.experts.fp8 import check_fp8_kernels
 from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
 from moe_exp.layers.experts.gemm_packages import PACKAGES
 from moe_exp.layers.experts.grouped_gemm import BACKENDS, BY_SPLITS, FUSED, fused_problem
@@ -60,10 +61,11 @@ class Experts(nn.Module):
             second bias to its partial sum, so no parameter is replicated.
         recompute_activation: recompute the input of the second GEMM in backward, as fused.py and loop.py do.
         adds_to_main_grad: the `triton` backend adds weight gradients to Megatron's `main_grad`, see fused.py.
+        fp8: the `triton` backend computes its products in e4m3, see kernels/fp8.
 
     Raises:
-        ValueError: for an unknown activation or backend, a backend that is not installed, or a bias that the
-            ranks cannot split evenly.
+        ValueError: for an unknown activation or backend, a backend that is not installed, a bias that the
+            ranks cannot split evenly, or FP8 that cannot run.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Experts(nn.Module):
         etp_size: int = 1,
         recompute_activation: bool = False,
         adds_to_main_grad: bool = False,
+        fp8: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ):
@@ -106,7 +109,9 @@ class Experts(nn.Module):
                 f"expert_backend={backend}: {' and '.join(modules)} is not installed. Fix:"
                 f" {PACKAGES[backend].install}."
             )
-        self.activation, self.gated = activation, ACTIVATIONS[activation][1]
+        if fp8:
+            check_fp8_kernels(backend, device)
+        self.activation, self.gated, self.fp8 = activation, ACTIVATIONS[activation][1], fp8
         self.backend, self.recompute_activation, self.adds_to_main_grad = (
             backend,
             recompute_activation,
@@ -199,6 +204,7 @@ class Experts(nn.Module):
             "bias2_LD": self._whole_bias2(),
             "activation": self.activation,
             "adds_to_main_grad": self.adds_to_main_grad,
+            "fp8": self.fp8,
         }
 
     def _is_loop_on_cpu(self, x: Tensor) -> bool:

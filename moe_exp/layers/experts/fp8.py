@@ -1,4 +1,4 @@
-"""FP8 experts with Transformer Engine: requirements, row padding. Shape suffixes in `moe_exp.layers`.
+"""FP8 experts: requirements; with Transformer Engine also row padding. Shape suffixes in `moe_exp.layers`.
 
 If TransformerConfig.fp8 is set, Megatron runs every layer inside Transformer Engine's autocast, and
 GroupedLinear, which EXPERT_BACKEND=te calls, quantizes rows, weights and gradients. What is left to do is
@@ -59,6 +59,24 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
         others = [name for name, (capability, _) in RECIPES.items() if capability <= found]
         fix = f"use FP8_RECIPE={others[0]}" if others else "set FP8=none"
         raise ValueError(f"fp8_recipe={recipe}: {rule}. Fix: {fix}.")
+
+
+OLDEST_FOR_KERNELS = (8, 9)  # with e4m3 in its tensor cores
+
+
+def check_fp8_kernels(backend: str, device: torch.device | str | None) -> None:
+    """Checks that the experts can compute in e4m3 with our kernels, or on a CPU with their twins.
+
+    Raises:
+        ValueError: for another backend than `triton`, or a GPU without e4m3.
+    """
+    if backend != "triton":
+        rule = f"the kernels in FP8 are those of expert_backend=triton, not of {backend}"
+        raise ValueError(f"fp8=e4m3: {rule}. Fix: set EXPERT_BACKEND=triton, or FP8=none.")
+    on_gpu = torch.device(device or "cpu").type == "cuda"
+    if on_gpu and (found := torch.cuda.get_device_capability(device)) < OLDEST_FOR_KERNELS:
+        rule = f"needs a GPU of compute capability 8.9 or newer, this is {found[0]}.{found[1]}"
+        raise ValueError(f"fp8=e4m3: {rule}. Fix: set FP8=none.")
 
 
 def te_row_multiple() -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.combine import combine
+from moe_exp.layers.kernels.fp8 import products as in_fp8
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.up_projection import up_projection
@@ -33,6 +34,7 @@ def experts_of_tokens(
     *,
     activation: str,
     adds_to_main_grad: bool = False,
+    fp8: bool = False,
 ) -> Tensor:
     """y_t = sum over the kept k of w_tk * expert(x_t), [T, D], all experts on this rank. Asynchronous.
 
@@ -45,12 +47,12 @@ def experts_of_tokens(
         weight2_LDF: second projection.
         bias1_LW, bias2_LD: of the projections; None for 0.
         activation: a key of activations.ACTIVATIONS.
-        adds_to_main_grad: see `experts_of_rows`.
+        adds_to_main_grad, fp8: see `experts_of_rows`.
     """
     slot_N, row_N, offsets_L1 = slot_sort(expert_TK, weight1_LWD.size(0), kept_TK)
     places = offsets_L1, slot_N, row_N.view(expert_TK.shape)
     parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
-    return _run(x_TD, weights_TK, *parameters, *places, activation, adds_to_main_grad)
+    return _run(x_TD, weights_TK, *parameters, *places, activation, adds_to_main_grad, fp8)
 
 
 def experts_of_rows(
@@ -64,6 +66,7 @@ def experts_of_rows(
     *,
     activation: str,
     adds_to_main_grad: bool = False,
+    fp8: bool = False,
 ) -> Tensor:
     """y_r = w_r * expert(x_r), [R, D], for rows sorted by expert.
 
@@ -74,10 +77,11 @@ def experts_of_rows(
         weight1_LWD, weight2_LDF, bias1_LW, bias2_LD, activation: as for `experts_of_tokens`.
         adds_to_main_grad: for weights with Megatron's `main_grad`, the kernel adds their gradients to it, and
             `grad` has no values (gradient_accumulation_fusion). Ignored under torch.compile.
+        fp8: compute the products in e4m3, see kernels/fp8.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
     parameters = weight1_LWD, weight2_LDF, bias1_LW, bias2_LD
-    return _run(x_RD, weights_R, *parameters, offsets_L1, None, None, activation, adds_to_main_grad)
+    return _run(x_RD, weights_R, *parameters, offsets_L1, None, None, activation, adds_to_main_grad, fp8)
 
 
 def _run(*args: Any) -> Tensor:
@@ -101,13 +105,17 @@ class _Experts(torch.autograd.Function):
         row_TK: Tensor | None,
         activation: str,
         adds_to_main_grad: bool,
+        fp8: bool,
         has_backward: bool,
     ) -> Tensor:
         # The kernels read the weights contiguously; reshape keeps the strides if it can return a view.
         x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float().contiguous(), None
         if slot_R is not None:
             token_R, weights_R = slot_R // weights.size(1), weights_R.index_select(0, slot_R)
-        hidden_RW, active_RF = up_projection(
+        up, product = up_projection, grouped_matmul
+        if fp8:
+            up, product = in_fp8.up_projection, in_fp8.grouped_matmul
+        hidden_RW, active_RF = up(
             x,
             weight1_LWD,
             offsets_L1,
@@ -118,11 +126,12 @@ class _Experts(torch.autograd.Function):
             keeps_hidden=has_backward,
         )
         of_bias = None if bias2_LD is None else weights_R
-        y_RD = grouped_matmul(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)
+        y_RD = product(active_RF, weight2_LDF.transpose(1, 2), offsets_L1, bias2_LD, of_bias)
         ctx.save_for_backward(
             x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, offsets_L1, token_R, row_TK, hidden_RW
         )
         ctx.activation, ctx.weights_dtype, ctx.parameters = activation, weights.dtype, (None, None)
+        ctx.fp8 = fp8
         if adds_to_main_grad and not torch.compiler.is_compiling():
             # Saved tensors may come back as different objects, without the attributes.
             ctx.parameters = weight1_LWD, weight2_LDF
@@ -135,7 +144,10 @@ class _Experts(torch.autograd.Function):
         x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, *places, hidden_RW = ctx.saved_tensors
         offsets_L1, token_R, row_TK = places
         dy = grads[0].contiguous()
-        dhidden_RW, weighted_RF, dweights_R = activation_grad(
+        back, product, sums = activation_grad, grouped_matmul, weight_grad
+        if ctx.fp8:
+            back, product, sums = in_fp8.activation_grad, in_fp8.grouped_matmul, in_fp8.weight_grad
+        dhidden_RW, weighted_RF, dweights_R = back(
             dy,
             weight2_LDF,
             hidden_RW,
@@ -146,10 +158,12 @@ class _Experts(torch.autograd.Function):
         )
         dx, dweights, dweight1, dweight2, dbias1, dbias2 = None, None, None, None, None, None
         if ctx.needs_input_grad[3]:
-            dweight2 = _weight_gradient(ctx.parameters[1], dy, weighted_RF, offsets_L1, a_index_R=token_R)
+            dweight2 = _weight_gradient(
+                sums, ctx.parameters[1], dy, weighted_RF, offsets_L1, a_index_R=token_R
+            )
         del weighted_RF
         if ctx.needs_input_grad[2]:
-            dweight1 = _weight_gradient(ctx.parameters[0], dhidden_RW, x, offsets_L1, b_index_R=token_R)
+            dweight1 = _weight_gradient(sums, ctx.parameters[0], dhidden_RW, x, offsets_L1, b_index_R=token_R)
         if ctx.needs_input_grad[4]:  # a sum over rows is a product with ones
             ones_R1 = dhidden_RW.new_ones(dhidden_RW.size(0), 1)
             dbias1 = weight_grad(ones_R1, dhidden_RW, offsets_L1).squeeze(1)
@@ -157,13 +171,13 @@ class _Experts(torch.autograd.Function):
             weights_R1 = weights_R.to(dy.dtype).unsqueeze(1)
             dbias2 = weight_grad(weights_R1, dy, offsets_L1, b_index_R=token_R).squeeze(1)
         if ctx.needs_input_grad[0]:
-            dx = grouped_matmul(dhidden_RW, weight1_LWD, offsets_L1)
+            dx = product(dhidden_RW, weight1_LWD, offsets_L1)
             dx = dx if row_TK is None else combine(dx, row_TK)
         if ctx.needs_input_grad[1]:
             if bias2_LD is not None:
                 dweights_R = dweights_R + _products(dy, bias2_LD, offsets_L1, token_R, dweights_R.size(0))
             dweights = (dweights_R if row_TK is None else _of_slots(dweights_R, row_TK)).to(ctx.weights_dtype)
-        return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 6
+        return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
 
 
 def _products(
@@ -183,14 +197,14 @@ def _of_slots(values_R: Tensor, row_TK: Tensor) -> Tensor:
 
 
 def _weight_gradient(
-    parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, **indices: Tensor | None
+    sums: Any, parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, **indices: Tensor | None
 ) -> Tensor | None:
-    """`weight_grad`, added to `main_grad` if there is one, as in Megatron's tensor_parallel/layers.py."""
+    """`sums`, a `weight_grad`, added to `main_grad` if any, as in Megatron's tensor_parallel/layers.py."""
     main_grad = getattr(parameter, "main_grad", None)
     # Megatron-FSDP creates its buffer on access and does not want the old values.
     if main_grad is None or hasattr(parameter, "__fsdp_param__"):
-        return weight_grad(a, b, offsets_L1, **indices)
-    weight_grad(a, b, offsets_L1, **indices, out=main_grad)
+        return sums(a, b, offsets_L1, **indices)  # type: ignore[no-any-return]
+    sums(a, b, offsets_L1, **indices, out=main_grad)
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

@@ -31,6 +31,7 @@ from moe_exp.layers.kernels import (
     up_projection,
     weight_grad,
 )
+from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.launch import (
     INTERPRETED,
     cdiv,
@@ -68,6 +69,7 @@ class Sizes:
         bias: experts have biases.
         gathers: kernels take rows from the tokens themselves, as if all experts are on the rank.
         adds: gradients are added to main_grad.
+        fp8: the products are in e4m3.
         vocab_size: V on this rank.
         router: options of `router_topk`, with `num_experts` of all ranks; None if it uses no kernel.
     """
@@ -82,6 +84,7 @@ class Sizes:
     bias: bool = False
     gathers: bool = True
     adds: bool = False
+    fp8: bool = False
     vocab_size: int = 1000
     router: dict[str, Any] | None = None
 
@@ -311,6 +314,10 @@ def _expert_cases(
     gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
 
     def case(module: Any, *args: Any, what: str = "", **options: Any) -> _Case:
+        if sizes.fp8:  # see `experts.fused`: the products, with all around them
+            name = module.__name__.rpartition(".")[2]
+            run, twin = getattr(products, name), getattr(products, f"{name}_torch")
+            return _of_functions(run, twin, dtype, f"{shape}{what}, FP8", *args, **options)
         return _case(module, dtype, shape + what, *args, **options)
 
     # Without padding, which no expert gets where the tokens are gathered.
@@ -320,8 +327,8 @@ def _expert_cases(
         of_up["bias1_LW"] = draw.normal(num_experts, width, dtype=dtype)
         of_down = [draw.normal(num_experts, hidden, dtype=dtype), weights_R]
         ones_R1, weights_R1 = hidden_RW.new_ones(num_rows, 1), weights_R.to(dtype).unsqueeze(1)
-        yield case(weight_grad, ones_R1, hidden_RW, offsets_L1)
-        yield case(weight_grad, weights_R1, dy, offsets_L1, b_index_R=row_R)
+        yield _case(weight_grad, dtype, shape, ones_R1, hidden_RW, offsets_L1)
+        yield _case(weight_grad, dtype, shape, weights_R1, dy, offsets_L1, b_index_R=row_R)
     yield case(up_projection, x, weight1_LWD, offsets_L1, **of_up)
     options: dict[str, Any] = {"keeps_hidden": False, "what": ", forward only"}
     yield case(up_projection, x, weight1_LWD, offsets_L1, **of_up, **options)
@@ -337,7 +344,7 @@ def _expert_cases(
     if sizes.gathers:
         expert_TK = draw.integers(num_experts, num_tokens, sizes.topk)
         kept_TK = draw.integers(4, num_tokens, sizes.topk) > 0
-        yield case(slot_sort, expert_TK, num_experts, kept_TK)
+        yield _case(slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
         yield from _combine_cases(sizes, device, num_rows)
 
 

@@ -139,6 +139,7 @@ class MegatronExperts(Experts):
         config: TransformerConfig,
         *,
         backend: str,
+        fp8: bool = False,
         pg_collection: Any = None,
         **kwargs: Any,
     ):
@@ -160,6 +161,7 @@ class MegatronExperts(Experts):
             recompute_activation=config.recompute_granularity == "selective"
             and "moe_act" in config.recompute_modules,
             adds_to_main_grad=config.gradient_accumulation_fusion,
+            fp8=fp8,
             dtype=config.params_dtype,
             device=device_of_model(),
         )

@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.planner.costs.code_paths import fp8_parts, planned_backend, priced
+from moe_exp.planner.costs.code_paths import fp8_kept, planned_backend, priced
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import padded_slots
 
@@ -76,7 +76,7 @@ class _Account:
         self._all_tokens = config.mbsz * config.seq_len / config.cp
         self._tokens = self._all_tokens / (config.tp if job.sequence_parallel else 1)
         # Processors have only torch's parts; on GPUs Transformer Engine's are the rule.
-        in_fp8 = fp8_parts(config)
+        in_fp8 = fp8_kept(config)
         # bytes of an input that a product keeps: of the experts, and of other layers
         self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in in_fp8)
         self._is_fused = not on_cpu and config.impl != "local"
@@ -266,7 +266,7 @@ class _Account:
         config, width = self._config, self._width
         kept = self._tokens * self._router() + self._rows * self._row()
         kept += self._tokens * width * self._hidden if self._reads_input else 0.0
-        if fp8_parts(config)[0]:
+        if fp8_kept(config)[0]:
             ways, local = 3 if config.gated else 2, config.num_experts / config.ep
             kept += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
         if config.moe_latent_size:  # input of the projection up, and what the experts gather their rows from

@@ -23,12 +23,19 @@ def priced(config: Config, name: str, costs: Mapping[str, T]) -> T:
 def fp8_parts(config: Config) -> tuple[bool, bool]:
     """Whether the linear layers of routed experts, and those of the other layers, compute in FP8.
 
-    The others do with Transformer Engine, which FP8 needs anyway, so that IMPL=auto counts as te. Output
-    layer, router and embedding stay in bf16.
+    The others do with Transformer Engine, which FP8 needs but for EXPERT_BACKEND=triton, where only experts
+    do; so IMPL=auto counts as te. Output layer, router and embedding stay in bf16.
     """
     if config.fp8 == "none":
         return False, False
+    if config.is_fp8_by_kernels:
+        return True, False
     return config.use_moe, config.impl != "local"
+
+
+def fp8_kept(config: Config) -> tuple[bool, bool]:
+    """Whether these keep inputs and weights for backward in FP8: our kernels keep what they do in bf16."""
+    return (False, False) if config.is_fp8_by_kernels else fp8_parts(config)
 
 
 def planned_backend(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:

@@ -9,10 +9,12 @@ import pytest
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.checks.fp8 import SIZE_MULTIPLES
-from moe_exp.engine.model import transformer_config
+from moe_exp.engine.backends import backends_of
+from moe_exp.engine.model import moe_options, transformer_config
 from moe_exp.launch import machine_checks
 from moe_exp.launch.machine_checks import check_machine
 from moe_exp.layers.experts.fp8 import RECIPES
+from moe_exp.planner.costs.code_paths import fp8_kept, fp8_parts
 
 GOOD = {
     "preset": "reference",
@@ -22,6 +24,8 @@ GOOD = {
     "fp8": "hybrid",
     "expert_backend": "te",
 }
+
+BY_KERNELS = {"fp8": "e4m3", "fp8_recipe": "blockwise", "expert_backend": "triton"}
 
 
 def problems(**settings: str) -> list[str]:
@@ -37,6 +41,8 @@ def problems(**settings: str) -> list[str]:
         {"use_moe": "false", "impl": "te"},
         {"fp8": "none", "dtype": "fp32"},
         {"impl": "local"},
+        BY_KERNELS,
+        BY_KERNELS | {"impl": "local", "ffn_hidden_size": "1784", "seq_len": "2047", "mbsz": "1"},
     ],
 )
 def test_what_goes_together(settings):
@@ -49,10 +55,19 @@ def test_what_goes_together(settings):
         (
             {"expert_backend": "auto"},
             (
-                "FP8=hybrid: experts compute in FP8 with EXPERT_BACKEND=te, not with auto. Fix: set"
+                "FP8=hybrid: experts compute in FP8 with EXPERT_BACKEND=te or triton, not with auto. Fix: set"
                 " EXPERT_BACKEND=te,"
             ),
         ),
+        *(
+            (
+                {"fp8": fp8, "fp8_recipe": recipe, "expert_backend": "triton"},
+                f"FP8={fp8}: with FP8_RECIPE={recipe} is not computed by EXPERT_BACKEND=triton. Fix: set"
+                " FP8=e4m3 FP8_RECIPE=blockwise, or",
+            )
+            for fp8, recipe in (("hybrid", "blockwise"), ("e4m3", "mxfp8"), ("e4m3", "tensorwise"))
+        ),
+        (BY_KERNELS | {"dtype": "fp32"}, "FP8=e4m3: is for the products of a model in bf16, but DTYPE=fp32."),
         (
             {"use_moe": "false", "impl": "local"},
             "FP8=hybrid: has no effect in a dense model with IMPL=local. Fix: set IMPL=te, or FP8=none.",
@@ -125,3 +140,14 @@ def test_megatron_is_told(monkeypatch):
     )
     told = transformer_config(load_config(settings | {"fp8": "e4m3", "fp8_recipe": "mxfp8"}, environ={}))
     assert (told.fp8, told.fp8_recipe) == ("e4m3", "mxfp8")
+
+
+def test_with_our_kernels_the_experts_are_told_and_the_machine_needs_nothing(monkeypatch):
+    """Megatron would ask for Transformer Engine, and the layers around the experts stay in bf16."""
+    config = load_config(GOOD | BY_KERNELS, environ={})
+    assert transformer_config(config).fp8 is None
+    assert moe_options(config)["fp8"] and not moe_options(load_config(GOOD, environ={}))["fp8"]
+    monkeypatch.setattr(machine_checks, "count_gpus", lambda: 0)
+    assert not [line for line in check_machine(config) if line.startswith("FP8")]
+    assert backends_of(config, "cpu")["FP8"][0] == "e4m3"
+    assert fp8_parts(config) == (True, False) and fp8_kept(config) == (False, False)

@@ -1,0 +1,128 @@
+"""Grouped GEMM in e4m3: each row times the matrix of its expert. Shape suffixes in `moe_exp.layers`; C counts
+blocks of 128.
+
+The tensor cores sum 128 products at a time; these sums are multiplied by their scales and added in fp32, as
+in DeepSeek-V3 (arXiv:2412.19437, section 3.3.2), because Hopper's keep about 14 bits of a sum in FP8.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.fp8.quantize import BLOCK
+from moe_exp.layers.kernels.grouped_matmul import grouped_matmul_torch
+from moe_exp.layers.kernels.launch import (
+    INTERPRETED,
+    cdiv,
+    compilable,
+    contiguous,
+    jit,
+    power_of_2,
+    runs_kernel,
+    tl,
+)
+from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
+
+# Not tuned: one tile, of which the products and the sums of a step are both in registers.
+LAUNCH = {"num_warps": 8, "num_stages": 3}
+
+
+@jit
+def _kernel(
+    x, x_scale, w, w_scale, y, bias, weights, offsets, num_experts, width, depth, BLOCK: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_E: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """y[r] = x[r] @ w[e]^T + weights[r] * bias[e], e the expert of r: x [R, I], w [L, O, I], y [R, O]."""
+    tile_ends = row_tile_ends(offsets, num_experts, BLOCK, BLOCK_E)
+    num_m, num_n, steps = tl.max(tile_ends, 0), tl.cdiv(width, BLOCK), tl.cdiv(depth, BLOCK)
+    tile = tl.program_id(0)
+    if tile >= num_m * num_n:
+        return
+    tile_m, tile_n = in_groups(tile, num_m, num_n, 8)
+    expert, row, row_end = row_tile(tile_m, tile_ends, offsets, BLOCK)
+    expert, each = expert.to(tl.int64), tl.arange(0, BLOCK)
+    rows, columns = row + each, tile_n * BLOCK + each
+    source, of_w = tl.minimum(rows, row_end - 1).to(tl.int64), tl.minimum(columns, width - 1)
+    x_block = x + source[:, None] * depth + each[None, :]
+    w_block = w + expert * width * depth + of_w[None, :] * depth + each[:, None]
+    x_scales, w_scales = x_scale + source * steps, w_scale + (expert * num_n + tile_n) * steps
+    total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
+    for step in range(steps):
+        if EVEN_K:
+            a, b = tl.load(x_block), tl.load(w_block)
+        else:
+            is_depth = each < depth - step * BLOCK
+            a = tl.load(x_block, mask=is_depth[None, :], other=0.0)
+            b = tl.load(w_block, mask=is_depth[:, None], other=0.0)
+        scale = tl.load(x_scales + step) * tl.load(w_scales + step)
+        total += dot(a, b, tl.zeros_like(total), "ieee", INTERPRET) * scale[:, None]
+        x_block += BLOCK
+        w_block += BLOCK
+    is_row, is_column = rows < row_end, columns < width
+    if bias is not None:
+        bias_row = tl.load(bias + expert * width + columns, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        if weights is not None:
+            bias_row = bias_row * tl.load(weights + rows, mask=is_row, other=0.0)[:, None]
+        total += bias_row
+    y_block = y + rows.to(tl.int64)[:, None] * width + columns[None, :]
+    tl.store(y_block, total.to(y.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+def block_matmul_torch(
+    x_RI: Tensor,
+    x_scale_RC: Tensor,
+    w_LOI: Tensor,
+    w_scale_LCC: Tensor,
+    offsets_L1: Tensor,
+    dtype: torch.dtype,
+    bias_LO: Tensor | None = None,
+    weights_R: Tensor | None = None,
+) -> Tensor:
+    """Plain-torch twin of `block_matmul`."""
+    x = x_RI.float() * x_scale_RC.repeat_interleave(BLOCK, dim=1)[:, : x_RI.size(1)]
+    scale_LOC = w_scale_LCC.repeat_interleave(BLOCK, dim=1)[:, : w_LOI.size(1)]
+    w = w_LOI.float() * scale_LOC.repeat_interleave(BLOCK, dim=2)[:, :, : w_LOI.size(2)]
+    if bias_LO is not None:
+        bias_LO = bias_LO.float()
+        weights_R = x.new_ones(x.size(0)) if weights_R is None else weights_R
+    return grouped_matmul_torch(x, w.transpose(1, 2), offsets_L1, bias_LO, weights_R).to(dtype)
+
+
+@compilable(
+    "fp8_block_matmul",
+    lambda x_RI, _x, w_LOI, _w, _offsets, dtype, *_: x_RI.new_empty(x_RI.size(0), w_LOI.size(1), dtype=dtype),
+)
+def block_matmul(
+    x_RI: Tensor,
+    x_scale_RC: Tensor,
+    w_LOI: Tensor,
+    w_scale_LCC: Tensor,
+    offsets_L1: Tensor,
+    dtype: torch.dtype,
+    bias_LO: Tensor | None = None,
+    weights_R: Tensor | None = None,
+) -> Tensor:
+    """Multiplies each row by its expert's matrix, to [R, O]; rows from offsets[L] on are undefined.
+
+    Args:
+        x_RI, x_scale_RC: rows sorted by expert, from `quantize_rows`.
+        w_LOI, w_scale_LCC: matrices of the experts, from `quantize_blocks`; both contiguous.
+        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
+        dtype: of the result.
+        bias_LO: added to each row times its weight; None for 0.
+        weights_R: fp32, of the bias; None for 1.
+    """
+    if not runs_kernel(x_RI):
+        return block_matmul_torch(x_RI, x_scale_RC, w_LOI, w_scale_LCC, offsets_L1, dtype, bias_LO, weights_R)
+    (num_rows, depth), (num_experts, width, _) = x_RI.shape, w_LOI.shape
+    y_RO = x_RI.new_empty(num_rows, width, dtype=dtype)
+    if num_rows:
+        offsets_L1, bias_LO, weights_R = contiguous(offsets_L1, bias_LO, weights_R)
+        most_tiles = (cdiv(num_rows, BLOCK) + num_experts) * cdiv(width, BLOCK)
+        _kernel[(most_tiles,)](
+            x_RI, x_scale_RC, w_LOI, w_scale_LCC, y_RO, bias_LO, weights_R, offsets_L1, num_experts, width,
+            depth, BLOCK=BLOCK, EVEN_K=depth % BLOCK == 0, BLOCK_E=power_of_2(num_experts),
+            INTERPRET=INTERPRETED, **LAUNCH,
+        )  # fmt: skip
+    return y_RO

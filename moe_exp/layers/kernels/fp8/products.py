@@ -1,0 +1,142 @@
+"""The products of `experts.fused` in FP8, with the arguments and results of the kernels in bf16.
+
+Operands are quantized here, right before each product, and nothing of that is kept for backward: the saved
+tensors are those of bf16. Shape suffixes in `moe_exp.layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.activations import weighted_activation, weighted_activation_backward
+from moe_exp.layers.kernels.fp8.block_matmul import block_matmul, block_matmul_torch
+from moe_exp.layers.kernels.fp8.block_weight_grad import block_weight_grad, block_weight_grad_torch
+from moe_exp.layers.kernels.fp8.quantize import (
+    quantize_blocks,
+    quantize_blocks_torch,
+    quantize_columns,
+    quantize_columns_torch,
+    quantize_rows,
+    quantize_rows_torch,
+)
+from moe_exp.layers.kernels.launch import compilable
+
+
+def grouped_matmul(
+    x: Tensor,
+    w_LIO: Tensor,
+    offsets_L1: Tensor,
+    bias_LO: Tensor | None = None,
+    weights_R: Tensor | None = None,
+    *,
+    index_R: Tensor | None = None,
+) -> Tensor:
+    """`kernels.grouped_matmul` in FP8, [R, O]; `index_R`: row of `x` for each row, see `quantize_rows`."""
+    operands = *quantize_rows(x, index_R), *quantize_blocks(w_LIO.transpose(1, 2))
+    return block_matmul(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
+
+
+def grouped_matmul_torch(
+    x: Tensor,
+    w_LIO: Tensor,
+    offsets_L1: Tensor,
+    bias_LO: Tensor | None = None,
+    weights_R: Tensor | None = None,
+    *,
+    index_R: Tensor | None = None,
+) -> Tensor:
+    """Plain-torch twin of `grouped_matmul`."""
+    operands = *quantize_rows_torch(x, index_R), *quantize_blocks_torch(w_LIO.transpose(1, 2))
+    return block_matmul_torch(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
+
+
+def up_projection(
+    x: Tensor,
+    weight1_LWD: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor,
+    bias1_LW: Tensor | None = None,
+    keeps_hidden: bool = True,
+    product: Callable[..., Tensor] = grouped_matmul,
+) -> tuple[Tensor, Tensor]:
+    """`kernels.up_projection` with the product in FP8; the activation in plain torch, in fp32."""
+    hidden_RW = product(x, weight1_LWD.transpose(1, 2), offsets_L1, bias1_LW, index_R=token_R)
+    active_RF = weighted_activation(hidden_RW.float(), weights_R.unsqueeze(1), activation).to(x.dtype)
+    return hidden_RW if keeps_hidden else hidden_RW[:0], active_RF
+
+
+up_projection_torch = partial(up_projection, product=grouped_matmul_torch)
+
+
+def activation_grad(
+    dy: Tensor,
+    weight2_LDF: Tensor,
+    hidden_RW: Tensor,
+    offsets_L1: Tensor,
+    *,
+    activation: str,
+    token_R: Tensor | None = None,
+    weights_R: Tensor,
+    product: Callable[..., Tensor] = grouped_matmul,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.activation_grad` with the product in FP8."""
+    dactive_RF = product(dy, weight2_LDF, offsets_L1, index_R=token_R)
+    return _activation_backward(dactive_RF, hidden_RW, weights_R, activation)
+
+
+# Opaque for torch.compile, which does not trace results that are written to parts of a tensor.
+@compilable(
+    "fp8_activation_backward",
+    lambda dactive, hidden, weights, _: tuple(torch.empty_like(x) for x in (hidden, dactive, weights)),
+)
+def _activation_backward(
+    dactive_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    weights_R1 = weights_R.unsqueeze(1)
+    dhidden_RW, dweights_R, active_RF = weighted_activation_backward(
+        dactive_RF.float(), hidden_RW.float(), weights_R1, activation
+    )
+    return dhidden_RW.to(hidden_RW.dtype), active_RF.mul_(weights_R1).to(hidden_RW.dtype), dweights_R
+
+
+activation_grad_torch = partial(activation_grad, product=grouped_matmul_torch)
+
+
+def weight_grad(
+    a: Tensor,
+    b: Tensor,
+    offsets_L1: Tensor,
+    *,
+    a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`kernels.weight_grad` in FP8."""
+    dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)) if out is None else out
+    operands = *quantize_columns(a, offsets_L1, a_index_R), *quantize_columns(b, offsets_L1, b_index_R)
+    block_weight_grad(dw_LMN, *operands, offsets_L1, out is not None)
+    return dw_LMN
+
+
+def weight_grad_torch(
+    a: Tensor,
+    b: Tensor,
+    offsets_L1: Tensor,
+    *,
+    a_index_R: Tensor | None = None,
+    b_index_R: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Plain-torch twin of `weight_grad`."""
+    dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)) if out is None else out
+    of_a = quantize_columns_torch(a, offsets_L1, a_index_R)
+    of_b = quantize_columns_torch(b, offsets_L1, b_index_R)
+    block_weight_grad_torch(dw_LMN, *of_a, *of_b, offsets_L1, out is not None)
+    return dw_LMN

@@ -1,0 +1,235 @@
+"""To e4m3 with an fp32 scale per block: 1 x 128, 128 x 1 or 128 x 128 values. Shape suffixes in
+`moe_exp.layers`; C counts blocks of 128 columns.
+
+As in DeepSeek-V3 (arXiv:2412.19437, section 3.3): q = x / s, rounded to the nearest, with s = max |x| / 448
+of the block, so that the largest value of a block is the largest of e4m3.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from moe_exp.layers.kernels.launch import (
+    INTERPRETED,
+    cdiv,
+    compilable,
+    contiguous,
+    jit,
+    last_contiguous,
+    power_of_2,
+    runs_kernel,
+    tl,
+)
+from moe_exp.layers.kernels.rows import gather_rows_torch
+from moe_exp.layers.kernels.tiles import row_tile, row_tile_ends
+
+BLOCK = 128  # values that share a scale, in each direction
+E4M3 = torch.float8_e4m3fn
+LARGEST = 448.0  # of e4m3
+LEAST = 1e-30  # max |x| of a block, so that zeros have a scale
+_ROWS, _COLUMNS = 32, 32  # of a program of `quantize_rows` and `quantize_columns`
+
+if tl is not None:
+    _BLOCK, _LARGEST, _LEAST = tl.constexpr(BLOCK), tl.constexpr(LARGEST), tl.constexpr(LEAST)
+
+
+@jit
+def scale_of(values, AXIS: tl.constexpr):
+    """Scales of blocks along an axis, without NaN, which stays NaN whatever it is divided by."""
+    largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
+    return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
+
+
+@jit
+def to_e4m3(x, scale, INTERPRET: tl.constexpr):
+    """x / scale in e4m3, rounded to the nearest, ties to even."""
+    x, scale = tl.broadcast(x, scale)
+    x = tl.div_rn(x, scale)
+    if INTERPRET:  # the interpreter rounds otherwise, so it gets what needs no rounding
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        normal = (size + 0x7FFFF + ((size >> 20) & 1)) & -0x100000  # to 3 bits of the mantissa
+        small = ((tl.abs(x) + 24576.0) - 24576.0).to(tl.int32, bitcast=True)  # to a multiple of 2^-9
+        size = tl.where(tl.abs(x) < 0.015625, small, normal) | (bits ^ size)
+        x = size.to(tl.float32, bitcast=True)
+    return x.to(tl.float8e4nv)
+
+
+@jit
+def _kernel(
+    x, index, q, scales, num_rows, num_sources, width, stride_l, stride_r, stride_c,
+    ROWS: tl.constexpr, SQUARE: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """A block of ROWS rows and 128 columns: a scale for each row, or with SQUARE one for all."""
+    num_blocks, matrix = tl.cdiv(width, _BLOCK), tl.program_id(2).to(tl.int64)
+    rows, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1)
+    columns = column * _BLOCK + tl.arange(0, _BLOCK)
+    is_row, source = rows < num_rows, rows
+    if index is not None:
+        source = tl.load(index + rows, mask=is_row, other=0)
+    is_source = (is_row & (source < num_sources))[:, None] & (columns < width)[None, :]
+    block = x + matrix * stride_l + source.to(tl.int64)[:, None] * stride_r + columns[None, :] * stride_c
+    values = tl.load(block, mask=is_source, other=0.0).to(tl.float32)
+    scale = scale_of(values, 1)
+    rows = rows.to(tl.int64)
+    if SQUARE:
+        scale = tl.zeros_like(scale) + tl.max(scale, 0)
+        place = (matrix * tl.num_programs(0) + tl.program_id(0)) * num_blocks + column
+        tl.store(scales + place + rows * 0, scale)
+    else:
+        tl.store(scales + rows * num_blocks + column, scale, mask=is_row)
+    out = q + matrix * num_rows * width + rows[:, None] * width + columns[None, :]
+    tl.store(
+        out, to_e4m3(values, scale[:, None], INTERPRET), mask=is_row[:, None] & (columns < width)[None, :]
+    )
+
+
+@jit
+def _columns_kernel(
+    x, index, q, scales, offsets, num_experts, num_sources, width, stride_r, BLOCK_E: tl.constexpr,
+    COLUMNS: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """128 rows of one expert and COLUMNS columns, written transposed, with zeros past its last row."""
+    tile = tl.program_id(0)
+    tile_ends = row_tile_ends(offsets, num_experts, _BLOCK, BLOCK_E)
+    if tile >= tl.max(tile_ends, 0):
+        return
+    _, first, end = row_tile(tile, tile_ends, offsets, _BLOCK)
+    steps, columns = tl.arange(0, _BLOCK), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_row, is_column, source = first + steps < end, columns < width, first + steps
+    if index is not None:
+        source = tl.load(index + source, mask=is_row, other=0)
+    is_source = (is_row & (source < num_sources))[:, None] & is_column[None, :]
+    block = x + source.to(tl.int64)[:, None] * stride_r + columns[None, :]
+    values = tl.load(block, mask=is_source, other=0.0).to(tl.float32)
+    scale = scale_of(values, 0)
+    out = tile.to(tl.int64) * width + columns
+    tl.store(scales + out, scale, mask=is_column)
+    values = tl.trans(to_e4m3(values, scale[None, :], INTERPRET))
+    tl.store(q + out[:, None] * _BLOCK + steps[None, :], values, mask=is_column[:, None])
+
+
+def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
+    """Upper limit of the blocks of 128 rows of one expert, known without a look at the device."""
+    return num_rows // BLOCK + num_experts
+
+
+def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Blocks in the last dimension: values in e4m3, and their scales without that dimension."""
+    scale = x.abs().amax(dim=-1).clamp(min=LEAST) / LARGEST
+    return (x / scale.unsqueeze(-1)).to(E4M3), scale
+
+
+def quantize_rows_torch(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Plain-torch twin of `quantize_rows`."""
+    x_RD = x if index_R is None else gather_rows_torch(x, index_R)
+    padded = torch.nn.functional.pad(x_RD.float(), (0, -x_RD.size(1) % BLOCK))
+    q_RCB, scale_RC = _quantized(padded.unflatten(1, (-1, BLOCK)))
+    return q_RCB.flatten(1)[:, : x_RD.size(1)].contiguous(), scale_RC
+
+
+def _empty_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    num_rows = (x if index_R is None else index_R).size(0)
+    q_RD = x.new_empty(num_rows, x.size(1), dtype=E4M3)
+    return q_RD, x.new_empty(num_rows, cdiv(x.size(1), BLOCK), dtype=torch.float32)
+
+
+@compilable("fp8_quantize_rows", _empty_rows)
+def quantize_rows(x: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each row in blocks of 128 columns: e4m3 [R, D] and fp32 scales [R, C].
+
+    Args:
+        x: [R, D], or the source [T, D] of the rows.
+        index_R: int32, source of each row; T or more for a row of zeros.
+    """
+    if not runs_kernel(x):
+        return quantize_rows_torch(x, index_R)
+    (q_RD, scale_RC), x = _empty_rows(x, index_R), last_contiguous(x)
+    (index_R,), num_rows = contiguous(index_R), q_RD.size(0)
+    if num_rows:
+        _kernel[cdiv(num_rows, _ROWS), scale_RC.size(1), 1](
+            x, index_R, q_RD, scale_RC, num_rows, x.size(0), x.size(1), 0, x.stride(0), 1,
+            ROWS=_ROWS, SQUARE=False, INTERPRET=INTERPRETED,
+        )  # fmt: skip
+    return q_RD, scale_RC
+
+
+def quantize_blocks_torch(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
+    """Plain-torch twin of `quantize_blocks`."""
+    _, height, width = w_LOI.shape
+    padded = torch.nn.functional.pad(w_LOI.float(), (0, -width % BLOCK, 0, -height % BLOCK))
+    blocks = padded.unflatten(2, (-1, BLOCK)).unflatten(1, (-1, BLOCK)).transpose(2, 3)
+    q, scale_LCC = _quantized(blocks.flatten(3))
+    q_LOI = q.unflatten(3, (BLOCK, BLOCK)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+    return q_LOI[:, :height, :width].contiguous(), scale_LCC
+
+
+def _empty_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
+    num_experts, height, width = w_LOI.shape
+    scale_LCC = w_LOI.new_empty(num_experts, cdiv(height, BLOCK), cdiv(width, BLOCK), dtype=torch.float32)
+    return w_LOI.new_empty(num_experts, height, width, dtype=E4M3), scale_LCC
+
+
+@compilable("fp8_quantize_blocks", _empty_blocks)
+def quantize_blocks(w_LOI: Tensor) -> tuple[Tensor, Tensor]:
+    """Each matrix, any strides, in blocks of 128 x 128: e4m3 [L, O, I] and fp32 scales [L, O / 128, I / 128].
+
+    A transposed matrix has the same blocks, so both passes of a layer compute with the same values.
+    """
+    if not runs_kernel(w_LOI):
+        return quantize_blocks_torch(w_LOI)
+    q_LOI, scale_LCC = _empty_blocks(w_LOI)
+    _, height, width = w_LOI.shape
+    _kernel[scale_LCC.size(1), scale_LCC.size(2), scale_LCC.size(0)](
+        w_LOI, None, q_LOI, scale_LCC, height, height, width, *w_LOI.stride(), ROWS=BLOCK, SQUARE=True,
+        INTERPRET=INTERPRETED,
+    )  # fmt: skip
+    return q_LOI, scale_LCC
+
+
+def quantize_columns_torch(
+    x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Plain-torch twin of `quantize_columns`."""
+    x_RM = (x if index_R is None else gather_rows_torch(x, index_R)).float()
+    ends, place = offsets_L1.tolist(), 0
+    blocks_BMR = x_RM.new_zeros(num_blocks_of_rows(x_RM.size(0), len(ends) - 1), x_RM.size(1), BLOCK)
+    for first, end in itertools.pairwise(ends):
+        for row in range(first, end, BLOCK):
+            rows = x_RM[row : min(row + BLOCK, end)]
+            blocks_BMR[place, :, : rows.size(0)] = rows.t()
+            place += 1
+    return _quantized(blocks_BMR)
+
+
+def _empty_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    num_rows = (x if index_R is None else index_R).size(0)
+    num_blocks = num_blocks_of_rows(num_rows, offsets_L1.size(0) - 1)
+    scale_BM = x.new_empty(num_blocks, x.size(1), dtype=torch.float32)
+    return x.new_empty(num_blocks, x.size(1), BLOCK, dtype=E4M3), scale_BM
+
+
+@compilable("fp8_quantize_columns", _empty_columns)
+def quantize_columns(x: Tensor, offsets_L1: Tensor, index_R: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Each column in blocks of 128 rows of one expert, which follow each other: e4m3 [B, M, 128] and fp32
+    scales [B, M]. The rest of an expert's last block is zero; blocks after the last are undefined.
+
+    FP8 tensor cores want the dimension that is summed contiguous, here the rows: hence transposed.
+
+    Args:
+        x: [R, M] sorted by expert, or the source [T, M] of the rows.
+        offsets_L1: int32, expert e has rows offsets[e] to offsets[e + 1]; the first is 0.
+        index_R: int32, source of each row; T or more for a row of zeros.
+    """
+    if not runs_kernel(x):
+        return quantize_columns_torch(x, offsets_L1, index_R)
+    (q_BMR, scale_BM), x = _empty_columns(x, offsets_L1, index_R), last_contiguous(x)
+    (offsets_L1, index_R), num_experts = contiguous(offsets_L1, index_R), offsets_L1.size(0) - 1
+    _columns_kernel[q_BMR.size(0), cdiv(x.size(1), _COLUMNS)](
+        x, index_R, q_BMR, scale_BM, offsets_L1, num_experts, x.size(0), x.size(1), x.stride(0),
+        BLOCK_E=power_of_2(num_experts), COLUMNS=_COLUMNS, INTERPRET=INTERPRETED,
+    )  # fmt: skip
+    return q_BMR, scale_BM

@@ -1,0 +1,239 @@
+"""The `triton` backend in FP8 as a whole: forward, all gradients, and whole runs, against bf16 and float64.
+
+Most run the plain-torch twins, as a CPU does; tests/layers/kernels/fp8 compares the kernels with these.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_fused_experts import chosen, doubles, errors, leaves_of, rows_leaves, token_by_token, with_gradients
+
+from helpers.layers.kernel_device import needs_kernels
+from helpers.layers.references import make_groups
+from helpers.layers.tiny_moe import HIDDEN, cut, pushed_tokens, random, tiny_layer
+from helpers.ranks import run_on_ranks
+from moe_exp.layers.dispatcher import Dispatched, DispatchRecord
+from moe_exp.layers.experts import Experts, fp8
+from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
+from moe_exp.layers.kernels import launch
+from moe_exp.layers.kernels.fp8 import products
+from moe_exp.layers.kernels.self_test import Sizes, check_kernels
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def twins(monkeypatch):
+    """Plain torch in the place of the kernels, as on a CPU without the interpreter."""
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+
+
+def in_fp8(expert_TK, activation, kept_TK=None, *, fp8=True):
+    return lambda x, weights, *parameters: experts_of_tokens(
+        x, weights, expert_TK, kept_TK, *parameters, activation=activation, fp8=fp8
+    )
+
+
+# Largest relative errors of output and gradients, by norm; measured: docs/moe_layer.md.
+LIMITS = {"fp8": 0.08, "bf16": 0.012}
+
+
+@pytest.mark.parametrize(
+    ("activation", "bias"), [("swiglu", False), ("squared_relu", False), ("clamped_swiglu", True)]
+)
+def test_output_and_gradients_against_float64(activation, bias, twins):
+    """In bf16 with and without FP8; with it the error is that of e4m3."""
+    sizes = {"num_tokens": 300, "hidden": 192, "ffn": 160}
+    leaves, expert_TK = leaves_of(activation=activation, dtype=BF16, bias=bias, **sizes), chosen(300, 2, 5)
+    kept_TK, dy_TD = random(300, 2, seed=6) > -1, random(300, 192, seed=7).to(BF16)
+    expected = with_gradients(
+        lambda x, w, *ps: token_by_token(x, w, expert_TK, kept_TK, *ps, activation=activation),
+        doubles(leaves),
+        dy_TD,
+    )
+    found = {
+        name: with_gradients(in_fp8(expert_TK, activation, kept_TK, fp8=name == "fp8"), leaves, dy_TD)
+        for name in LIMITS
+    }
+    assert [x.dtype for x in found["fp8"]] == [x.dtype for x in found["bf16"]]
+    assert not any(gradient[4].any() for gradient in found["fp8"][3:])  # the expert without tokens
+    of = {name: errors(actual, expected) for name, actual in found.items()}
+    print({name: [f"{error:.4f}" for error in values] for name, values in of.items()})  # -s: for the docs
+    # Rows near the limit of the clamp are on its other side, where their gradient is zero.
+    factor = 6 if activation == "clamped_swiglu" else 1
+    assert all(max(of[name]) < factor * limit for name, limit in LIMITS.items()), of
+    products_only = [*of["fp8"][:2], *of["fp8"][3:5]]  # gradients of biases are sums
+    assert min(products_only) > 0.02, of
+
+
+def test_every_product_is_in_fp8(twins, monkeypatch):
+    """Two forward and four backward, by the functions that compute them."""
+    calls = []
+    for name in ("quantize_rows", "quantize_blocks", "quantize_columns", "block_matmul", "block_weight_grad"):
+        function = getattr(products, name)
+        record = functools.partial(
+            lambda name, function, *args: (calls.append(name), function(*args))[1], name, function
+        )
+        monkeypatch.setattr(products, name, record)
+    leaves = leaves_of(dtype=BF16)
+    with_gradients(in_fp8(chosen(13, 2, 5), "swiglu"), leaves, random(13, 24, seed=7))
+    found = {name: calls.count(name) for name in calls}
+    assert found == {
+        "quantize_rows": 4, "quantize_blocks": 4, "block_matmul": 4, "quantize_columns": 4,
+        "block_weight_grad": 2,
+    }  # fmt: skip
+
+
+def test_compiled_in_one_graph(twins):
+    leaves, dy_TD = leaves_of(), random(13, 24, seed=7)
+    function = in_fp8(chosen(13, 2, 5), "swiglu")
+    expected = with_gradients(function, leaves, dy_TD)
+    actual = with_gradients(torch.compile(function, fullgraph=True, backend="aot_eager"), leaves, dy_TD)
+    assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
+
+
+@needs_kernels
+@pytest.mark.parametrize(("activation", "bias"), [("swiglu", False), ("clamped_swiglu", True)])
+def test_kernels_give_what_the_twins_give(activation, bias, monkeypatch):
+    """In fp32, where a sum in another order moves few values to another rounding."""
+    leaves, expert_TK = leaves_of(activation=activation, bias=bias), chosen(13, 2, 5)
+    function, dy_TD = in_fp8(expert_TK, activation, random(13, 2, seed=6) > -0.3), random(13, 24, seed=7)
+    kernels = with_gradients(function, leaves, dy_TD)
+    monkeypatch.setattr(launch, "INTERPRETED", False)
+    assert max(errors(kernels, with_gradients(function, leaves, dy_TD))) < 2e-3
+
+
+@pytest.mark.parametrize("counts", [(0, 0, 0), (1, 0, 7), (0, 131, 0), (128, 1, 2)])
+def test_numbers_of_rows(counts, twins):
+    """None, single rows, primes and whole blocks; a row does not depend on those beside it."""
+    leaves, counts_L = rows_leaves(counts, hidden=7, ffn=5), torch.tensor(counts)
+    dy_RD = random(sum(counts), 7, seed=7).float()
+
+    def function(x, weights, *parameters, rows_L=counts_L):
+        return experts_of_rows(x, weights, rows_L, *parameters, activation="swiglu", fp8=True)
+
+    y, dx, _, *dmatrices = with_gradients(function, leaves, dy_RD)
+    ends = [0, *itertools.accumulate(counts)]
+    for expert, (first, end) in enumerate(itertools.pairwise(ends)):
+        assert counts[expert] or not any(gradient[expert].any() for gradient in dmatrices)
+        if first < end:
+            alone = [leaves[0][first : first + 1], leaves[1][first : first + 1], *leaves[2:]]
+            alone = [leaf.detach().requires_grad_() for leaf in alone]
+            one_L = (torch.arange(3) == expert).long()
+            one = functools.partial(function, rows_L=one_L)
+            y_one, dx_one, *_ = with_gradients(one, alone, dy_RD[first : first + 1])
+            assert max(errors([y[first : first + 1], dx[first : first + 1]], [y_one, dx_one])) < 1e-3
+
+
+def test_gradients_are_added_to_main_grad(twins):
+    counts = (5, 0, 130)
+    found = {}
+    for adds in (False, True):
+        torch.manual_seed(0)
+        experts = Experts(
+            num_local_experts=3, hidden_size=24, ffn_size=16, activation="swiglu", backend="triton",
+            dtype=BF16, adds_to_main_grad=adds, fp8=True,
+        )  # fmt: skip
+        for weight in experts.parameters():
+            weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+        rows_RD = random(sum(counts), 24, seed=7).to(BF16).requires_grad_()
+        weights_R = random(sum(counts), seed=8).float()
+        experts(Dispatched(rows_RD, weights_R, torch.tensor(counts), DispatchRecord(None))).sum().backward()
+        found[adds] = [
+            weight.main_grad - 1 if adds else weight.grad.float() for weight in experts.parameters()
+        ]
+    assert max(errors(found[True], found[False])) < 5e-3  # the ordinary ones are in bf16
+    assert not any(gradient[1].any() for gradient in found[True])
+
+
+# What cannot run
+
+
+def test_other_backends_have_no_fp8():
+    options = {"num_local_experts": 1, "hidden_size": 8, "ffn_size": 8, "activation": "swiglu", "fp8": True}
+    with pytest.raises(ValueError, match=r"^fp8=e4m3: .* not of loop\. Fix: set EXPERT_BACKEND=triton"):
+        Experts(backend="loop", **options)
+
+
+def test_older_gpus_have_no_e4m3(monkeypatch):
+    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ValueError, match=r"^fp8=e4m3: .* 8\.9 or newer, this is 8\.0\. Fix: set FP8=none\.$"):
+        fp8.check_fp8_kernels("triton", "cuda")
+    monkeypatch.setattr(fp8.torch.cuda, "get_device_capability", lambda device: (8, 9))
+    fp8.check_fp8_kernels("triton", "cuda")
+
+
+# The self-test at the start of a run
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("gathers", [True, False])
+def test_the_self_test_compares_what_runs(gathers, monkeypatch):
+    sizes = Sizes(BF16, 40, 24, 3, gathers=gathers, adds=not gathers, fp8=True)
+    checks = list(check_kernels("experts", sizes, torch.device("cpu")))
+    assert [check.problem for check in checks] == [""] * len(checks)
+    assert sum("FP8" in check.shape for check in checks) == 7
+    monkeypatch.setattr(
+        products, "quantize_columns", lambda *args: [0 * x for x in products.quantize_columns_torch(*args)]
+    )
+    problems = [
+        check.kernel for check in check_kernels("experts", sizes, torch.device("cpu")) if check.problem
+    ]
+    assert problems == ["weight_grad"] * 2
+
+
+# The layer on several ranks
+
+
+def layer_results(x_TD, dy_TD, **groups):
+    """Output and gradients of a tiny layer in FP8."""
+    layer = tiny_layer(backend="triton", dtype=torch.float32, **groups)
+    layer.experts.fp8 = True
+    x_TD = x_TD.float().requires_grad_()
+    y_TD, _ = layer(x_TD)
+    (y_TD * dy_TD.float()).sum().backward()
+    experts = layer.experts
+    return [y_TD.detach(), x_TD.grad, experts.weight1.grad, experts.weight2.grad]
+
+
+def on_ranks(tokens, seeds) -> list[float]:
+    """Each rank has tokens of its own; the errors against one rank with all of them, in FP8, too."""
+    groups, rank = make_groups(2, 1), dist.get_rank()
+    inputs = [
+        (pushed_tokens(tokens, seed=seed), random(len(tokens), HIDDEN, seed=seed + 10)) for seed in seeds
+    ]
+    parts = layer_results(*inputs[rank], **groups)
+    y_TD, dx_TD, *dweights = layer_results(*(torch.cat(both) for both in zip(*inputs, strict=True)))
+    mine = slice(rank * len(tokens), (rank + 1) * len(tokens))
+    expected = [cut(gradient, 1, groups["ep_group"], None) for gradient in dweights]
+    return errors(parts, [y_TD[mine], dx_TD[mine], *expected])
+
+
+def test_experts_over_two_ranks_equal_one_rank():
+    tokens = [[t % 4, (t + 1) % 4] for t in range(40)]
+    for found in run_on_ranks(2, on_ranks, tokens, (20, 21)):
+        assert max(found) < 1e-5, found
+
+
+# Whole runs
+
+
+@pytest.mark.slow
+def test_a_training_falls_like_one_in_bf16(script_runs):
+    """Settings, model, optimizer and the layer at once."""
+    common = {"EXPERT_BACKEND": "triton", "DTYPE": "bf16", "TRAIN_ITERS": 60, "DECAY_ITERS": 60, "LR": 0.003}
+    curves = {
+        name: script_runs.succeed(name, **common, **settings).curve("lm_loss")
+        for name, settings in (("bf16", {}), ("fp8", {"FP8": "e4m3", "FP8_RECIPE": "blockwise"}))
+    }
+    print({name: (curve[0], curve[-1]) for name, curve in curves.items()})
+    last = {name: sum(curve[-10:]) / 10 for name, curve in curves.items()}
+    assert last["bf16"] < curves["bf16"][0] - 1
+    assert curves["fp8"] != curves["bf16"]
+    assert last["fp8"] == pytest.approx(last["bf16"], rel=0.01)

@@ -1,0 +1,226 @@
+"""The kernels in FP8: quantization to the bit, products against their twins, and both against float64."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from helpers.layers.backward_cases import DEVICE, SPARE_ROWS, drawn, error, offsets_of, tokens_of_rows
+from helpers.layers.backward_cases import rows as rows_of
+from helpers.layers.compiled import compiled, on_gpu
+from helpers.layers.kernel_device import needs_kernels, poisoned  # noqa: F401
+from moe_exp.layers.kernels.fp8 import products
+from moe_exp.layers.kernels.fp8.block_matmul import block_matmul
+from moe_exp.layers.kernels.fp8.block_weight_grad import block_weight_grad
+from moe_exp.layers.kernels.fp8.quantize import (
+    E4M3,
+    quantize_blocks,
+    quantize_blocks_torch,
+    quantize_columns,
+    quantize_columns_torch,
+    quantize_rows,
+    quantize_rows_torch,
+)
+
+COUNTS = (0, 5, 131, 1, 0)  # two blocks of 128 rows, and the other experts around them
+ROUNDING = 2**-4  # of a value in e4m3, relative
+INT, FP32 = torch.int32, torch.float32
+
+
+def spread(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Values of very different sizes, many below the smallest that e4m3 has beside the largest."""
+    return (drawn(*shape, dtype=FP32, seed=seed) * drawn(*shape, dtype=FP32, seed=seed + 1).mul(3).exp()).to(
+        dtype
+    )
+
+
+def assert_same_bits(actual, expected, num_blocks=None):
+    for one, other in zip(actual, expected, strict=True):
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        integer = torch.uint8 if one.dtype == E4M3 else torch.int32
+        assert torch.equal(one[:num_blocks].view(integer), other[:num_blocks].view(integer))
+
+
+# Quantization
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("num_rows", "width", "dtype"), [(70, 200, FP32), (33, 128, torch.bfloat16), (1, 7, FP32)]
+)
+def test_rows_to_the_bit(num_rows, width, dtype):
+    x = spread(num_rows, width, seed=1, dtype=dtype)
+    x[0] = 0
+    assert_same_bits(quantize_rows(x), quantize_rows_torch(x))
+    index_R = tokens_of_rows(41, num_rows, seed=2)  # with padding
+    assert_same_bits(quantize_rows(x, index_R), quantize_rows_torch(x, index_R))
+
+
+@needs_kernels
+def test_blocks_to_the_bit_also_of_a_transposed_matrix():
+    w_LOI = spread(2, 130, 70, seed=1)
+    assert_same_bits(quantize_blocks(w_LOI), quantize_blocks_torch(w_LOI))
+    transposed = [x.transpose(1, 2) for x in quantize_blocks(w_LOI.transpose(1, 2))]
+    assert_same_bits([x.contiguous() for x in transposed], quantize_blocks(w_LOI))
+
+
+@needs_kernels
+@pytest.mark.parametrize("gathers", [False, True])
+def test_columns_to_the_bit(gathers):
+    num_rows = sum(COUNTS) + SPARE_ROWS
+    x = spread(19 if gathers else num_rows, 70, seed=1)
+    index_R = tokens_of_rows(num_rows, 19, seed=2) if gathers else None
+    if not gathers:
+        x[sum(COUNTS) :] = float("nan")
+    args = x, offsets_of(COUNTS), index_R
+    assert_same_bits(quantize_columns(*args), quantize_columns_torch(*args), num_blocks=4)
+
+
+def test_values_are_within_a_rounding_and_the_largest_is_the_largest_of_e4m3():
+    x = spread(9, 300, seed=3)
+    x[4] = 0
+    q_RD, scale_RC = quantize_rows_torch(x)
+    scale_RD = scale_RC.repeat_interleave(128, dim=1)[:, :300]
+    limit = torch.maximum(ROUNDING * x.abs(), 2**-10 * scale_RD)  # half of the smallest step
+    assert ((q_RD.float() * scale_RD - x).abs() <= limit * (1 + 1e-6)).all()
+    assert not q_RD[4].float().any()
+    largest = q_RD.float().abs()[:, :256].unflatten(1, (2, 128)).amax(2)
+    assert (largest[x[:, :256].unflatten(1, (2, 128)).abs().amax(2) > 0] == 448).all()
+
+
+def test_blocks_do_not_share_scales():
+    """A row of small values beside one of large ones, an expert beside the next, keep their digits."""
+    x = drawn(128 + 3, 256, dtype=FP32, seed=1)
+    x[0] *= 1e6
+    x[:, :128] *= 1e-6
+    q_RD, scale_RC = quantize_rows_torch(x)
+    back = q_RD.float() * scale_RC.repeat_interleave(128, dim=1)
+    assert ((back - x).norm(dim=1) < 0.04 * x.norm(dim=1)).all()
+    assert error(back[:, :128], x[:, :128]) < 0.04
+    q_BMR, scale_BM = quantize_columns_torch(x, offsets_of((1, 130)))
+    assert error((q_BMR[1].float() * scale_BM[1, :, None]).t(), x[1:129]) < 0.04
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_stays_so(value):
+    x = torch.ones(2, 130)
+    x[0, 3] = value
+    q_RD, scale_RC = quantize_rows_torch(x)
+    back = q_RD.float() * scale_RC.repeat_interleave(128, dim=1)[:, :130]
+    assert not back[0, 3].isfinite() and back[1].isfinite().all()
+
+
+# Products
+
+
+def product_args(width, depth, *, dtype=FP32, bias=False, transposed=False):
+    num_rows = sum(COUNTS) + SPARE_ROWS
+    x = drawn(num_rows, depth, dtype=dtype, seed=1)
+    x[sum(COUNTS) :] = 1e30
+    w = drawn(len(COUNTS), width, depth, dtype=dtype, seed=2).transpose(1, 2)
+    of_bias = (drawn(len(COUNTS), width, dtype=dtype, seed=3), drawn(num_rows, dtype=FP32, seed=4))
+    return x, w.contiguous() if transposed else w, offsets_of(COUNTS), *(of_bias if bias else ())
+
+
+@needs_kernels
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(
+    ("width", "depth", "options"),
+    [(150, 200, {}), (130, 128, {"bias": True}), (7, 5, {"transposed": True})],
+)
+def test_grouped_matmul_against_its_twin(width, depth, options):
+    args, last = product_args(width, depth, **options), sum(COUNTS)
+    expected = products.grouped_matmul_torch(*args)[:last]
+    assert error(products.grouped_matmul(*args)[:last], expected) < 1e-5
+
+
+@needs_kernels
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("sizes", "dtype"), [((40, 150), FP32), ((130, 3), torch.bfloat16)])
+def test_weight_grad_against_its_twin(sizes, dtype):
+    num_rows = sum(COUNTS) + SPARE_ROWS
+    a, b = drawn(num_rows, sizes[0], dtype=dtype, seed=1), drawn(19, sizes[1], dtype=dtype, seed=2)
+    a[sum(COUNTS) :] = float("nan")
+    args, options = (a, b, offsets_of(COUNTS)), {"b_index_R": tokens_of_rows(num_rows, 18, seed=3)}
+    dw_LMN = products.weight_grad(*args, **options)
+    assert dw_LMN.dtype == dtype and not dw_LMN[[0, 4]].any()
+    assert error(dw_LMN, products.weight_grad_torch(*args, **options)) < (1e-5 if dtype == FP32 else 1e-2)
+    before = drawn(*dw_LMN.shape, dtype=FP32, seed=5)
+    main_grad, expected = before.clone(), before.clone()
+    assert products.weight_grad(*args, **options, out=main_grad) is main_grad
+    assert error(main_grad, products.weight_grad_torch(*args, **options, out=expected)) < 1e-5
+    assert torch.equal(main_grad[[0, 4]], before[[0, 4]])  # experts without rows
+
+
+def test_products_against_float64():
+    """Every product of two roundings is off by at most 2 * 2^-4 + 2^-8 of itself, what is small by steps."""
+    x, w, offsets_L1 = product_args(150, 200)
+    last, bound = sum(COUNTS), 2 * ROUNDING + ROUNDING**2 + 1e-3
+    expert_R = torch.arange(len(COUNTS), device=DEVICE).repeat_interleave(torch.tensor(COUNTS, device=DEVICE))
+    exact, sizes = (
+        torch.einsum("ri,rio->ro", one[:last].double(), two[expert_R].double())
+        for one, two in ((x, w), (x.abs(), w.abs()))
+    )
+    y_RO = products.grouped_matmul_torch(x, w, offsets_L1)[:last]
+    assert ((y_RO - exact).abs() <= bound * sizes).all()
+    assert 0.02 < error(y_RO, exact) < 0.05  # the roundings of two operands, so not of one, nor of bf16
+    a = drawn(last + SPARE_ROWS, 40, dtype=FP32, seed=4)
+    dw_LMN = products.weight_grad_torch(a, x, offsets_L1)
+    ends = offsets_L1.tolist()
+    exact = torch.stack(
+        [rows_of(a, None)[i:j].t() @ rows_of(x, None)[i:j] for i, j in itertools.pairwise(ends)]
+    )
+    assert 0.02 < error(dw_LMN, exact) < 0.05
+
+
+# Compiled for GPUs that are not there
+
+
+def products_in_e4m3(rows: int = 4096, dim: int = 1024, width: int = 1024, experts: int = 64) -> None:
+    """Both kernels with products, on operands that are quantized already."""
+    offsets_L1, blocks = on_gpu(experts + 1, dtype=INT), rows // 128 + experts
+    x = on_gpu(rows, dim, dtype=E4M3), on_gpu(rows, dim // 128, dtype=FP32)
+    w = on_gpu(experts, width, dim, dtype=E4M3), on_gpu(experts, width // 128, dim // 128, dtype=FP32)
+    block_matmul(*x, *w, offsets_L1, torch.bfloat16)
+    sides = [
+        x
+        for size in (dim, width)
+        for x in (on_gpu(blocks, size, 128, dtype=E4M3), on_gpu(blocks, size, dtype=FP32))
+    ]
+    block_weight_grad(on_gpu(experts, dim, width, dtype=FP32), *sides, offsets_L1, True)
+
+
+def layer_in_e4m3() -> None:
+    tokens, rows, dim, ffn, experts = 1024, 4096, 1024, 512, 64
+    offsets_L1, token_R = on_gpu(experts + 1, dtype=INT), on_gpu(rows, dtype=INT)
+    weight1 = on_gpu(experts, 2 * ffn, dim)
+    products.grouped_matmul(on_gpu(tokens, dim), weight1.transpose(1, 2), offsets_L1, index_R=token_R)
+    products.grouped_matmul(on_gpu(rows, 2 * ffn), weight1, offsets_L1)
+    products.weight_grad(on_gpu(rows, 2 * ffn), on_gpu(tokens, dim), offsets_L1, b_index_R=token_R)
+
+
+@needs_kernels
+def test_hopper_multiplies_e4m3():
+    kernels = compiled(products_in_e4m3, 90)
+    assert [kernel.name for kernel in kernels] == ["block_matmul", "block_weight_grad"]
+    for kernel in kernels:
+        assert "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3" in kernel.ptx
+        assert kernel.instructions["cp.async"] > 0 and kernel.instructions["atomic"] == 0
+        assert kernel.stack_bytes == 0 and kernel.shared_bytes <= 99 * 1024  # those of sm_89, too
+
+
+@pytest.mark.slow
+@needs_kernels
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_every_kernel_is_compiled_without_spills(capability):
+    kernels = compiled(layer_in_e4m3, capability)
+    assert [kernel.function for kernel in kernels].count("block_matmul_kernel") == 2
+    for kernel in kernels:
+        assert kernel.stack_bytes == 0 and kernel.shared_bytes <= 99 * 1024, kernel
+    of_products = [kernel for kernel in kernels if kernel.name.startswith("block_")]
+    assert len(of_products) == 3
+    assert all(
+        sum(kernel.instructions[kind] for kind in ("mma", "wgmma", "tcgen05")) for kernel in of_products
+    )
