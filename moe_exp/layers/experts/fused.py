@@ -112,9 +112,8 @@ class _Experts(torch.autograd.Function):
         x, weights_R, token_R = x.contiguous(), weights.reshape(-1).float().contiguous(), None
         if slot_R is not None:
             token_R, weights_R = slot_R // weights.size(1), weights_R.index_select(0, slot_R)
-        up, product = up_projection, grouped_matmul
-        if fp8:
-            up, product = in_fp8.up_projection, in_fp8.grouped_matmul
+        up: Any = in_fp8.up_projection if fp8 else up_projection
+        product: Any = in_fp8.grouped_matmul if fp8 else grouped_matmul
         hidden_RW, active_RF = up(
             x,
             weight1_LWD,
@@ -144,9 +143,9 @@ class _Experts(torch.autograd.Function):
         x, weights_R, weight1_LWD, weight2_LDF, bias2_LD, *places, hidden_RW = ctx.saved_tensors
         offsets_L1, token_R, row_TK = places
         dy = grads[0].contiguous()
-        back, product, sums = activation_grad, grouped_matmul, weight_grad
-        if ctx.fp8:
-            back, product, sums = in_fp8.activation_grad, in_fp8.grouped_matmul, in_fp8.weight_grad
+        back: Any = in_fp8.activation_grad if ctx.fp8 else activation_grad
+        product: Any = in_fp8.grouped_matmul if ctx.fp8 else grouped_matmul
+        sums: Any = in_fp8.weight_grad if ctx.fp8 else weight_grad
         dhidden_RW, weighted_RF, dweights_R = back(
             dy,
             weight2_LDF,
@@ -203,7 +202,7 @@ def _weight_gradient(
     main_grad = getattr(parameter, "main_grad", None)
     # Megatron-FSDP creates its buffer on access and does not want the old values.
     if main_grad is None or hasattr(parameter, "__fsdp_param__"):
-        return sums(a, b, offsets_L1, **indices)  # type: ignore[no-any-return]
+        return sums(a, b, offsets_L1, **indices)
     sums(a, b, offsets_L1, **indices, out=main_grad)
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None

@@ -113,7 +113,7 @@ def _columns_kernel(
 
 
 def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
-    """Upper limit of the blocks of 128 rows of one expert, known without a look at the device."""
+    """Upper limit of the blocks of 128 rows of one expert, from what the host knows."""
     return num_rows // BLOCK + num_experts
 
 
