@@ -38,7 +38,7 @@ if tl is not None:
 
 @jit
 def scale_of(values, AXIS: tl.constexpr):
-    """Scales of blocks along an axis, without NaN, which stays NaN whatever it is divided by."""
+    """Scales of blocks along an axis; NaN does not count."""
     largest = tl.max(tl.where(values == values, tl.abs(values), 0.0), AXIS)
     return tl.div_rn(tl.maximum(largest, _LEAST), tl.full(largest.shape, _LARGEST, tl.float32))
 
@@ -119,7 +119,8 @@ def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
 
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks in the last dimension: values in e4m3, and their scales without that dimension."""
-    scale = x.abs().amax(dim=-1).clamp(min=LEAST) / LARGEST
+    magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN stays NaN whatever it is divided by
+    scale = magnitude.amax(dim=-1).clamp(min=LEAST) / LARGEST
     return (x / scale.unsqueeze(-1)).to(E4M3), scale
 
 
