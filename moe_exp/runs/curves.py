@@ -31,7 +31,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     from matplotlib.figure import Figure
 
     title = _wrapped(title)
-    # Margins by hand: a layout that looks for them takes as long as the drawing.
+    # Fixed margins: a layout that looks for them takes as long as the drawing.
     figure = Figure(figsize=(8, 4.8), dpi=150)
     figure.subplots_adjust(left=0.09, right=0.92, bottom=0.11, top=0.88 - 0.029 * title.count("\n"))
     FigureCanvasAgg(figure)
