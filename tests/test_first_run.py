@@ -7,6 +7,7 @@ import json
 import math
 import re
 import statistics
+from pathlib import Path
 
 import pytest
 import yaml
@@ -42,9 +43,15 @@ NUMBERS = re.compile(r"(?<![\w.])\d+(?:\.\d+)?")
 def first_run(session_runs: Runs) -> EndedRun:
     """PRESET=cpu as it is, only shorter."""
     short = {"TRAIN_ITERS": 10, "LOG_INTERVAL": 2, "EVAL_INTERVAL": 5, "EVAL_ITERS": 2, "SAVE_INTERVAL": 5}
+    temporary = _temporary(session_runs)
+    temporary.mkdir()
     return dataclasses.replace(session_runs, by_script=True).succeed(
-        "first", tiny=False, PRESET="cpu", WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, **short
+        "first", tiny=False, PRESET="cpu", WANDB_API_KEY=SECRET, HF_TOKEN=SECRET, TMPDIR=temporary, **short
     )
+
+
+def _temporary(runs: Runs) -> Path:
+    return runs.run_dir.with_name("temporary")
 
 
 def test_loss_falls(first_run):
@@ -54,6 +61,11 @@ def test_loss_falls(first_run):
     valid = [record["lm_loss"] for record in first_run.records("valid")]
     assert valid[1] < valid[0] < losses[0]
     assert valid[1] == pytest.approx(losses[-1], abs=0.6)
+
+
+def test_nothing_is_left_in_the_folder_of_temporary_files(first_run, session_runs):
+    names = {path.name for path in _temporary(session_runs).iterdir()}
+    assert {name for name in names if not name.startswith("torchinductor_")} == set()  # torch's cache
 
 
 def test_run_folder_has_what_the_design_lists(first_run):

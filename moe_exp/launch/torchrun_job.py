@@ -130,7 +130,8 @@ def run_job(
 
     with signals_handled(receive), orphans_adopted(), tempfile.TemporaryDirectory() as folder:
         code_file = Path(folder) / "exit_code"
-        environ = {**environ, EXIT_CODE_FILE: str(code_file)}
+        # torchrun would leave a folder of its own for its error files in that for temporary files
+        environ = {"PET_LOG_DIR": folder, **environ, EXIT_CODE_FILE: str(code_file)}
         with signals_blocked():  # signals during its imports wait until it can pass them on
             agent = subprocess.Popen(command, env=environ, start_new_session=True, preexec_fn=end_with_parent)
         stillness = _Stillness(alive_file(str(code_file)))
