@@ -34,24 +34,20 @@ def grouped_matmul(
     weights_R: Tensor | None = None,
     *,
     index_R: Tensor | None = None,
+    twin: bool = False,
 ) -> Tensor:
-    """`kernels.grouped_matmul` in FP8, [R, O]; `index_R`: row of `x` for each row, see `quantize_rows`."""
-    operands = *quantize_rows(x, index_R), *quantize_blocks(w_LIO.transpose(1, 2))
-    return block_matmul(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
+    """`kernels.grouped_matmul` in FP8, [R, O]; `index_R`: row of `x` for each row, see `quantize_rows`.
+
+    `twin` is for plain torch instead of the kernels.
+    """
+    rows, blocks, matmul = quantize_rows, quantize_blocks, block_matmul
+    if twin:
+        rows, blocks, matmul = quantize_rows_torch, quantize_blocks_torch, block_matmul_torch
+    operands = *rows(x, index_R), *blocks(w_LIO.transpose(1, 2))
+    return matmul(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
 
 
-def grouped_matmul_torch(
-    x: Tensor,
-    w_LIO: Tensor,
-    offsets_L1: Tensor,
-    bias_LO: Tensor | None = None,
-    weights_R: Tensor | None = None,
-    *,
-    index_R: Tensor | None = None,
-) -> Tensor:
-    """Plain-torch twin of `grouped_matmul`."""
-    operands = *quantize_rows_torch(x, index_R), *quantize_blocks_torch(w_LIO.transpose(1, 2))
-    return block_matmul_torch(*operands, offsets_L1, x.dtype, bias_LO, weights_R)
+grouped_matmul_torch = partial(grouped_matmul, twin=True)
 
 
 def up_projection(
@@ -117,26 +113,16 @@ def weight_grad(
     a_index_R: Tensor | None = None,
     b_index_R: Tensor | None = None,
     out: Tensor | None = None,
+    twin: bool = False,
 ) -> Tensor:
-    """`kernels.weight_grad` in FP8."""
+    """`kernels.weight_grad` in FP8; `twin` as in `grouped_matmul`."""
+    columns, product = quantize_columns, block_weight_grad
+    if twin:
+        columns, product = quantize_columns_torch, block_weight_grad_torch
     dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)) if out is None else out
-    operands = *quantize_columns(a, offsets_L1, a_index_R), *quantize_columns(b, offsets_L1, b_index_R)
-    block_weight_grad(dw_LMN, *operands, offsets_L1, out is not None)
+    operands = *columns(a, offsets_L1, a_index_R), *columns(b, offsets_L1, b_index_R)
+    product(dw_LMN, *operands, offsets_L1, out is not None)
     return dw_LMN
 
 
-def weight_grad_torch(
-    a: Tensor,
-    b: Tensor,
-    offsets_L1: Tensor,
-    *,
-    a_index_R: Tensor | None = None,
-    b_index_R: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Plain-torch twin of `weight_grad`."""
-    dw_LMN = a.new_empty(offsets_L1.size(0) - 1, a.size(1), b.size(1)) if out is None else out
-    of_a = quantize_columns_torch(a, offsets_L1, a_index_R)
-    of_b = quantize_columns_torch(b, offsets_L1, b_index_R)
-    block_weight_grad_torch(dw_LMN, *of_a, *of_b, offsets_L1, out is not None)
-    return dw_LMN
+weight_grad_torch = partial(weight_grad, twin=True)
