@@ -18,6 +18,7 @@ import hypothesis
 import pytest
 import torch
 
+from helpers.forked_workers import fork_workers
 from helpers.ranks import have_fork_server, share_fork_server
 from helpers.servers.s3 import BUCKET, S3Server, s3_server
 from helpers.whole_runs import Runs
@@ -76,6 +77,7 @@ def pytest_configure(config: pytest.Config) -> None:
         have_fork_server()  # before a pool of the package starts one
     elif config.getoption("numprocesses", 0):
         share_fork_server()
+        fork_workers()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
