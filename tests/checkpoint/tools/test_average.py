@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import ROOT
 from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, common_state, drawn_state, write_checkpoint
+from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
@@ -230,20 +229,17 @@ def test_checkpoints_of_two_models(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
-PEAK = """
-import sys
-from pathlib import Path
-import torch
-from moe_exp.checkpoint.tools.average import average
-from moe_exp.checkpoint.tools.layouts import Layout
-def peak_kb():
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
-sources = [Path(path) for path in sys.argv[2:]]
-average(sources[:1], Path(sys.argv[1]), Layout(), [1.0])  # small: what everything else takes
-before = peak_kb()
-average(sources[1:], Path(sys.argv[1] + "2"), Layout(), [1 / len(sources[1:])] * len(sources[1:]))
-print(peak_kb() - before)
-"""
+def peak_of_average(folder: Path, sources: list[Path]) -> int:
+    """Bytes that averaging `sources[1:]` takes at most, above what everything else takes."""
+
+    def peak_kb() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+
+    average(sources[:1], folder / "mean of one", ONE, [1.0])
+    before = peak_kb()
+    average(sources[1:], folder / "mean", ONE, [1 / len(sources[1:])] * len(sources[1:]))
+    return 1024 * (peak_kb() - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -257,10 +253,8 @@ def test_the_memory_is_about_one_tensor_per_checkpoint(number, tmp_path):
                 writer.add_tensor(f"decoder.layers.{layer}.mlp.router.weight", torch.rand(4, 64))
             writer.add_tensor("embedding.word_embeddings.weight", torch.rand(num_bytes // 256, 64))
             writer.finish(common_state(1))
-    command = [sys.executable, "-c", PEAK, tmp_path / "out", *sources]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert 0.9 * number * num_bytes < 1024 * int(done.stdout) < 1.3 * number * num_bytes
+    (peak,) = run_on_ranks(1, peak_of_average, tmp_path, sources, join=False)
+    assert 0.9 * number * num_bytes < peak < 1.3 * number * num_bytes
 
 
 @pytest.mark.slow
