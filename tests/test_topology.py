@@ -162,7 +162,7 @@ def dropped(run: EndedRun) -> list[list[float]]:
 def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, record_property):
     expected = reference(kind, layout.num_layers)
     settings = {**settings_of(kind), **layout.settings, "NUM_LAYERS": layout.num_layers}
-    iterations = 6 if (kind, num_ranks, layout) in SHORT_LIST else 12
+    iterations = 4 if (kind, num_ranks, layout) in SHORT_LIST else 12
     run = runs.succeed("run", GPUS_PER_NODE=num_ranks, TRAIN_ITERS=iterations, **settings)
     assert run.curve("iteration") == list(range(1, iterations + 1))
     names = [name for name in TOLERANCES if expected.curve(name)[0] is not None]

@@ -165,6 +165,7 @@ def test_muon_takes_the_matrices_and_adam_the_rest(tmp_path):
         "dtype": "bf16",
     }
     settings |= {"shared_expert_size": 16, "first_k_dense": 1, "add_bias_linear": False, "qkv_bias": True}
+    settings["mbsz"] = 8
     (steps,) = run_legs([Leg(settings, steps=STEPS, saves={0: tmp_path / "checkpoints"})])
     assert steps[-1].lm_loss < steps[0].lm_loss - 0.2
     keys = CheckpointReader(tmp_path / "checkpoints" / "iter_0000000").tensors
@@ -275,7 +276,7 @@ def changed_optimizer(
 
 
 def test_another_optimizer_takes_the_weights_and_begins_at_step_zero(tmp_path):
-    settings: dict[str, Any] = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1}
+    settings: dict[str, Any] = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "mbsz": 8}
     run_legs([Leg(settings, steps=SAVED, saves={SAVED: tmp_path / "adam"})])
     changed = settings | SGD | {"allow_other_optimizer": True}
     found = run_on_ranks(

@@ -93,7 +93,11 @@ def test_a_step_brings_the_largest_logit_to_the_limit(tmp_path):
 
 
 def _legs(num_ranks: int, layouts: list[dict[str, Any]], **settings: Any) -> list[Any]:
-    common = BASE | settings | {"optimizer": "muon", "lr": 5e-3, "min_lr": 0.0, "gpus_per_node": num_ranks}
+    common = (
+        BASE
+        | settings
+        | {"optimizer": "muon", "lr": 5e-3, "min_lr": 0.0, "mbsz": 4, "gpus_per_node": num_ranks}
+    )
     return run_legs([Leg(common | layout, steps=4) for layout in layouts])
 
 
