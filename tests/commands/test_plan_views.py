@@ -10,7 +10,7 @@ from moe_exp.config import Config
 
 LAYOUT = {"gpus": 32, "tp": 1, "pp": 4, "ep": 8, "mbsz": 1, "gbsz": 64}
 RUN = ["--preset=qwen3-30b-a3b", "--gpu=H100", *(f"--{name}={value}" for name, value in LAYOUT.items())]
-MODEL = ["--preset=qwen3-30b-a3b", "--gpus=16", "--gbsz=256"]
+MODEL = ["--preset=qwen3-30b-a3b", "--gpus=8", "--gbsz=256"]
 
 
 @pytest.fixture

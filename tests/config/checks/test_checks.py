@@ -51,7 +51,7 @@ def test_presets_have_no_problems(preset, ranks):
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_accepted_layouts_divide_evenly(data):
     def size(*sizes):
         return data.draw(st.sampled_from(sizes))

@@ -67,6 +67,8 @@ WORLDS: dict[str, dict[str, Any]] = {
     "dense 1024": DENSE_GPT
     | {"nnodes": 128, "tp": 8, "pp": 16, "vpp": 2, "first_stage_layers": 4, "last_stage_layers": 8},
 }
+# What they have, "mixtral 1024", "deepseek 1024", worlds of 64 or the drawn layouts have too.
+SLOW = ("olmoe 1024", "qwen3 1024", "dense 1024")
 WHOLE: dict[str, dict[str, Any]] = {name: {"preset": name, "nnodes": 1} for name in PRESETS} | {
     "dense": DENSE_GPT
 }
@@ -86,20 +88,22 @@ def of_every_stage(config: Config) -> list[int]:
 @pytest.fixture(scope="module")
 def built() -> Callable[[str], list[BuiltRank]]:
     """Ranks of the worlds and whole models by name: the first, a middle and the last; in worlds of 64 then
-    the first of every stage.
+    the first of every stage. Worlds of the slow tests are built when one of these asks.
     """
 
     @cache
-    def everything() -> dict[str, list[BuiltRank]]:
+    def everything(slow: bool) -> dict[str, list[BuiltRank]]:
         worlds = {}
         for name, given_here in (WORLDS | WHOLE).items():
+            if (name in SLOW) != slow:
+                continue
             config = load_config(of(given_here), {})
             last = config.world_size - 1
             ranks = ([0, (last + 1) // 2, last] if config.pp > 1 else [0, last]) if last else [0]
             worlds[name] = (of(given_here), ranks + (of_every_stage(config) if last == 63 else []))
         return dict(zip(worlds, built_ranks(list(worlds.values())), strict=True))
 
-    return lambda name: everything()[name]
+    return lambda name: everything(name in SLOW)[name]
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -114,7 +118,9 @@ def test_whole_model_of_published_size(name, built):
     assert count.active_per_token == rank.dense + chosen
 
 
-@pytest.mark.parametrize("name", WORLDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in WORLDS]
+)
 def test_ranks_of_large_worlds(name, built):
     config = load_config(of(WORLDS[name]), {})
     assert check_config(config) == []

@@ -84,7 +84,7 @@ def all_layouts(config, space):
 @pytest.mark.parametrize(
     ("gibibytes", "settings"),
     [
-        (80, {}),
+        pytest.param(80, {}, marks=pytest.mark.slow),
         (5.5, {"seq_len": 4096}),
         pytest.param(4.5, {"seq_len": 4096, "topk": 2}, marks=pytest.mark.slow),
     ],
