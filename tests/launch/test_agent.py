@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,7 +103,10 @@ def run_agent(arguments: list[str], environ: dict[str, str], errors: Path, first
     """In a process of its own, as `python -m moe_exp.launch.agent` does."""
     become_program(environ, errors)
     launch_agent._FIRST_DELAY_SECONDS = first_delay
-    sys.exit(launch_agent.main(arguments))
+    code = launch_agent.main(arguments)
+    with suppress(OSError):  # as at the end of a program, but not of a fork: the disk may be full
+        sys.stderr.flush()
+    os._exit(code)
 
 
 class Nodes:
