@@ -21,6 +21,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -84,7 +85,7 @@ class ReadAhead:
     ):
         self._samples, self._starts = samples, starts
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._batches: Iterator[torch.Tensor] | None = None
+        self._batches: Any = None  # DataLoader's iterator
         self._expected: Iterator[tuple[int, int]] = iter(())
         self._next: tuple[int, int] | None = None
 
@@ -118,7 +119,6 @@ class ReadAhead:
             if next(self._starts(first)) != (first, count):
                 return self._samples.batch(first, count)
             self._start(first)
-        assert self._batches is not None
         try:
             tokens = next(self._batches)
         except RuntimeError as error:
@@ -154,7 +154,10 @@ class ReadAhead:
 
     def close(self) -> None:
         """Ends the processes; a later batch starts new ones."""
-        # DataLoader ends them when the iterator goes, which nothing else refers to.
+        # Not left to the end of the iterator, which an error may refer to: a process that is forked later
+        # would collect it, and wait for ever if a worker was killed while it held the lock.
+        if self._batches is not None:
+            self._batches._shutdown_workers()
         self._batches = None
         self._next = None
         atexit.unregister(self.close)

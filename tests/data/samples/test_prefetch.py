@@ -160,10 +160,11 @@ def test_reading_ahead_of_the_last_sample(prefix, tmp_path):
 def test_close_leaves_no_process(samples):
     reader = read_ahead(samples)
     reader.batch(0, 4)
-    pids = worker_pids(reader)
+    pids, kept = worker_pids(reader), reader._batches  # as the traceback of an error keeps it
     assert len(pids) == 2
     reader.close()
     wait_until_gone(pids, timeout=10)
+    del kept
     reader.close()
 
 
