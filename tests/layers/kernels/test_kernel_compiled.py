@@ -318,14 +318,17 @@ def test_both_operands_of_the_weight_gradient_are_pipelined_on_ampere() -> None:
 @pytest.mark.parametrize("launch", [*GEMMS, *OTHERS, *VARIANTS], ids=name_of)
 def test_all_configs(launch: Callable[[], None], capability: int) -> None:
     """Every config compiles, the first fits and spills four registers at most; of the others enough fit for
-    the autotuner to choose.
+    the autotuner to choose. A limit of registers, for two programs of 8 warps, is too low for sm_120, where
+    no second program fits either; the autotuner has others.
     """
     num_fitting = 0
     for config in range(num_configs(launch, capability)):
         for kernel in compiled(launch, capability, config):
             is_gemm = any(kernel.instructions[kind] for kind in TENSOR_CORES.values())
             if config == 0 or kernel.shared_bytes <= SHARED_LIMIT[capability]:
-                check(kernel, capability, is_gemm=is_gemm, spilled_bytes=256 if config else 16)
+                is_limited = capability == 120 and "maxnreg" in kernel.config
+                spilled_bytes = 400 if is_limited else 256 if config else 16
+                check(kernel, capability, is_gemm=is_gemm, spilled_bytes=spilled_bytes)
                 num_fitting += is_gemm
     assert num_fitting >= 2 or launch in OTHERS
 
