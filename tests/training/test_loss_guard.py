@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "1 rank": {"async_save": True, "ema_decay": 0.9},
     "EP=2": {"gpus_per_node": 2, "ep": 2, "ema_decay": 0.9},
 }
-CORRUPT = 61  # iteration
+CORRUPT = 71  # iteration, when the fall at the start no longer fills the window of the spread
 
 
 def corrupted_corpus(folder: Path, *iterations: int) -> list[list[int]]:
@@ -80,7 +80,7 @@ def test_log_names_the_batch(tmp_path):
     assert (spike["iteration"], spike["first_iteration"], spike["samples"]) == (
         CORRUPT,
         CORRUPT,
-        [[60 * GBSZ, 61 * GBSZ]],
+        [[(CORRUPT - 1) * GBSZ, CORRUPT * GBSZ]],
     )
     assert set(documents) <= set(spike["documents"][str(tmp_path / "tokens")])
     assert spike["loss"] > 5 > 1 > spike["loss_level"]
@@ -131,20 +131,20 @@ def test_rollback_is_the_run_without_the_batch(layout, tmp_path):
 
 @pytest.mark.slow
 def test_the_last_rollback_ends_the_run(tmp_path):
-    corrupted_corpus(tmp_path, 61, 71)
+    corrupted_corpus(tmp_path, 71, 81)
     settings = spiking_settings(
-        tmp_path, "run", train_iters=80, save_interval=20, spike_action="rollback", max_rollbacks=1
+        tmp_path, "run", train_iters=90, save_interval=20, spike_action="rollback", max_rollbacks=1
     )
     assert start(settings)[0] == START_AGAIN
     code, printed = start(settings)
     assert code == FAILED
     # Two batches are skipped, so that the second comes two iterations earlier; what was skipped is counted by
     # samples of the stream.
-    assert "moe-exp: MAX_ROLLBACKS=1: there is another spike at iteration 69 after 1 rollbacks" in printed
+    assert "moe-exp: MAX_ROLLBACKS=1: there is another spike at iteration 79 after 1 rollbacks" in printed
     (refused,) = events(tmp_path / "run", "no_rollback")
     assert refused["back_to"] == 60
     _, second = events(tmp_path / "run", "spike")
-    assert second["samples"] == [[70 * GBSZ, 71 * GBSZ]]
+    assert second["samples"] == [[80 * GBSZ, 81 * GBSZ]]
     assert len(json.loads((tmp_path / "run" / "skipped_samples.json").read_text())["rollbacks"]) == 1
     # With another one, the two are skipped together.
     assert start(settings | {"max_rollbacks": 2})[0] == START_AGAIN
@@ -160,7 +160,7 @@ def test_the_last_rollback_ends_the_run(tmp_path):
 
 
 def run_without_two(settings: dict[str, Any], port: int) -> None:
-    """On a rank: a run in whose order neither the samples of iterations 60 and 61 nor those of 70 and 71 ever
+    """On a rank: a run in whose order neither the samples of iterations 70 and 71 nor those of 80 and 81 ever
     were.
     """
     import os
@@ -168,7 +168,7 @@ def run_without_two(settings: dict[str, Any], port: int) -> None:
     from moe_exp import train
     from moe_exp.data.samples.dataset import SampleStream
 
-    left = [number for number in range(4000) if number // GBSZ + 1 not in (60, 61, 70, 71)]
+    left = [number for number in range(4000) if number // GBSZ + 1 not in (70, 71, 80, 81)]
     sample = SampleStream.sample
     SampleStream.sample = lambda self, index: sample(self, left[index])  # type: ignore[method-assign]
     os.environ["MASTER_PORT"] = str(port)
@@ -179,12 +179,12 @@ def run_without_two(settings: dict[str, Any], port: int) -> None:
 @pytest.mark.slow
 def test_no_checkpoint_from_before_the_spike(tmp_path):
     corrupted_corpus(tmp_path, CORRUPT)
-    settings = spiking_settings(tmp_path, "run", train_iters=70, save_interval=70, spike_action="rollback")
+    settings = spiking_settings(tmp_path, "run", train_iters=80, save_interval=80, spike_action="rollback")
     assert start(settings)[0] == FINISHED
     (refused,) = events(tmp_path / "run", "no_rollback")
-    assert refused["reason"] == "there is no whole checkpoint of this run from before iteration 60"
+    assert refused["reason"] == "there is no whole checkpoint of this run from before iteration 70"
     assert not (tmp_path / "run" / "skipped_samples.json").exists()
-    assert len(curve(tmp_path / "run")) == 70
+    assert len(curve(tmp_path / "run")) == 80
 
 
 @pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])

@@ -127,6 +127,6 @@ def run_command(alone: Path) -> Any:
     def call(flags: list[str]) -> tuple[int, str]:
         command = [sys.executable, "-m", "moe_exp", "mup", *flags]
         done = subprocess.run(command, capture_output=True, text=True, cwd=alone.parent, timeout=500)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stderr + done.stdout
 
     return call
