@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 COMPARED = ("torch", "megatron-core", "transformers")
 
 
-# Seconds of each file of tests that takes more than two.
+# Seconds of each file of tests that takes more than two, by the expression of -m.
 DURATIONS = Path(__file__).with_name("durations.json")
 # Mostly waits, and comes later: the other long files that wait are the first.
 WAITS = "tests/watch/hangs/test_hang.py"
@@ -41,11 +41,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write-durations", action="store_true", help=about)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first, so that at the end no worker is left alone with one of them."""
-    seconds = json.loads(DURATIONS.read_text())
-    seconds[WAITS] = seconds.get(WAITS, 0) / 2  # a selection may have written the file
-    items.sort(key=lambda item: -seconds.get(_file(item.nodeid), 0))
+    seconds: Counter[str] = Counter()
+    for marked, of_files in json.loads(DURATIONS.read_text()).items():
+        if config.option.markexpr in ("", marked):
+            seconds.update(of_files)
+    seconds[WAITS] //= 2
+    items.sort(key=lambda item: -seconds[_file(item.nodeid)])
 
 
 def pytest_collection() -> None:
@@ -94,7 +97,8 @@ def _write_durations(terminalreporter: pytest.TerminalReporter) -> None:
         for report in terminalreporter.getreports(outcome):
             seconds[_file(report.nodeid)] += report.duration
     longest = {name: round(value) for name, value in seconds.most_common() if value > 2}
-    DURATIONS.write_text(json.dumps(longest, indent=2) + "\n")
+    written = json.loads(DURATIONS.read_text()) | {terminalreporter.config.option.markexpr: longest}
+    DURATIONS.write_text(json.dumps(written, indent=2) + "\n")
 
 
 def _version(name: str) -> str:
