@@ -45,10 +45,10 @@ def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: 
     if priority_N is not None:
         first_N = torch.argsort(priority_N, descending=True, stable=True)
     order_N = first_N[torch.argsort(expert_N[first_N], stable=True)]
-    starts_E = count_per_expert(expert_N, num_experts + 1).cumsum(0).roll(1)
-    starts_E[0] = 0
+    counts_E1 = count_per_expert(expert_N, num_experts + 1)
+    starts_E1 = counts_E1.cumsum(0) - counts_E1
     place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device) - starts_E[expert_N[order_N]]
+    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device) - starts_E1[expert_N[order_N]]
     return place_N
 
 

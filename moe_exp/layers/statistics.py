@@ -55,10 +55,11 @@ class MoEStatistics:
         kept_TK = decision.kept_TK
         tokens = tokens_in_group(decision, None)
         entropy, top1_weight = _entropy_and_largest_weight(decision, scores)
-        dropped = entropy.new_zeros(()) if kept_TK is None else counts_E.sum() - kept_TK.sum()
+        zero = entropy.new_zeros(())
+        dropped = zero if kept_TK is None else counts_E.sum() - kept_TK.sum()
         max_over_mean = counts_E.max() * counts_E.numel() / counts_E.sum().clamp(min=1)
         values = {
-            "tokens": torch.as_tensor(tokens, dtype=entropy.dtype, device=entropy.device),
+            "tokens": zero + tokens,  # copying an int to a GPU would wait for all that is queued there
             "dropped": dropped.to(entropy.dtype),
             "entropy": entropy,
             "top1_weight": top1_weight,

@@ -17,6 +17,7 @@ from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.combine import combine
 from moe_exp.layers.kernels.fp8 import products as in_fp8
 from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
+from moe_exp.layers.kernels.rows import gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
@@ -175,7 +176,9 @@ class _Experts(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             if bias2_LD is not None:
                 dweights_R = dweights_R + _products(dy, bias2_LD, offsets_L1, token_R, dweights_R.size(0))
-            dweights = (dweights_R if row_TK is None else _of_slots(dweights_R, row_TK)).to(ctx.weights_dtype)
+            if row_TK is not None:
+                dweights_R = gather_rows(dweights_R, row_TK.flatten()).view(row_TK.shape)
+            dweights = dweights_R.to(ctx.weights_dtype)
         return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
 
 
@@ -186,13 +189,6 @@ def _products(
     row_R = torch.arange(num_rows, device=dy.device)
     expert_R = torch.searchsorted(offsets_L1[1:], row_R, right=True).clamp_(max=bias2_LD.size(0) - 1)
     return (dy @ bias2_LD.t())[row_R if token_R is None else token_R, expert_R]
-
-
-def _of_slots(values_R: Tensor, row_TK: Tensor) -> Tensor:
-    """From rows to slots; a dropped slot, whose row is one past the last, gets 0."""
-    num_rows = values_R.size(0)
-    values_TK = values_R.index_select(0, row_TK.flatten().clamp(max=num_rows - 1)).view(row_TK.shape)
-    return torch.where(row_TK < num_rows, values_TK, 0)
 
 
 def _weight_gradient(

@@ -345,6 +345,8 @@ def _expert_cases(
         expert_TK = draw.integers(num_experts, num_tokens, sizes.topk)
         kept_TK = draw.integers(4, num_tokens, sizes.topk) > 0
         yield _case(slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
+        row_N = draw.integers(num_rows + 1, expert_TK.numel()).int()
+        yield _of_functions(rows.gather_rows, rows.gather_rows_torch, torch.float32, shape, weights_R, row_N)
         yield from _combine_cases(sizes, device, num_rows)
 
 

@@ -112,12 +112,9 @@ def slot_sort(
     num_slots, device = expert_TK.numel(), expert_TK.device
     num_blocks = cdiv(num_slots, _BLOCK)
     slot_N = torch.empty(num_slots, dtype=torch.int32, device=device)
-    row_N, offsets_E1 = (
-        torch.empty_like(slot_N),
-        torch.zeros(num_experts + 1, dtype=torch.int32, device=device),
-    )
+    row_N, offsets_E1 = torch.empty_like(slot_N), slot_N.new_empty(num_experts + 1)
     if num_slots == 0:
-        return slot_N, row_N, offsets_E1
+        return slot_N, row_N, offsets_E1.zero_()
     expert_TK = expert_TK.contiguous()
     kept = expert_TK if kept_TK is None else kept_TK.contiguous()
     sizes = num_slots, num_experts, num_blocks
