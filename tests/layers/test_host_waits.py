@@ -1,5 +1,5 @@
-"""The layer never makes the host wait for the GPU, which would run out of work: on a CPU, by the operations that
-would wait.
+"""The layer never makes the host wait for the GPU, which would run out of work. No GPU is needed: the test
+looks for operations that would wait.
 """
 
 from __future__ import annotations
