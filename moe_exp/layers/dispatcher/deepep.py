@@ -81,7 +81,8 @@ class DeepEPDispatcher(Dispatcher):
         by_expert, splits = received_order(
             exchange.expert_AK, exchange.splits, rows_per_expert=rows_per_expert, use_kernels=use_kernels
         )
-        counts_L = torch.tensor(splits, device=x_AD.device)
+        # A copy to the device that the host does not wait for.
+        counts_L = torch.tensor(splits).to(x_AD.device, non_blocking=True)
         record = DispatchRecord(None, (exchange.reverse,), by_expert)
         return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
 
