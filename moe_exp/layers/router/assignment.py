@@ -37,7 +37,9 @@ def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
     Args:
         scores_TK: of the chosen experts, as parts of a sum of 1, best first.
     """
-    before_TK = scores_TK.cumsum(dim=-1) - scores_TK
+    # Not by cumsum, which is no deterministic algorithm on a GPU.
+    earlier_KK = scores_TK.new_ones(scores_TK.size(1), scores_TK.size(1)).tril(-1)
+    before_TK = (scores_TK.unsqueeze(1) * earlier_KK).sum(dim=-1)
     return before_TK < top_p
 
 

@@ -255,10 +255,11 @@ class Router(nn.Module):
 
     def _logits(self, x_TD: Tensor) -> Tensor:
         dtype = ROUTER_DTYPES[self.config.dtype]
-        x_TD = x_TD.to(dtype)
         if self.config.jitter and self.training:
+            x_TD = x_TD.to(dtype)
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
-        return nn.functional.linear(x_TD, self.weight.to(dtype))
+        logits_TE: Tensor = _LinearIn.apply(x_TD, self.weight, dtype)
+        return logits_TE
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Three tensors [T, E], with which `_choose_experts` makes a fourth, choice, for top-k to rank:
@@ -348,3 +349,23 @@ class Router(nn.Module):
         return best_experts(
             choice_TE, topk=config.topk, num_groups=config.num_groups, group_topk=config.group_topk
         )
+
+
+class _LinearIn(torch.autograd.Function):
+    """x W^T in `dtype`. Keeps `x` as it came, as others do: autograd would keep a copy in `dtype` as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x_TD, weight_ED)
+        return nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_TD, weight_ED = ctx.saved_tensors
+        dlogits_TE, dx_TD, dweight_ED = grads[0], None, None
+        if ctx.needs_input_grad[0]:
+            dx_TD = (dlogits_TE @ weight_ED.to(dlogits_TE.dtype)).to(x_TD.dtype)
+        if ctx.needs_input_grad[1]:
+            dweight_ED = (dlogits_TE.t() @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
+        return dx_TD, dweight_ED, None

@@ -9,7 +9,7 @@ tensor is counted once, where it is read last:
     attention        w*(q+k+v)/t, result w*q/t, 4*a/t log-sums; unfused w*a*s/t scores after softmax instead
     projection       w*q/t input, a copy of the result in another order (not on processors, nor unfused)
     norm, MLP        as above, w*h input, 2*w*f/t, and w*f/t after the fused activation; 3*w*f/t unfused
-    MoE, per token   4*h the router's input in fp32, 4*E scores, K*(8+4) choice and weights
+    MoE, per token   w*h input, 4*E scores, K*(8+4) choice and weights
     MoE, per row     w*h row, 2*w*f, w*f after the activation, which has the router's weight in it: results of
                      experts are not kept; EXPERT_BACKEND=triton 2*w*f alone, and w*h of rows of other ranks
     latent size l    w*h and w*l inputs of the projections down and up, w*l more if the experts gather their
@@ -100,7 +100,7 @@ class _Account:
             recomputed = max(dense, moe) - shared
             dense, moe = (hidden if kept else 0.0 for kept in (dense, moe))
         elif config.recompute == "selective" and self._has_moe:
-            recomputed += experts - (hidden if self._reads_input else 0.0)
+            recomputed += experts - hidden
             moe = attention + hidden
         return Activations(
             dense_layer=dense,
@@ -265,7 +265,7 @@ class _Account:
         """Router, shared expert and routed experts, without the norm before."""
         config, width = self._config, self._width
         kept = self._tokens * self._router() + self._rows * self._row()
-        kept += self._tokens * width * self._hidden if self._reads_input else 0.0
+        kept += self._tokens * width * self._hidden
         if fp8_kept(config)[0]:
             ways, local = 3 if config.gated else 2, config.num_experts / config.ep
             kept += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
@@ -278,13 +278,6 @@ class _Account:
         return kept
 
     @property
-    def _reads_input(self) -> bool:
-        """Whether an MoE layer keeps its input: routed rows, and a router's of another type, are copies."""
-        config = self._config
-        keeps = bool(config.shared_expert_size or config.moe_latent_size) or self._width == self._router_width
-        return self._gathers_itself or keeps
-
-    @property
     def _router_width(self) -> int:
         return priced(self._config, "router_dtype", {"fp32": 4, "fp64": 8})
 
@@ -293,7 +286,6 @@ class _Account:
         config, width = self._config, self._router_width
         slots = config.num_experts if config.router_score == "relu" else config.topk
         kept = width * config.num_router_outputs + (8 + width) * slots  # scores, choice, chosen scores
-        kept += width * self._hidden if self._width != width else 0
         by_score = {"softmax": bool(config.z_loss_coeff), "sigmoid": True, "sqrtsoftplus": True, "relu": True}
         return kept + (
             width * (config.num_router_outputs + 1) if priced(config, "router_score", by_score) else 0

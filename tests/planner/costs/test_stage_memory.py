@@ -65,11 +65,12 @@ REFERENCE_RUNS = {
 @pytest.mark.parametrize("constants", [PRIORS, load_constants().memory], ids=["priors", "fitted"])
 @pytest.mark.parametrize(("settings", "static", "peak"), REFERENCE_RUNS.values(), ids=REFERENCE_RUNS)
 def test_reference_runs(settings, static, peak, constants):
-    # as it was then
-    job = replace(Job.of(reference(**settings, expert_backend="torch")), measured_by="allocated")
-    (found,) = memory_of(job, A100, constants)
+    # As it was then: routers kept their input in fp32, now in bf16.
+    config = reference(**settings, expert_backend="torch")
+    (found,) = memory_of(replace(Job.of(config), measured_by="allocated"), A100, constants)
+    in_fp32 = 2 * config.hidden_size * config.seq_len * config.mbsz * sum(config.moe_layers)
     assert found.static / MEBIBYTE == pytest.approx(static, rel=0.01)  # asked for: 2%
-    assert found.total / MEBIBYTE == pytest.approx(peak, rel=0.01)  # asked for: 3%
+    assert (found.total + in_fp32) / MEBIBYTE == pytest.approx(peak, rel=0.01)  # asked for: 3%
 
 
 def test_half_of_the_measured_runs_predicts_the_other_half():
