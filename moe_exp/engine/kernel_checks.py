@@ -146,7 +146,7 @@ def sizes_of(config: Config) -> Sizes:
         activation=config.activation,
         bias=config.add_bias_linear,
         gathers=config.ep == config.etp == 1 and config.dispatcher in ("auto", "local"),
-        adds=bool(settings.gradient_accumulation_fusion),
+        adds=True,
         fp8=config.is_fp8_by_kernels,
         vocab_size=config.padded_vocab_size // config.tp,
         router=router,

@@ -262,8 +262,9 @@ def main_grads(adds: bool) -> dict[str, torch.Tensor]:
     config = tiny()
     groups = runtime.start(config).groups
     settings = transformer_config(config)
-    settings.gradient_accumulation_fusion = adds
     layer = build_module(moe_submodule_spec("triton"), config=settings, pg_collection=groups)
+    assert layer.experts.adds_to_main_grad and not settings.gradient_accumulation_fusion
+    layer.experts.adds_to_main_grad = adds
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in layer.parameters():

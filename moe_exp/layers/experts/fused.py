@@ -76,8 +76,8 @@ def experts_of_rows(
         weights_R: router weight of each row; used in fp32.
         tokens_per_expert_L: rows of each expert, on the device.
         weight1_LWD, weight2_LDF, bias1_LW, bias2_LD, activation: as for `experts_of_tokens`.
-        adds_to_main_grad: for weights with Megatron's `main_grad`, the kernel adds their gradients to it, and
-            `grad` has no values (gradient_accumulation_fusion). Ignored under torch.compile.
+        adds_to_main_grad: for weights with Megatron's `main_grad` in fp32, the kernel adds their gradients to
+            it, and `grad` has no values. Ignored under torch.compile.
         fp8: compute the products in e4m3, see kernels/fp8.
     """
     offsets_L1 = torch.nn.functional.pad(tokens_per_expert_L.cumsum(0, dtype=torch.int32), (1, 0))
@@ -196,8 +196,8 @@ def _weight_gradient(
 ) -> Tensor | None:
     """`sums`, a `weight_grad`, added to `main_grad` if any, as in Megatron's tensor_parallel/layers.py."""
     main_grad = getattr(parameter, "main_grad", None)
-    # Megatron-FSDP creates its buffer on access and does not want the old values.
-    if main_grad is None or hasattr(parameter, "__fsdp_param__"):
+    # Megatron-FSDP creates its buffer on access and does not want the old values. The kernel adds in fp32.
+    if main_grad is None or hasattr(parameter, "__fsdp_param__") or main_grad.dtype != torch.float32:
         return sums(a, b, offsets_L1, **indices)
     sums(a, b, offsets_L1, **indices, out=main_grad)
     if not hasattr(parameter, "grad_added_to_main_grad"):

@@ -8,7 +8,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 _FOLLOWED = """
     activation_func activation_func_clamp_value add_bias_linear expert_model_parallel_size
     expert_tensor_parallel_size fp8 fp8_recipe gated_linear_unit glu_linear_offset
-    gradient_accumulation_fusion moe_aux_loss_coeff moe_expert_capacity_factor moe_ffn_hidden_size
+    moe_aux_loss_coeff moe_expert_capacity_factor moe_ffn_hidden_size
     moe_grad_scale_func moe_input_jitter_eps moe_latent_size moe_layer_freq
     moe_pad_expert_input_to_capacity moe_router_bias_update_rate moe_router_dtype
     moe_router_enable_expert_bias moe_router_force_load_balancing moe_router_group_topk
@@ -41,7 +41,8 @@ REFUSED = {
 # How Megatron's own layer computes the same, or what its __post_init__ turns into other fields.
 _IRRELEVANT = """
     activation_func_fp8_input_store bias_activation_fusion delay_wgrad_compute
-    expert_tensor_parallel_num_weight_shards moe_deepep_num_sms moe_enable_deepep moe_extended_tp
+    expert_tensor_parallel_num_weight_shards gradient_accumulation_fusion moe_deepep_num_sms
+    moe_enable_deepep moe_extended_tp
     moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_grouped_gemm moe_hybridep_num_blocks_permute
     moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
     moe_hybridep_pad_uneven_dispatch_inputs moe_layer_recompute moe_ncclep_static_shape moe_ncclep_zero_copy

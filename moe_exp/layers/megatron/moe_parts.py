@@ -160,7 +160,7 @@ class MegatronExperts(Experts):
             etp_size=pg_collection.expt_tp.size(),
             recompute_activation=config.recompute_granularity == "selective"
             and "moe_act" in config.recompute_modules,
-            adds_to_main_grad=config.gradient_accumulation_fusion,
+            adds_to_main_grad=True,  # without the kernel of Apex that gradient_accumulation_fusion needs
             fp8=fp8,
             dtype=config.params_dtype,
             device=device_of_model(),

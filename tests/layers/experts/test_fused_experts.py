@@ -439,6 +439,18 @@ def test_main_grad_of_megatron_fsdp_is_not_added_to(twins):
         assert weight.grad[0].any() and torch.equal(weight.main_grad, before[name])
 
 
+def test_main_grad_in_another_dtype_is_not_added_to(twins):
+    """Megatron's without grad_reduce_in_fp32: its hook adds the ordinary gradient."""
+    experts, dispatched = rows_of_experts((5, 0, 3), adds_to_main_grad=True)
+    before = with_main_grad(experts, grad_added_to_main_grad=False)
+    for weight in experts.parameters():
+        weight.main_grad = weight.main_grad.bfloat16()
+    experts(dispatched).sum().backward()
+    for name, weight in experts.named_parameters():
+        assert weight.grad[0].any() and not weight.grad_added_to_main_grad
+        assert torch.equal(weight.main_grad, before[name].bfloat16())
+
+
 @pytest.mark.parametrize("adds_to_main_grad", [False, True])
 def test_ordinary_gradients_otherwise(adds_to_main_grad, twins):
     """Not asked for; or asked for, but there is no main_grad, as under FSDP2."""
