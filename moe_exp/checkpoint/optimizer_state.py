@@ -186,8 +186,11 @@ def _part_groups(part: Any) -> dict[str, Any]:
     groups = [] if part.is_stub_optimizer else part.optimizer.param_groups
     settings = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     described = {"optimizer": {"param_groups": settings}, "param_state_sharding_type": "fully_reshardable"}
-    scaler = getattr(part, "grad_scaler", None)
-    return described | ({"grad_scaler": scaler.state_dict()} if scaler else {})
+    if (scaler := getattr(part, "grad_scaler", None)) is None:
+        return described
+    # On the host: unpickled by other ranks, a tensor of this rank's GPU would be on that GPU there, too.
+    scale = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in scaler.state_dict().items()}
+    return described | {"grad_scaler": scale}
 
 
 def _steps(saved: Any) -> Iterator[int]:

@@ -105,8 +105,8 @@ def _parallel_settings(config: Config) -> dict[str, Any]:
         # The interleaved schedule needs overlapped p2p, or two pipeline ranks mix up micro-batches.
         "overlap_p2p_comm": config.vpp is not None,
         "batch_p2p_comm": config.vpp is None,
-        # gloo may still send from storage that Megatron frees: with overlapped p2p, garbage arrives.
-        "deallocate_pipeline_outputs": torch.cuda.is_available(),
+        # gloo may still send from storage that Megatron frees; with overlapped p2p, before 0.19, NCCL, too.
+        "deallocate_pipeline_outputs": torch.cuda.is_available() and config.vpp is None,
     }
 
 

@@ -71,6 +71,8 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)
+    # Of NCCL, a wait for the work of one collective ends after the timeout; a wait for the device does not.
+    dist.all_reduce(small, async_op=True).wait()
     latency = min(_seconds(lambda: dist.all_reduce(small), device) for _ in range(_LATENCY_REPEATS))
     num_bytes, repeats = _affordable(device, size)
     sent, expected = _numbered(num_bytes, size, rank, device)
@@ -91,6 +93,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
     """Transfer size and repeats that are short enough on this group's links, the same on all ranks."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
+    dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True).wait()
     taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
     slowest = torch.tensor([taken], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

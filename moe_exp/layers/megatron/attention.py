@@ -161,6 +161,8 @@ class CausalAttention(nn.Module):
                 q.reshape(q.size(0), k.size(1), -1, q.size(3)), k, v, scale=self.scale
             )
             return rows.reshape(q.size(0), 1, q.size(1), v.size(3)).transpose(0, 1)
+        if q.size(1) != k.size(1) and not _takes_groups(q):
+            k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
         square = q.size(2) == k.size(2)
         mask = None
         if not square:
@@ -193,6 +195,14 @@ class CausalAttention(nn.Module):
         largest = taken.max()
         self.max_logit = largest if self.max_logit is None else torch.maximum(self.max_logit, largest)
         return taken
+
+
+def _takes_groups(query: Tensor) -> bool:
+    """Whether torch takes fewer keys than queries without keeping all scores: on GPUs its flash attention
+    alone, which needs two bytes per value and sm_80.
+    """
+    has_two_bytes = query.dtype in (torch.bfloat16, torch.float16)
+    return not query.is_cuda or (has_two_bytes and torch.cuda.get_device_capability(query.device) >= (8, 0))
 
 
 @torch.no_grad()

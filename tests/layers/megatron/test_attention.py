@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
+from moe_exp.layers.megatron import attention as attention_module
 from moe_exp.layers.megatron.attention import CausalAttention, choose_attention, largest_logits
 from moe_exp.layers.megatron.documents import Documents, document_positions
 from moe_exp.layers.microbatch import context_ranges, sequence_blocks
@@ -76,7 +77,9 @@ def test_flash_attention_gets_the_scale_and_the_dropout(softmax_scale, monkeypat
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("softmax_scale", [None, 0.3])
-def test_against_an_explicit_softmax(shape, softmax_scale):
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_against_an_explicit_softmax(shape, softmax_scale, takes_groups, monkeypatch):
+    monkeypatch.setattr(attention_module, "_takes_groups", lambda query: takes_groups)
     query, key, value, grad = inputs(*shape)
     scale = 1 / math.sqrt(shape[-1]) if softmax_scale is None else softmax_scale
     expected = explicit(query, key, value, scale)
