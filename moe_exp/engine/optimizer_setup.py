@@ -26,10 +26,10 @@ import megatron.core.optimizer.distrib_optimizer
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate, ParamWithNamePredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from megatron.core.utils import get_attr_wrapped_model, get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config, local_multi_tensor_l2_norm
 
 # Transformer Engine's or Apex's, if one of them is installed.
 _FUSED_ADAM = None if megatron.core.optimizer.USING_PYTORCH_OPTIMIZER else megatron.core.optimizer.Adam
@@ -204,6 +204,8 @@ def build_optimizer(config: Config, model: list[DistributedDataParallel]) -> Meg
     if config.ema_decay:
         allocate_average(optimizer)
     share_loss_scale(optimizer)
+    if torch.cuda.is_available() and clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm_of_all, scale_all
     if config.qk_clip:
         replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         clip_attention_logits(optimizer, model, config.qk_clip, replicas)
@@ -310,3 +312,23 @@ def share_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 def _not_yet(found_inf: bool) -> None:
     """An overflow in one part alone decides nothing."""
+
+
+# Without Transformer Engine and Apex, Megatron waits for the GPU once per gradient to get the norm of all,
+# and scales one after the other. These two are called instead, with Megatron's arguments.
+
+
+def norm_of_all(
+    chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], per_tensor: bool
+) -> tuple[torch.Tensor, None]:
+    """The norm of all tensors as one vector, fp32 [1], and nothing: no norms of each."""
+    norms = torch._foreach_norm([x for some in tensors for x in some])
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def scale_all(chunk_size: int, noop_flag: Any, tensors: list[list[torch.Tensor]], factor: float) -> None:
+    """Writes the first list of tensors times `factor` to the second, which may be the same."""
+    sources, targets = tensors
+    if sources is not targets:
+        torch._foreach_copy_(targets, sources)
+    torch._foreach_mul_(targets, factor)

@@ -28,6 +28,8 @@ from moe_exp.engine.optimizer_classes import (
     set_moments,
 )
 
+from megatron.core.optimizer import clip_grads
+
 HYPERPARAMETERS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 
@@ -229,3 +231,20 @@ def test_megatron_builds_the_chosen_class_only_while_the_optimizer_is_built(ends
         if ends_in_error:
             raise RuntimeError
     assert [getattr(owner, name) for owner, name in names] == before
+
+
+def test_norm_and_clipping_of_all_gradients_at_once(monkeypatch):
+    """In place of Megatron's, where Transformer Engine and Apex are missing on a GPU."""
+    weights = parameters(15, 7, 8)
+    for weight in weights:
+        weight.grad = weight.detach() + 1
+    whole, grads = torch.cat([weight.grad for weight in weights]), [weight.grad for weight in weights]
+    norm, each = clip_grads.multi_tensor_applier(optimizer_setup.norm_of_all, None, [grads], False)
+    assert each is None and norm.shape == (1,) and norm.dtype == torch.float32
+    torch.testing.assert_close(norm[0], whole.norm())
+    doubled = [torch.empty_like(grad) for grad in grads]
+    clip_grads.multi_tensor_applier(optimizer_setup.scale_all, None, [grads, doubled], 2.0)
+    assert torch.equal(torch.cat(doubled), whole * 2)
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_impl", optimizer_setup.scale_all)
+    clip_grads.clip_grad_by_total_norm_fp32(weights, max_norm=0.5, total_norm=norm.item())
+    torch.testing.assert_close(torch.cat([weight.grad for weight in weights]), whole * 0.5 / norm)
