@@ -71,7 +71,7 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
     """
     size, rank = dist.get_world_size(), dist.get_rank()
     small = torch.zeros(1, dtype=torch.float64, device=device)
-    # With NCCL the wait for a collective's work ends after the timeout; the one for the device, below, does not.
+    # With NCCL, waiting for a collective's work ends after the timeout; waiting for the device does not.
     dist.all_reduce(small, async_op=True).wait()
     latency = min(_seconds(lambda: dist.all_reduce(small), device) for _ in range(_LATENCY_REPEATS))
     num_bytes, repeats = _affordable(device, size)
