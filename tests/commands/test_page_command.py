@@ -8,6 +8,7 @@ import pytest
 
 from helpers.run_folders import dense_and_moe, event, train_record, write_run
 from moe_exp.cli import main
+from moe_exp.config.setting_types import shown
 from moe_exp.host.quantities import bytes_text
 from moe_exp.report.page import MOST_BYTES, report_html
 from moe_exp.report.page_data import embedded
@@ -121,7 +122,7 @@ def test_places_that_a_report_does_not_take(tmp_path, capsys, kind):
     before = out.read_bytes() if out.is_file() else None
     assert report(dense, tmp_path / "nowhere", "--out", out) == 1
     error = capsys.readouterr().err
-    assert f"OUT={out}: " in error and "nowhere: there is no such folder" in error  # both at once
+    assert f"OUT={shown(out)}: " in error and "nowhere: there is no such folder" in error  # both at once
     assert (out.read_bytes() if out.is_file() else None) == before
 
 
