@@ -16,7 +16,8 @@ def formula(name: str, x: torch.Tensor) -> torch.Tensor:
     if name == "swiglu":
         return gate / (1 + torch.exp(-gate)) * up
     if name == "clamped_swiglu":
-        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        # At the limit the gradient is 1, as that of torch.clamp was before torch 2.14.
+        gate, up = torch.where(gate > 7, 7, gate), torch.where(up > 7, 7, torch.where(up < -7, -7, up))
         return gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)
     if name == "geglu":
         return 0.5 * gate * (1 + torch.erf(gate / math.sqrt(2))) * up
