@@ -86,6 +86,7 @@ def _timed(parts: Sequence[str], sizes: Sizes, device: torch.device) -> dict[str
                 case.run()
         except torch.OutOfMemoryError as error:
             logger.warning("some kernels are not tuned, as memory is full: %s", in_one_line(error))
+            torch.cuda.empty_cache()
         logger.info("kernels tuned in %.1f s", time.monotonic() - start)
     return choices()
 
@@ -145,7 +146,9 @@ def sizes_of(config: Config) -> Sizes:
         num_rows=_num_tokens(config) * config.topk * config.etp,
         activation=config.activation,
         bias=config.add_bias_linear,
-        gathers=config.ep == config.etp == 1 and config.dispatcher in ("auto", "local"),
+        gathers=config.ep == config.etp == 1
+        and config.dispatcher in ("auto", "local")
+        and config.router_score != "relu",
         adds=True,
         fp8=config.is_fp8_by_kernels,
         vocab_size=config.padded_vocab_size // config.tp,

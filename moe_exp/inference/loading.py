@@ -11,6 +11,7 @@ from moe_exp.checkpoint.format.keys import CheckpointKeys, check_tensors, model_
 from moe_exp.checkpoint.format.torch_dist import COMMON, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
 from moe_exp.config import Config
+from moe_exp.engine.kernel_checks import check_run
 from moe_exp.engine.model import build_chunk, transformer_config
 from moe_exp.engine.runtime import Runtime
 
@@ -32,9 +33,13 @@ def check_files(folder: Path) -> None:
 
 
 def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
-    """This rank's stage with the weights of `folder`, in eval mode; ValueError if they do not fit."""
+    """This rank's stage with the weights of `folder`, in eval mode, after the self-test of its kernels;
+    ValueError if the weights do not fit.
+    """
     settings = transformer_config(config)
-    model = build_chunk(config, settings, rank, 0, initial_weights=False).to(rank.device)
+    failures = check_run(config, rank)
+    model = build_chunk(config, settings, rank, 0, initial_weights=False, kernel_failures=failures)
+    model.to(rank.device)
     if config.dtype != "fp32":
         Float16Module(settings, model)  # converts to half precision in place, as for training
     read_weights(model, rank, folder)
@@ -44,7 +49,7 @@ def load_model(config: Config, rank: Runtime, folder: Path) -> GPTModel:
 @torch.no_grad()
 def read_weights(model: GPTModel, rank: Runtime, folder: Path) -> None:
     """Fills the model in place, in its own dtype."""
-    keys, reader = CheckpointKeys.read(folder), CheckpointReader(folder)
+    keys, reader = CheckpointKeys.read(folder), CheckpointReader(folder, keep_bytes=1)
     state = model_state(model, sharding_metadata(rank), keys)
     check_tensors(state, keys, folder)
     for shard in sharded_tensors(state):

@@ -129,7 +129,8 @@ class MoELayer(nn.Module):
         loss = self.auxiliary_loss(decision, x.shape[:-1]) if needs_loss else None
 
         x_TD = x.flatten(0, -2) if self.down is None else self.down(x.flatten(0, -2))
-        if self.dispatcher.is_local and self.experts.takes_tokens(x):
+        few_kept = self.router.config.score == "relu"  # of a slot per expert
+        if self.dispatcher.is_local and self.experts.takes_tokens(x, few_kept=few_kept):
             output_TD, shared = self._compute_tokens(x_TD, x, decision)
         else:
             output_TD, shared = self._dispatch_and_compute(x_TD, x, decision)

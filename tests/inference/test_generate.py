@@ -15,6 +15,7 @@ import torch
 from helpers.hf.hf_checkpoint import KINDS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
+from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.inference.generate import new_tokens
 from moe_exp.inference.layout import Layout, config_for_use
@@ -22,6 +23,7 @@ from moe_exp.inference.loading import load_model
 from moe_exp.inference.sampling import Sampler, Sampling
 from moe_exp.inference.score import ScoreRequest, plan_scoring, score
 from moe_exp.inference.stage import Stage
+from moe_exp.layers.kernel_choice import KernelFailure
 
 PROMPT = [17, 200, 3, 41, 99, 0, 56]
 NEW_TOKENS = 24
@@ -40,6 +42,21 @@ def one_stage(folder: Path, **changes):
         yield Stage(config, rank, load_model(config, rank, folder))
     finally:
         runtime.stop()
+
+
+def test_kernels_that_fail_their_self_test_are_not_used(monkeypatch):
+    """Nor in a model that is only used: with `auto` it runs as a training does."""
+    failures, given = [KernelFailure("experts", ["combine is wrong"], "torch")], []
+
+    def build(*args, **options):
+        given.append(options["kernel_failures"])
+        raise LookupError
+
+    monkeypatch.setattr("moe_exp.inference.loading.check_run", lambda config, rank: failures)
+    monkeypatch.setattr("moe_exp.inference.loading.build_chunk", build)
+    with pytest.raises(LookupError):
+        load_model(load_config({"preset": "cpu"}, {}), None, Path("none"))
+    assert given == [failures]
 
 
 def greedy(stage: Stage, prompt: list[int]) -> list[int]:

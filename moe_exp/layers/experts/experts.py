@@ -154,9 +154,13 @@ class Experts(nn.Module):
         """Whether shapes depend on the data unless the rows of every expert are padded."""
         return self.backend not in FUSED
 
-    def takes_tokens(self, x: Tensor) -> bool:
-        """Whether `forward` accepts RoutedTokens on the device of `x`."""
-        return self.backend in FUSED or self._is_loop_on_cpu(x)
+    def takes_tokens(self, x: Tensor, *, few_kept: bool = False) -> bool:
+        """Whether `forward` accepts RoutedTokens on the device of `x`.
+
+        Args:
+            few_kept: most slots are dropped: a function that asks nobody how many has memory for all of them.
+        """
+        return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
 
     def _of_tokens(self, inputs: RoutedTokens) -> Tensor:
         x_TD, decision = inputs.x_TD, inputs.decision

@@ -300,7 +300,9 @@ class _Account:
     def _gathers_itself(self) -> bool:
         """Whether that function also gathers the rows, of all experts of the layer."""
         config = self._config
-        return self._runs_as_one and config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
+        is_local = config.dispatcher in ("auto", "local") and config.ep == config.etp == 1
+        keeps_few = self._backend == "triton" and config.router_score == "relu"
+        return self._runs_as_one and is_local and not keeps_few
 
     def _row(self) -> float:
         """Kept per row of the routed experts, with 16 for each of the indices that lead there and back."""

@@ -7,7 +7,11 @@ import torch
 
 from helpers.layers.tiny_moe import EXPERTS, HIDDEN, identity_router, random, tiny_layer
 from helpers.relative_error import assert_equal_to
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.router.assignment import within_top_p
 from moe_exp.layers.router.replay import record_routing
@@ -46,6 +50,24 @@ def test_null_experts_in_numbers():
     assert found.weights_TK[0].tolist() == [0.0, 1.0]
     assert found.weights_TK[1].tolist() == [0.0, 0.0]
     assert found.tokens_per_expert_E.tolist() == [2, 0, 0, 0, 3, 1]
+
+
+def test_relu_keeps_rows_of_kept_slots_alone():
+    """With the kernels, too, which otherwise have a row for each slot: here for all experts of each token."""
+    torch.manual_seed(1)
+    layer = MoELayer(
+        router=Router(RouterConfig(HIDDEN, EXPERTS, 2, score="relu")),
+        dispatcher=LocalDispatcher(EXPERTS),
+        experts=Experts(
+            num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=11, activation="swiglu", backend="triton"
+        ),
+        settings=MoESettings(),
+    )
+    kept: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
+        layer(torch.randn(40, HIDDEN, requires_grad=True))
+    num_kept = int(layer.statistics.tokens_per_expert_E.sum())
+    assert num_kept < 40 * EXPERTS and (num_kept, 22) in kept and (40 * EXPERTS, 22) not in kept
 
 
 def test_relu_in_numbers():
