@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib.util
 import os
+import re
 import resource
 import socket
 import sys
+from pathlib import Path
 
 _CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
 
@@ -31,6 +34,13 @@ def count_gpus() -> int:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
         return 0
     return count.value
+
+
+def torch_has_cuda() -> bool:
+    """Whether the installed torch is built with CUDA, without importing it."""
+    folder = importlib.util.find_spec("torch")
+    text = Path(folder.origin).with_name("version.py").read_text() if folder and folder.origin else ""
+    return re.search(r"^cuda\b.*= *None$", text, re.MULTILINE) is None
 
 
 @functools.cache

@@ -81,13 +81,19 @@ class QuickExit:
 # Loaded here, as only a plain call is safe between fork and exec.
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_PTRACER = 1, 36, 0x59616D61  # "Yama"
 
 
 def end_with_parent(number: int = signal.SIGTERM) -> None:
     """Makes the kernel signal this process when its parent dies (Linux only)."""
     if _LIBC:
         _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+def allow_tracers() -> None:
+    """Lets py-spy of the same user read this process where only its ancestors may (Yama's ptrace_scope 1)."""
+    if _LIBC:
+        _LIBC.prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # any process
 
 
 @contextmanager

@@ -27,7 +27,8 @@ _NEVER = re.compile(
     r" held|"
     r"(job )?requeued (in )?held("
     r" state)?|NonZeroExitCode|Invalid(Account|QOS)|(Account|QOS)NotAllowed|Partition(TimeLimit|NodeLimit)|"
-    r"DeadLine|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|(QOS|Assoc)(Max|Grp)\w*Minutes\w*|"
+    r"user env retrieval failed requeued held|DeadLine|(QOS|Assoc)\w*MaxWall\w*|(QOS|Assoc)\w*MaxSubmit\w*|"
+    r"(QOS|Assoc)(Max|Grp)(?!\w*RunMinutes)\w*Minutes\w*|"  # RunMinutes: of running jobs, which end
     r"ReservationDeleted|FrontEndDown|AccountingPolicy|"
     r"(QOS|Assoc)Max(Cpu|Node|GRES|TRES|Mem)\w*PerJob\w*|QOSMin\w*"
 )

@@ -292,7 +292,12 @@ class Agent(LocalElasticAgent):
             with suppress(OSError):  # a full disk
                 failures_file(Path(os.environ[HEARTBEATS])).write_text(str(self._rounds.num_failures))
         with signals_blocked():
-            return super()._start_workers(worker_group)
+            handlers = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGHUP)}
+            ids = super()._start_workers(worker_group)
+            for number, handler in handlers.items():
+                if signal.getsignal(number) is not handler:  # torch before 2.9 sets its own, which raise
+                    signal.signal(number, handler)
+            return ids
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = _END_SECONDS) -> None:
         # not torch's timeout: an older torch, such as 2.11, waits 30 s and takes none

@@ -27,7 +27,7 @@ from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
-from moe_exp.host.devices import compute_capability, count_gpus
+from moe_exp.host.devices import compute_capability, count_gpus, torch_has_cuda
 from moe_exp.host.files import bytes_text, is_url, read_yaml
 from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
@@ -129,7 +129,12 @@ def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[i
 
 
 def _devices(c: Config) -> Iterator[str]:
-    if 0 < (gpus := count_gpus()) < c.gpus_per_node:
+    gpus = count_gpus()
+    if gpus and not torch_has_cuda():
+        rule = f"is a build without CUDA, and this host has {gpus} GPU{'s' if gpus > 1 else ''}"
+        fix = "install torch with CUDA, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+        yield problem("torch", importlib.metadata.version("torch"), rule, fix)
+    if 0 < gpus < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
         rule = f"this host has {gpus} GPU{'s' if gpus > 1 else ''}"
         yield problem("gpus_per_node", c.gpus_per_node, rule, fix)

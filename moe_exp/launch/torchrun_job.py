@@ -102,6 +102,7 @@ def shared_key(path: Path) -> str:
 _STILL_SECONDS = 60.0  # limit for an agent that should end its ranks
 # Time for ranks to save if their agent was killed.
 _SAVE_SECONDS = 600.0
+_KILL_SECONDS = 30.0  # from SIGKILL until a process ends
 
 STOPPING = "stopping: the run saves a checkpoint and ends; a second Ctrl-C kills it"
 
@@ -195,9 +196,13 @@ class _Orphans:
         if self._deadline is None:
             self._deadline = time.monotonic() + _SAVE_SECONDS
         self.pids = [pid for pid in children_of(os.getpid()) if pid not in before and not _is_reaped(pid)]
-        if self.pids and time.monotonic() > self._deadline:
+        late = time.monotonic() - self._deadline
+        if self.pids and late > 0:
             _kill_job(self.pids)
-        elif self.pids:
+        if self.pids and late > _KILL_SECONDS:  # such as in a driver that does not answer
+            complain(f"processes {', '.join(map(str, self.pids))} do not end, although they were killed")
+            return False
+        if self.pids:
             time.sleep(0.2)
         return bool(self.pids)
 

@@ -217,6 +217,10 @@ _wants_cpu_build() {
     local ask="import sys, urllib.request as u; u.urlopen(sys.argv[1] + '/torch/', timeout=5).close()" config
     [ "$(uname)" = Linux ] || return 1
     if "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then return 1; fi
+    if command -v sbatch >/dev/null && [ "${CPU_NODES:-false}" = false ]; then
+        _say "no GPU here, but jobs run on other nodes: torch with CUDA (with CPU_NODES=true without it)"
+        return 1
+    fi
     config="$("$_venv/bin/python" -m pip config list 2>/dev/null)" || config=""
     if grep -qE '(index|index-url|find-links)=' <<<"$config"; then # no pipe: pip would end with SIGPIPE
         _say "no GPU here: torch comes from where pip is configured to look"

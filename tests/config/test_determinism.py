@@ -113,6 +113,7 @@ REFUSED = [
 @pytest.mark.parametrize(("name", "value", "way"), REFUSED)
 def test_a_variable_that_undoes_it_is_refused(no_variables, monkeypatch, name, value, way):
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 1)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: True)
     monkeypatch.setenv(name, value)
     line = (
         f"{name}={value}: DETERMINISTIC=true needs sums in one order. Fix: unset {name}, {way} or"

@@ -43,6 +43,7 @@ def test_chain_between_two_jobs():
         "1|PENDING|N/A|1:00:00|1:00:00|DependencyNeverSatisfied",
         "1|PENDING|N/A|1:00:00|1:00:00|launch failed requeued held",
         "1|PENDING|N/A|1:00:00|1:00:00|job requeued in held state",
+        "1|PENDING|N/A|1:00:00|1:00:00|user env retrieval failed requeued held",
         "1_[2-4%1]|PENDING|N/A|1:00:00|1:00:00|JobHeldUser",
         "1|PENDING|N/A|1:00:00|1:00:00|JobHeldAdmin",
         "1|PENDING|N/A|1:00:00|1:00:00|PartitionTimeLimit",
@@ -69,6 +70,8 @@ def test_jobs_that_will_not_start_by_themselves(line):
         "JobArrayTaskLimit",
         "QOSMaxJobsPerUserLimit",
         "AssocGrpGRES",
+        "AssocGrpCPURunMinutesLimit",
+        "QOSGrpCPURunMinutesLimit",
         "Reservation",
     ],
 )

@@ -32,6 +32,32 @@ from moe_exp.runs.records import append_event, read_metrics
 from moe_exp.watch.hangs.heartbeat import failures_file
 
 
+def test_the_agents_handlers_stay_where_torch_sets_its_own(monkeypatch):
+    """torch 2.8 and older replace them when ranks start: SIGTERM would end these before they can save."""
+
+    def start_workers(self, worker_group):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, lambda number, frame: None)
+        return {0: "rank"}
+
+    monkeypatch.setattr(
+        "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent._start_workers",
+        start_workers,
+    )
+    monkeypatch.delenv(HEARTBEATS, raising=False)
+    agent = Agent.__new__(Agent)
+    agent._spec = SimpleNamespace(max_restarts=1)
+    agent._rounds = SimpleNamespace(round=0)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+    before = [signal.getsignal(number) for number in (*numbers, signal.SIGQUIT)]
+    try:
+        assert agent._start_workers(None) == {0: "rank"}
+        assert [signal.getsignal(number) for number in numbers] == before[:-1]
+    finally:
+        for number, handler in zip((*numbers, signal.SIGQUIT), before, strict=True):
+            signal.signal(number, handler)
+
+
 def test_a_hangup_reaches_the_ranks_as_a_request_to_save_and_end(monkeypatch):
     """Ranks answer SIGTERM; each rank gets each signal once, also those of a later start."""
     sent = []

@@ -24,6 +24,7 @@ from moe_exp.config.presets import PRESETS
 from moe_exp.host.devices import KEEP_FREED_MEMORY
 from moe_exp.host.exit_codes import EXIT_CODE_FILE, RENDEZVOUS_KEY, report_exit_code, reported_exit_code
 from moe_exp.host.processes import own_command
+from moe_exp.launch import torchrun_job
 from moe_exp.launch.launch import dry_run_text, launch, rank_arguments, train
 from moe_exp.launch.torchrun_job import child_environment, shared_key, torchrun_command
 from moe_exp.runs.run_folder import open_run_folder
@@ -559,6 +560,20 @@ def test_an_agent_that_does_not_move_after_a_signal_is_killed(tmp_path):
     errors = launcher.communicate(timeout=15)[1]
     assert launcher.returncode == 128 + signal.SIGTERM
     assert "the agent has not moved for 2 s" in errors
+
+
+def test_processes_that_survive_sigkill_are_not_waited_for(monkeypatch, capfd):
+    """Those of a killed agent, in a driver or a file system that does not answer."""
+    killed, clock = [], iter([0.0, 599.0, 601.0, 629.0, 631.0])
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.children_of", lambda pid: [7, 8, 9])
+    monkeypatch.setattr("moe_exp.launch.torchrun_job._is_reaped", lambda pid: pid == 9)
+    monkeypatch.setattr("moe_exp.launch.torchrun_job._kill_job", lambda pids: killed.append(list(pids)))
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("moe_exp.launch.torchrun_job.time.sleep", lambda seconds: None)
+    orphans = torchrun_job._Orphans()
+    assert [orphans.are_left(-9, {7}) for _ in range(4)] == [True, True, True, False]
+    assert killed == [[8]] * 3
+    assert "processes 8 do not end, although they were killed" in capfd.readouterr().err
 
 
 def test_nodes_that_come_at_once_share_one_key(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from tokenizers import Tokenizer, models
 
 from helpers.whole_runs import SMALL
@@ -84,11 +85,23 @@ def test_port_in_use(here):
 
 def test_more_ranks_than_gpus(here, monkeypatch):
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 2)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: True)
     only_problem(
         check_machine(here(gpus_per_node=4)),
         r"GPUS_PER_NODE=4: this host has 2 GPUs\. Fix: set GPUS_PER_NODE to at most 2, .*",
     )
     assert check_machine(here(gpus_per_node=2)) == []
+
+
+def test_torch_without_cuda_beside_gpus(here, monkeypatch):
+    assert devices.torch_has_cuda() == (torch.version.cuda is not None)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 2)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: False)
+    only_problem(
+        check_machine(here(gpus_per_node=2)),
+        r"TORCH=\S+: is a build without CUDA, and this host has 2 GPUs\. Fix: install torch with CUDA, or set"
+        r" CUDA_VISIBLE_DEVICES= to run on the CPU\.",
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,6 +338,7 @@ def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
     )
     assert check_machine(config) == []  # a CPU takes their twins
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: True)
     monkeypatch.setattr(launch, "triton", None)
     assert check_machine(config) == [
         f"EXPERT_BACKEND=triton: {launch.missing()}. Fix: pip install triton, or set EXPERT_BACKEND=auto.",
@@ -340,6 +354,7 @@ def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
         "importlib.util.find_spec", lambda name: object() if name == "triton" else find_spec(name)
     )
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 8)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: True)
     monkeypatch.setattr("moe_exp.launch.machine_checks.compute_capability", lambda: (7, 5))
     monkeypatch.setattr(launch, "triton", object())
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)

@@ -5,6 +5,7 @@ Jobs outlive the sweep: repeating its command collects their results. No torch.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import job_environment, still_there
 from moe_exp.launch.slurm.batch_script import checked_line
+from moe_exp.launch.slurm.submission import sbatch_environment
 from moe_exp.studies.child_runs import train_command
 from moe_exp.studies.sweep.cases import Case
 
@@ -71,7 +73,8 @@ def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
     files.forget()
     write_atomically(files.script, batch_script(case, files, log, options))
     try:
-        done = subprocess.run(["sbatch", str(files.script)], capture_output=True, text=True)
+        environ = sbatch_environment(os.environ)
+        done = subprocess.run(["sbatch", str(files.script)], capture_output=True, text=True, env=environ)
     except FileNotFoundError:
         raise ValueError(
             "EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local."
@@ -95,9 +98,10 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
     settings = {
         "job-name": case.name, "nodes": case.config.nnodes, "ntasks-per-node": 1,
         "time": -(-options.time_limit_seconds // 60), "output": log.resolve(), "chdir": Path.cwd(),
-        **options.gpus(case.config.gpus_per_node),
+        **options.gpus(case.config.gpus_per_node), "mem": 0,
     }  # fmt: skip
-    own = [f"--{name}={value}" for name, value in settings.items()]
+    # Whole nodes: by default a task has one core, and other jobs take time.
+    own = [*(f"--{name}={value}" for name, value in settings.items()), "--exclusive"]
     code = shlex.quote(str(files.code.resolve()))
     return "\n".join(
         [
@@ -110,8 +114,8 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
             f'MASTER_PORT="$(({first_port} + SLURM_JOB_ID % {num_ports}))"',
             "export MASTER_ADDR MASTER_PORT",
             (
-                f"srun --nodes={case.config.nnodes} --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c"
-                f" {shlex.quote('exec ' + launcher)}"
+                f"srun --nodes={case.config.nnodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1"
+                f" bash -c {shlex.quote('exec ' + launcher)}"
             ),
             f"echo $? >{code}.partial && mv {code}.partial {code}",
             "",

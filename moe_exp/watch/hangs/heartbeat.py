@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TextIO
 
 from moe_exp.host.exit_codes import HEARTBEATS
+from moe_exp.host.processes import allow_tracers
 
 # The phases that make up an iteration's time.
 ITERATION_PHASES = ("data", "forward_backward", "optimizer", "end_of_iteration")
@@ -172,6 +173,7 @@ def start() -> None:
     if not folder_name:
         return
     folder, rank = Path(folder_name), int(os.environ["RANK"])
+    allow_tracers()
     _files.append(stacks_file(folder, rank).open("w"))
     faulthandler.register(STACKS_SIGNAL, file=_files[-1], all_threads=True)
     pipe = collectives_pipe(folder, rank)

@@ -227,9 +227,10 @@ def test_a_batch_script_for_two_nodes(tmp_path):
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert directives == [
         f"--job-name={case.name}", "--nodes=2", "--ntasks-per-node=1", "--time=2", f"--output={log}",
-        f"--chdir={Path.cwd()}", "--gpus-per-node=8", "--account=mine",
+        f"--chdir={Path.cwd()}", "--gpus-per-node=8", "--mem=0", "--exclusive", "--account=mine",
     ]  # fmt: skip
     assert "--nnodes=2" in text and "--gpus-per-node=8" in text and "--node-rank=0" not in text
+    assert " --cpu-bind=none " in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     for options in (JobOptions(["--gres=gpu:8"], 60, on_gpus=True), JobOptions([], 60, on_gpus=False)):
         assert "#SBATCH --gpus-per-node" not in batch_script(case, files, log, options)
