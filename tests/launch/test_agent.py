@@ -101,6 +101,10 @@ if act == "hung":
     hung_file(pathlib.Path(os.environ["MOE_EXP_HEARTBEATS"])).touch()
 if act in ("die", "hung"):
     os.kill(os.getpid(), signal.SIGKILL)
+if act == "second":  # tells 76 when node 0 has: an agent whose peer goes first ends its rank before it tells
+    while not (here / "code0").exists():
+        time.sleep(0.05)
+    act = "76"
 if act.isdigit():
     if os.environ["LOCAL_RANK"] == "0":
         pathlib.Path(os.environ["MOE_EXP_EXIT_CODE_FILE"]).write_text(act)
@@ -360,7 +364,7 @@ def test_a_hang_that_ends_the_run_is_not_called_a_rank_that_has_failed(tmp_path,
 
 def test_signal_before_the_ranks_start_again_as_they_have_asked(tmp_path):
     """Node 1 waits for node 0, which does not hurry, as none has trained."""
-    plan = {"0.0": "last", "0.1": "76", "1": "0"}
+    plan = {"0.0": "last", "0.1": "second", "1": "0"}
     nodes = Nodes(tmp_path, plan, num_nodes=2, num_ranks=1, first_delay=100.0)
     # The files with their codes do not stay: agents remove them before ranks start again.
     deadline = time.monotonic() + 90
