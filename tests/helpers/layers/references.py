@@ -8,6 +8,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -49,8 +50,8 @@ def make_groups(ep: int, etp: int):
 
 
 class Waits(TorchDispatchMode):
-    """Counts what makes the host wait for a GPU: values that become Python numbers, and shapes that depend on
-    values.
+    """Finds what makes the host wait for a GPU: values that become Python numbers, shapes that depend on
+    values, and tensors made of Python numbers, which are copied to the GPU from unpinned memory.
     """
 
     BY_VALUE = (
@@ -61,11 +62,12 @@ class Waits(TorchDispatchMode):
         "bincount",
         "equal",
         "is_nonzero",
+        "lift_fresh",
     )
 
     def __init__(self):
         super().__init__()
-        self.count = 0
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.__name__.partition(".")[0]
@@ -73,5 +75,28 @@ class Waits(TorchDispatchMode):
         by_mask = name in ("index", "index_put_") and any(
             index is not None and index.dtype == torch.bool for index in args[1]
         )
-        self.count += name in self.BY_VALUE or unsized or by_mask
+        if name in self.BY_VALUE or unsized or by_mask:
+            self.found.append(name)
+        return function(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self._calls = _Calls(self.found)
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self._calls.__exit__(*error)
+
+
+class _Calls(TorchFunctionMode):
+    """Of `Waits`: what on a CPU calls no operation."""
+
+    def __init__(self, found: list[str]):
+        super().__init__()
+        self.found = found
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") in ("tolist", "cpu", "numpy"):
+            self.found.append(function.__name__)
         return function(*args, **(kwargs or {}))
