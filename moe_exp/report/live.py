@@ -106,7 +106,7 @@ def _path_problems(path: Path, *, may_wait: bool) -> Iterator[str]:
             runs = [str(entry) for entry in inside if (entry / "metrics.jsonl").exists()]
             fix = f"give a run folder, such as {runs[0] if runs else 'runs/NAME'}"
             yield problem("run", path, "is no run folder: it has no metrics.jsonl", fix)
-    elif path.exists():
+    elif path.exists() and not path.is_dir():  # a folder may come just now
         if path.name != "metrics.jsonl":
             yield problem(
                 "run", path, "is a file, not a run folder", "give the run folder, or its metrics.jsonl"
