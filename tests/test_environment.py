@@ -33,12 +33,12 @@ CPU_BUILD = "pip --no-compile --disable-pip-version-check --progress-bar off --n
     ("given", "indices", "said"),
     [
         ({}, ["cpu"], "a CPU build from"),
-        ({"GPUS": "0"}, ["default"], "installing torch"),
+        ({"GPUS": "0"}, ["default"], "installing PIN"),
         ({"PIP_CONFIG": "global.index-url='https://mirror'"}, ["default"], "where pip is configured to look"),
         ({"PIP_CONFIG": ":env:.find-links='/wheels'"}, ["default"], "where pip is configured to look"),
         ({"PIP_CONFIG": "global.timeout='60'"}, ["cpu"], "a CPU build from"),
         ({"ASKED": "1"}, ["default"], "does not answer"),
-        ({"CPU_INDEX_FAILS": "1"}, ["cpu", "default"], "installing torch"),
+        ({"CPU_INDEX_FAILS": "1"}, ["cpu", "default"], "installing PIN"),
         ({"SBATCH": "true"}, ["default"], "jobs run on other nodes: torch with CUDA"),
         ({"SBATCH": "true", "CPU_NODES": "true"}, ["cpu"], "a CPU build from"),
     ],
@@ -61,8 +61,10 @@ def test_torch_without_gpus_is_a_cpu_build_if_its_index_answers(tmp_path, given,
     assert done.returncode == 0, done.stderr
     *of_torch, _, package = calls.read_text().splitlines()
     assert ["cpu" if line.startswith(CPU_BUILD) else "default" for line in of_torch] == indices
-    assert all(" torch" in line for line in of_torch) and package.endswith("-e .[train]")
-    assert said in done.stderr
+    constraints = (ROOT / "constraints.txt").read_text().splitlines()
+    pin = next((line for line in constraints if line.startswith("torch==")), "torch")
+    assert all(line.endswith(f" {pin}") for line in of_torch) and package.endswith("-e .[train]")
+    assert said.replace("PIN", pin) in done.stderr
     assert "Downloading torch-2.13.0+cpu-cp311-linux_x86_64.whl (190.1 MB)\n" in done.stderr
     assert "Collecting" not in done.stderr and "mpmath" not in done.stderr
 

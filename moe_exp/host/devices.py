@@ -38,8 +38,8 @@ def count_gpus() -> int:
 
 def torch_has_cuda() -> bool:
     """Whether the installed torch is built with CUDA, without importing it."""
-    folder = importlib.util.find_spec("torch")
-    text = Path(folder.origin).with_name("version.py").read_text() if folder and folder.origin else ""
+    spec = importlib.util.find_spec("torch")
+    text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
     return re.search(r"^cuda\b.*= *None$", text, re.MULTILINE) is None
 
 

@@ -130,14 +130,14 @@ def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[i
 
 def _devices(c: Config) -> Iterator[str]:
     gpus = count_gpus()
+    has = f"this host has {gpus} GPU{'s' if gpus > 1 else ''}"
     if gpus and not torch_has_cuda():
-        rule = f"is a build without CUDA, and this host has {gpus} GPU{'s' if gpus > 1 else ''}"
+        rule = f"is a build without CUDA, and {has}"
         fix = "install torch with CUDA, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         yield problem("torch", importlib.metadata.version("torch"), rule, fix)
     if 0 < gpus < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"
-        rule = f"this host has {gpus} GPU{'s' if gpus > 1 else ''}"
-        yield problem("gpus_per_node", c.gpus_per_node, rule, fix)
+        yield problem("gpus_per_node", c.gpus_per_node, has, fix)
 
 
 def _snapshot(c: Config) -> Iterator[str]:

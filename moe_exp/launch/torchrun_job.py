@@ -196,15 +196,16 @@ class _Orphans:
         if self._deadline is None:
             self._deadline = time.monotonic() + _SAVE_SECONDS
         self.pids = [pid for pid in children_of(os.getpid()) if pid not in before and not _is_reaped(pid)]
+        if not self.pids:
+            return False
         late = time.monotonic() - self._deadline
-        if self.pids and late > 0:
+        if late > 0:
             _kill_job(self.pids)
-        if self.pids and late > _KILL_SECONDS:  # such as in a driver that does not answer
+        if late > _KILL_SECONDS:  # such as in a driver that does not answer
             complain(f"processes {', '.join(map(str, self.pids))} do not end, although they were killed")
             return False
-        if self.pids:
-            time.sleep(0.2)
-        return bool(self.pids)
+        time.sleep(0.2)
+        return True
 
 
 def _is_reaped(pid: int) -> bool:

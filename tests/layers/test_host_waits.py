@@ -1,5 +1,5 @@
-"""The layer never makes the host wait for the GPU, which would run out of work. No GPU is needed: the test
-looks for operations that would wait.
+"""The layer never makes the host wait for the GPU, which would run out of work. No GPU is needed: the
+operations that would wait are found on a CPU.
 """
 
 from __future__ import annotations

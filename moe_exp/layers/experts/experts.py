@@ -158,7 +158,8 @@ class Experts(nn.Module):
         """Whether `forward` accepts RoutedTokens on the device of `x`.
 
         Args:
-            few_kept: most slots are dropped: a function that asks nobody how many has memory for all of them.
+            few_kept: most slots are dropped. Fused experts do not wait for their number, and so allocate a
+                row for each slot.
         """
         return (self.backend in FUSED and not few_kept) or self._is_loop_on_cpu(x)
 

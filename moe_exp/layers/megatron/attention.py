@@ -198,8 +198,8 @@ class CausalAttention(nn.Module):
 
 
 def _takes_groups(query: Tensor) -> bool:
-    """Whether torch takes fewer keys than queries without keeping all scores: on GPUs its flash attention
-    alone, which needs two bytes per value and sm_80.
+    """Whether torch takes fewer heads of keys than of queries without keeping all scores: on GPUs only its
+    flash attention does, which needs two bytes per value and sm_80.
     """
     has_two_bytes = query.dtype in (torch.bfloat16, torch.float16)
     return not query.is_cuda or (has_two_bytes and torch.cuda.get_device_capability(query.device) >= (8, 0))

@@ -17,6 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from helpers import ROOT
 from helpers.layers.ceilings import (
     CAPABILITIES,
     CASES,
@@ -182,6 +183,9 @@ def test_the_page_has_the_table() -> None:
     page = PAGE.read_text()
     triton = page.partition("Compiled with Triton ")[2].partition(" ")[0]
     assert f"{START}\n{table(triton)}\n\n{END}" in page
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if line.startswith("triton==")]
+    assert pins in ([f"triton=={triton}"], [])  # none where another torch was installed
 
 
 # What may be a factor of a product of 32 bits: strides inside the matrix of an expert, numbers of chunks and
