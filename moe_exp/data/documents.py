@@ -119,8 +119,8 @@ def files_in(folder: Path) -> list[Path]:
             names = ", ".join(str(path.relative_to(folder)) for path in left_out[:_MOST_NAMED])
             more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
             logger.info("%s: left out, %s: %s%s", folder, why, names, more)
-            inside = [path for path in inside if path not in left_out]
-    return [path for path in inside if path not in validation]
+            inside = [path for path in inside if path not in set(left_out)]
+    return [path for path in inside if path not in set(validation)]
 
 
 def files_below(root: Path) -> Iterator[Path]:

@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -31,6 +32,15 @@ def own_command() -> list[str]:
     if Path(words[0]).is_relative_to(Path.cwd()):
         words[0] = os.path.relpath(words[0])
     return words
+
+
+def allow_open_files() -> int:
+    """Lets this process have as many files open as the system allows it, and returns how many these are."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if most == resource.RLIM_INFINITY:  # macOS refuses it
+        most = 10240
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    return most
 
 
 @contextmanager

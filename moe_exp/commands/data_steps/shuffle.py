@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import os
 import re
 from pathlib import Path
@@ -101,6 +102,8 @@ def _shuffle(arguments: argparse.Namespace) -> int:
     from moe_exp.host.progress import print_summary
 
     first = arguments.inputs[0].absolute()
+    while glob.has_magic(first.name) and not first.exists():
+        first = first.parent
     base = first.name if first.is_dir() else re.sub(r"\.(jsonl(\.gz|\.zst)?|\w+)$", "", first.name)
     output = arguments.output or first.with_name(f"{base}_shuffled")
     name = arguments.name or output.absolute().name.removesuffix("_shuffled")

@@ -13,8 +13,8 @@ from typing import Any
 from moe_exp.data.convert.filters import Filter
 from moe_exp.data.convert.words import word_tokenizer
 from moe_exp.data.documents import Tally, read_documents
-from moe_exp.data.stage import fingerprint
-from moe_exp.host.files import expanded
+from moe_exp.data.stage import MAKE_AGAIN, fingerprint
+from moe_exp.host.files import expanded, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -151,6 +151,7 @@ def _ngrams_config() -> Any:
 
 def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> dict[str, Any]:
     """Writes the n-grams of benchmarks as NGramsDecontIndexer does, which needs lighteval: a file per task.
+    An index that is there stays: tasks may be reading it, and a node may have no network.
 
     Returns:
         `num_texts`, `num_ngrams`, and `num_short`: texts of fewer than NGRAM_WORDS words, which cannot be
@@ -163,6 +164,10 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
     import numpy as np
     from datatrove.utils.text import ngrams, simplify_text
 
+    summary = folder / "index.json"
+    if summary.is_file():
+        known: dict[str, Any] = read_json(summary, fix=MAKE_AGAIN)
+        return known
     block = ContaminationFilter("contaminated", str(folder)).block()
     hashes, tasks = dict[str, set[int]](), dict[str, dict[str, int]]()
     for benchmark in benchmarks:
@@ -185,7 +190,9 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
         path = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', task)}.index.hashes"
         np.array(sorted(found), dtype=block.config.hash_config.np_descr).tofile(path)
     totals = {name: sum(counts[name] for counts in tasks.values()) for name in ("num_texts", "num_short")}
-    return totals | {"num_ngrams": len(set().union(*hashes.values())), "tasks": tasks}
+    totals["num_ngrams"] = len(set().union(*hashes.values()))
+    write_json(summary, facts := {**totals, "tasks": tasks})
+    return facts
 
 
 def benchmarks_of(

@@ -7,6 +7,7 @@ task. Number of tasks and list of files belong to the output: it cannot be gone 
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shutil
@@ -35,12 +36,15 @@ from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
 from moe_exp.data.tasks.jobs import merge_stats, run_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.host.files import read_json, write_json
+from moe_exp.host.processes import allow_open_files
 from moe_exp.host.progress import progress_of
 
 logger = logging.getLogger(__name__)
 
 _OF_TASKS = ("read", "filtered", "written")
 MAX_DEFAULT_TASKS = 64  # as many as the runs before this package had
+_MOST_FINDERS = 64  # each has a file of every task
+_FILES_OF_A_TASK, _OTHER_FILES = 3, 64  # open in a finder: a signature file, two of duplicates
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ def convert(
     inputs = sort_inputs(inputs)
     check_apart([*inputs, *settings.benchmark_files()], output)
     num_tasks = _num_tasks(settings, inputs)
+    _check_limits(output, settings, num_tasks)
     if start_over or execution.executor != "slurm":
         check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove")
     benchmarks = [one.facts() for one in settings.decontaminate]
@@ -175,6 +180,18 @@ def _num_tasks(settings: ConvertSettings, inputs: Sequence[Path]) -> int:
     return settings.tasks or min(len(inputs), MAX_DEFAULT_TASKS)
 
 
+def _check_limits(output: Path, settings: ConvertSettings, num_tasks: int) -> None:
+    """Limits of steps that read what all tasks have written."""
+    if glob.has_magic(str(output.absolute())) and (settings.dedup or settings.decontaminate):
+        rule = "datatrove takes *, ? and [ for a pattern, and would find none of its own files"
+        raise ValueError(f"output={output}: {rule}. Fix: give another folder.")
+    needed = _FILES_OF_A_TASK * num_tasks + _OTHER_FILES
+    if (settings.dedup or settings.near_dedup) and needed > (most := allow_open_files()):
+        rule = f"a task that compares their signatures has {needed} files open, and may have {most} here"
+        fix = "give fewer, or raise the hard limit of open files (ulimit -Hn)"
+        raise ValueError(f"tasks={num_tasks}: {rule}. Fix: {fix}.")
+
+
 def _passes(
     stage: Stage, inputs: Sequence[Path], settings: ConvertSettings, num_tasks: int
 ) -> tuple[list[Pass], list[Path]]:
@@ -200,10 +217,11 @@ def _passes(
         files = [temporary / "filtered" / f"filtered.{task:05d}.jsonl" for task in range(num_tasks)]
         settings, filters = replace(settings, text_field="text", skip_bad=False, limit=None, rule=FILES), []
     if settings.dedup:
-        signatures, duplicates = str(temporary / "signatures"), str(temporary / "duplicates")
-        sign = [reader("sign"), *filters, SignDocuments(signatures, num_tasks)]
-        passes.append(Pass(sign, num_tasks, logs / "dedup_signatures"))
-        passes.append(Pass([FindDuplicates(signatures, duplicates)], num_tasks, logs / "dedup_find"))
+        signatures, duplicates = str(temporary / "exact_signed"), str(temporary / "exact_found")
+        finders = min(num_tasks, _MOST_FINDERS)
+        sign = [reader("sign"), *filters, SignDocuments(signatures, finders)]
+        passes.append(Pass(sign, num_tasks, logs / "exact_sign"))
+        passes.append(Pass([FindDuplicates(signatures, duplicates)], finders, logs / "exact_find"))
         filters = [*filters, DuplicateFilter("duplicate", duplicates)]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.data.convert.filters import Filter
+from moe_exp.host.processes import allow_open_files
 
 
 def _text(document: Any) -> bytes:
@@ -50,6 +51,7 @@ class FindDuplicates:
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         from datatrove.pipeline.dedup.exact_dedup import ExactFindDedups
 
+        allow_open_files()
         Path(self.duplicates_folder).mkdir(parents=True, exist_ok=True)  # there may be no duplicate
         block = ExactFindDedups(self.signatures_folder, self.duplicates_folder, _dedup_config())
         self.stats = block.stats

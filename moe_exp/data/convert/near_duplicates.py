@@ -24,6 +24,7 @@ from moe_exp.data.convert.filters import Filter
 from moe_exp.data.convert.words import word_tokenizer
 from moe_exp.data.tasks.execution import complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
+from moe_exp.host.processes import allow_open_files
 
 # Of each document, where only those count that have a signature.
 _RANK = np.dtype([("num_chars", "<u4"), ("hash", "<u8")])
@@ -152,6 +153,7 @@ class PairNearDuplicates:
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
         from datatrove.pipeline.dedup import MinhashDedupBuckets
 
+        allow_open_files()
         folders = f"{self.folder}/signatures", f"{self.folder}/pairs"
         block = MinhashDedupBuckets(*folders, config=self.how.config(), lines_to_buffer=_LINES_AT_ONCE)
         self.stats = block.stats

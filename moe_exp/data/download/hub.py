@@ -29,7 +29,7 @@ from moe_exp.data.download.hub_errors import check_online, endpoint, explained, 
 from moe_exp.data.download.hub_progress import silent_bar, watch
 from moe_exp.data.download.names import check_inside, check_names, refused
 from moe_exp.data.download.sources import Source, chosen_files, local_files
-from moe_exp.data.kinds import RECORD_SUFFIXES
+from moe_exp.data.kinds import DATA_SUFFIXES
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, write_json
 from moe_exp.host.progress import print_summary, progress
@@ -300,9 +300,11 @@ class _Fetcher:
     def _get_once(self) -> None:
         from huggingface_hub import snapshot_download
 
-        patterns = [glob.escape(file.name) for file in self.missing()]
-        if len(patterns) > _MANY_FILES:  # it compares each with each file of the repository
-            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in RECORD_SUFFIXES]
+        names = [file.name for file in self.missing()]
+        patterns = [glob.escape(name) for name in names]
+        if len(names) > _MANY_FILES:  # it compares each with each file of the repository
+            suffixes = [suffix for suffix in DATA_SUFFIXES if any(name.endswith(suffix) for name in names)]
+            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in suffixes]
         snapshot_download(
             self.source.repository or "",
             repo_type="dataset",

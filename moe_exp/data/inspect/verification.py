@@ -68,6 +68,8 @@ class Manifest:
     @property
     def text_field(self) -> str:
         """Text field of JSONL outputs."""
+        if self.content.get("stage") == "convert":  # whose setting is the field of its inputs
+            return "text"
         return str(self.content.get("settings", {}).get("text_field") or "text")
 
 

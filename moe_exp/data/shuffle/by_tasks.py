@@ -33,6 +33,7 @@ from moe_exp.data.shuffle.scatter import (
     Scattered,
     TaskShuffle,
     check_size,
+    most_buckets,
 )
 from moe_exp.data.shuffle.shuffle import (
     DEFAULT_VALID_FRACTION,
@@ -140,9 +141,10 @@ def shuffle_by_tasks(
         if stage.was_done:
             _clean(stage.output)
             return stage.manifest or {}
-        begun = _begin(stage, tasks, memory.piece_bytes)
+        begun = _begin(stage, tasks, memory)
         slices, buffers = cut_inputs(inputs, tasks), (memory.longest_bytes, memory.piece_bytes)
-        job = TaskShuffle(stage.folder, settings, rule, inputs[0], slices, *buffers, begun["bucket_bytes"])
+        limits = begun["bucket_bytes"], begun["most_buckets"]
+        job = TaskShuffle(stage.folder, settings, rule, inputs[0], slices, *buffers, *limits)
         num_writing = min(tasks, num_shards + 1)
         steps = [IndexDocuments(job), ScatterDocuments(job), WriteShards(job, num_writing)]
         passes = [
@@ -174,15 +176,16 @@ def _default_memory(execution: Execution, tasks: int) -> int:
     return int(_MEMORY_SHARE * execution.mem_per_cpu_gb * execution.cpus_per_task * 2**30)
 
 
-def _begin(stage: Stage, tasks: int, bucket_bytes: int) -> dict[str, int]:
-    """Number of tasks and size of the buckets, which a call that resumes keeps."""
-    path = stage.folder / TASKS
+def _begin(stage: Stage, tasks: int, memory: Memory) -> dict[str, int]:
+    """Number of tasks, size and number of buckets, which a call that resumes keeps, whatever its memory."""
+    path, most = stage.folder / TASKS, most_buckets(memory.longest_bytes)
     if (stage.folder / "state.json").exists():
         rule, fix = "was begun by one process", "leave --tasks (in prepare: --shuffle-tasks) away"
         raise ValueError(f"tasks={tasks}: {stage.output} {rule}. Fix: {fix}, or give --start-over.")
     if not path.exists():
-        write_json(path, {"tasks": tasks, "bucket_bytes": bucket_bytes})
-    begun: dict[str, int] = read_json(path, fix=MAKE_AGAIN)
+        write_json(path, {"tasks": tasks, "bucket_bytes": memory.piece_bytes, "most_buckets": most})
+    # without most_buckets: begun by an earlier version
+    begun: dict[str, int] = {"most_buckets": most} | read_json(path, fix=MAKE_AGAIN)
     if begun["tasks"] != tasks:
         rule = f"{stage.output} was begun by {begun['tasks']} tasks"
         fix = f"give --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or --start-over"

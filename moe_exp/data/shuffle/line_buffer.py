@@ -50,7 +50,9 @@ class LineBuffer:
         Raises:
             ValueError: the file is too short.
         """
-        firsts = np.flatnonzero(np.diff(places - begins, prepend=-1))
+        is_first = np.diff(places - begins, prepend=0) != 0
+        is_first[0] = True
+        firsts = np.flatnonzero(is_first)
         run_ends = np.append(begins[firsts[1:]], ends[-1])
         with path.open("rb", buffering=0) as file:
             for first in range(0, len(firsts), _LINES_AT_ONCE):

@@ -52,6 +52,11 @@ _BYTES_PER_SEGMENT = 2**15  # of a bucket in a block, on average
 _LF = 10
 
 
+def most_buckets(longest_bytes: int) -> int:
+    """As many as a buffer of this size can be sorted into, in pieces that are worth a read."""
+    return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
+
+
 @dataclass(frozen=True)
 class TaskShuffle:
     """A shuffle by tasks; it travels to them by pickle.
@@ -64,7 +69,8 @@ class TaskShuffle:
         slices: what each task reads.
         longest_bytes: of a line, and of the buffer that a task reads into.
         piece_bytes: of the documents that a task puts in order at once.
-        bucket_bytes: that a bucket may have on average.
+        bucket_bytes: that a bucket may have on average, unless there would be more than `most_buckets`.
+        most_buckets: of training documents, and of validation documents.
     """
 
     folder: Path
@@ -75,6 +81,7 @@ class TaskShuffle:
     longest_bytes: int
     piece_bytes: int
     bucket_bytes: int
+    most_buckets: int
 
     @property
     def num_tasks(self) -> int:
@@ -160,12 +167,11 @@ class Indexed:
             self.firsts.append(self.firsts[-1] + sum(facts["slices"]))
         needed_bytes = self.num_bytes + DOCUMENT_BYTES * self.firsts[-1]
         num_full = needed_bytes / (BUCKET_FILL * job.bucket_bytes)
-        most = max(_FEW_BUCKETS, job.longest_bytes // _BYTES_PER_SEGMENT)
-        self.num_train_buckets = min(most, max(1, math.ceil(num_full)))
+        self.num_train_buckets = min(job.most_buckets, max(1, math.ceil(num_full)))
         valid = self.valid.total()
         share = valid.num_documents / max(1, self.read.num_documents)
         share = max(share, valid.num_text_bytes / max(1, self.read.num_text_bytes))
-        self.num_valid_buckets = min(most, max(1, math.ceil(share * num_full)))
+        self.num_valid_buckets = min(job.most_buckets, max(1, math.ceil(share * num_full)))
 
     @property
     def num_buckets(self) -> int:
@@ -319,15 +325,15 @@ class Scattered:
         """Documents of a bucket with a key in [low, end)."""
         parts = [Placed(np.empty(0, _RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
         for task in range(self.job.num_tasks):
-            for place, count, begin, _ in self._segments(task, bucket):
-                with self.job.place("scattered", task, ".records").open("rb") as file:
+            with self.job.place("scattered", task, ".records").open("rb") as file:
+                for place, count, begin, _ in self._segments(task, bucket):
                     file.seek(place * _RECORD.itemsize)
                     records = np.fromfile(file, dtype=_RECORD, count=count)
-                sizes = records["num_bytes"].astype(np.int64)
-                begins = begin + np.cumsum(sizes) - sizes
-                inside = (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
-                found = records[inside]
-                parts.append(Placed(found, np.full(len(found), task, dtype=np.int32), begins[inside]))
+                    sizes = records["num_bytes"].astype(np.int64)
+                    begins = begin + np.cumsum(sizes) - sizes
+                    inside = (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
+                    found = records[inside]
+                    parts.append(Placed(found, np.full(len(found), task, dtype=np.int32), begins[inside]))
         return Placed(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
     def _segments(self, task: int, bucket: int) -> list[list[int]]:

@@ -30,6 +30,7 @@ from moe_exp.data.convert import steps
 from moe_exp.data.convert.benchmarks import benchmarks_of, write_contamination_index
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.filters import Counts, Filter
+from moe_exp.data.convert.near_duplicates import NearDuplicates
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
@@ -376,6 +377,34 @@ def test_duplicates_within_and_across_files(tmp_path):
     assert counts == {"a": 2, "b": 1, "c": 1, "d": 0, "e": 0}
 
 
+def test_a_few_tasks_compare_the_signatures_of_many(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_module, "_MOST_FINDERS", 2)
+    words = "abacbdaecfbgahc"
+    inputs = [write_lines(tmp_path / f"in/{place}.jsonl", [line(word)]) for place, word in enumerate(words)]
+    inputs = sorted(inputs)
+    manifest = convert(inputs, tmp_path / "x", ConvertSettings(dedup=True, tasks=len(words)), ONE)
+    assert sorted(texts(tmp_path / "x")) == sorted(set(words))
+    assert manifest["filtered"]["duplicate"]["num_documents"] == len(words) - len(set(words))
+    completions = tmp_path / "x/datatrove/exact_find/completions"
+    assert len(list(completions.iterdir())) == 2
+
+
+def test_limits_of_what_compares_tasks(tmp_path, monkeypatch):
+    inputs = [write_lines(tmp_path / f"in/{place}.jsonl", [line("a")]) for place in range(9)]
+    benchmarks = benchmarks_of(write_lines(tmp_path / "bench.jsonl", [line(QUESTION)]))
+    for settings in (ConvertSettings(dedup=True), ConvertSettings(decontaminate=benchmarks)):
+        with pytest.raises(
+            ValueError, match=r"^output=.*crawl\[v2\]: datatrove takes \*, \? and \[ for a pat"
+        ):
+            convert(inputs, tmp_path / "crawl[v2]", settings, ONE)
+    monkeypatch.setattr(convert_module, "allow_open_files", lambda: 90)
+    for settings in (ConvertSettings(dedup=True), ConvertSettings(near_dedup=NearDuplicates())):
+        with pytest.raises(ValueError, match=r"^tasks=9: .* has 91 files open, and may have 90 here\. Fix: "):
+            convert(inputs, tmp_path / "x", settings, ONE)
+    assert not list(tmp_path.glob("x*")) and not list(tmp_path.glob("crawl*"))
+    convert(inputs, tmp_path / "x", ConvertSettings(), ONE)
+
+
 def test_no_duplicates_in_one_task(tmp_path):
     path = write_lines(tmp_path / "in/a.jsonl", [line("a"), line("b")])
     manifest = convert([path], tmp_path / "x", ConvertSettings(dedup=True), ONE)
@@ -408,6 +437,16 @@ def test_other_benchmarks_under_the_same_path_are_noticed(tmp_path):
     write_lines(benchmarks, [line(" ".join(reversed(QUESTION.split())))])
     with pytest.raises(ValueError, match=r"Fix: .*start"):
         convert([path], tmp_path / "x", settings, ONE)
+
+
+def test_the_index_of_benchmarks_is_written_once(tmp_path):
+    benchmarks = write_lines(tmp_path / "bench.jsonl", [line(QUESTION)])
+    first = write_contamination_index(benchmarks_of(benchmarks), tmp_path / "index")
+    before = {path: path.stat() for path in (tmp_path / "index").iterdir()}
+    given = benchmarks_of(benchmarks)
+    benchmarks.unlink()  # a node that cannot read them
+    assert write_contamination_index(given, tmp_path / "index") == first
+    assert {path: path.stat() for path in before} == before
 
 
 def test_benchmarks_that_are_all_too_short(tmp_path):

@@ -320,6 +320,19 @@ def test_many_files_go_by_pattern(server, dataset, tmp_path, monkeypatch):
     assert not (tmp_path / "all" / "README.md").exists()
 
 
+def test_many_text_files_go_by_pattern(tmp_path, monkeypatch):
+    books = tmp_path / "books"
+    books.mkdir()
+    for number in range(4):
+        (books / f"{number}.txt").write_text(f"book {number}")
+    monkeypatch.setattr(hub, "_MANY_FILES", 2)
+    with HubServer(books, repository=REPOSITORY) as running:
+        monkeypatch.setenv("HF_ENDPOINT", running.url)
+        download(resolve_source(REPOSITORY, patterns=()), tmp_path / "raw")
+    names = sorted(path.name for path in (tmp_path / "raw").glob("*.txt"))
+    assert names == ["0.txt", "1.txt", "2.txt", "3.txt"]
+
+
 def test_progress_counts_bytes_on_disk(tmp_path):
     root = tmp_path / ".cache/huggingface/download/sample"
     root.mkdir(parents=True)

@@ -142,6 +142,7 @@ def test_validation_and_training_share_documents(at_once, texts, tmp_path, monke
 def test_manifests_of_other_steps(texts, tmp_path):
     """`written` of a conversion, the counts of a merge, none at all."""
     for name, facts in {
+        "convert": {"written": tally_of(texts[:50]).to_json()},
         "written": {"read": tally_of(texts).to_json(), "written": tally_of(texts[:50]).to_json()},
         "read": {"read": tally_of(texts[:50]).to_json(), "num_documents": {"shard of another folder": 50}},
         "top": tally_of(texts[:50]).to_json(),
@@ -149,7 +150,8 @@ def test_manifests_of_other_steps(texts, tmp_path):
     }.items():
         output = tmp_path / name / "merged"
         output.parent.mkdir()
-        with run_stage(name, output, settings={}, inputs=[], is_folder=False) as stage:
+        settings = {"text_field": "content"} if name == "convert" else {}  # its inputs'
+        with run_stage(name, output, settings=settings, inputs=[], is_folder=False) as stage:
             (stage.folder / "merged.jsonl").write_text("\n" + lines(texts[:50]))
             stage.finish_files([stage.folder / "merged.jsonl"], **facts)
         for path in (output, output.with_suffix(".jsonl"), output.with_name("merged.manifest.json")):

@@ -25,6 +25,7 @@ from moe_exp.commands.data import main
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.shuffle import by_tasks, scatter
 from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks, shuffle_documents
+from moe_exp.data.shuffle.line_buffer import LineBuffer
 from moe_exp.data.shuffle.shuffle import Memory, shuffle
 from moe_exp.data.shuffle.slices import cut_inputs
 from moe_exp.data.tasks.execution import Execution
@@ -107,6 +108,16 @@ def test_processes_give_the_same(tmp_path):
     assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one")
 
 
+def test_lines_whose_place_in_the_file_is_one_less_than_in_the_buffer(tmp_path):
+    path, buffer = tmp_path / "lines", LineBuffer()
+    path.write_bytes(b"aaa\nbb\nc\ndddd\n")
+    buffer.allocate(12)
+    buffer.view[:1] = b"\n"
+    places, begins, ends = np.array([0, 4, 9]), np.array([1, 5, 8]), np.array([5, 8, 12])
+    buffer.read(path, places, begins, ends)
+    assert bytes(buffer.view[:12]) == b"\naaa\nbb\ndddd"
+
+
 @pytest.mark.parametrize("num_tasks", [1, 2, 3, 8, 50])
 def test_slices_are_all_lines_once_and_in_order(tmp_path, num_tasks):
     random_sizes = np.random.default_rng(num_tasks)
@@ -170,11 +181,14 @@ def interrupted(inputs, output, **options):
 
 
 def test_a_call_that_resumes_does_not_read_again(tmp_path, small, monkeypatch):
+    # the buffers' size limits the number of buckets
+    monkeypatch.setattr(scatter, "_BYTES_PER_SEGMENT", 2**18)
+    monkeypatch.setattr(scatter, "_FEW_BUCKETS", 1)
     inputs = some_inputs(tmp_path / "in")
     shuffle(inputs, tmp_path / "one", **SETTINGS)
     interrupted(inputs, tmp_path / "out")
     monkeypatch.setattr(scatter, "read_slice", lambda *_: 1 / 0)
-    monkeypatch.setattr(by_tasks.Memory, "of", lambda _: Memory(2**24, 997, 2**20, 5000))  # another budget
+    monkeypatch.setattr(by_tasks.Memory, "of", lambda _: Memory(2**24, 997, 2**19, 5000))  # another budget
     shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
     assert data_of(tmp_path / "out") == data_of(tmp_path / "one")
 
@@ -322,3 +336,5 @@ def test_the_command(tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "b").exists()
     assert main("shuffle", [*arguments, *both]) == 0
     assert data_of(tmp_path / "a") == data_of(tmp_path / "b")
+    assert main("shuffle", ["books/[0-3].jsonl", *arguments[1:]]) == 0
+    assert (tmp_path / "books_shuffled/books.val.jsonl").is_file()
