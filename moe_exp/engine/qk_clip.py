@@ -92,8 +92,8 @@ def _scale(attention: Attention, factors_H: Tensor) -> None:
 def _scale_rows(linear: nn.Module, parts: list[tuple[Tensor, int]]) -> None:
     """Multiplies the output rows: for each head, or group, as many of every part by its factor there."""
     rows = torch.cat([factors[:, None].expand(-1, count) for factors, count in parts], dim=1).flatten()
-    for x in linear.parameters(recurse=False):
-        if x.size(0) != len(rows):
+    for name, x in linear.named_parameters(recurse=False):
+        if name.startswith("layer_norm"):
             continue  # the norm that Transformer Engine keeps in the module
         main: Tensor = getattr(x, "main_param", x)
         main.mul_(rows.view(-1, *[1] * (x.dim() - 1)))

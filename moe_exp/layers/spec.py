@@ -8,21 +8,17 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-import torch
-
-from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.megatron.attention_parts import (
     LatentAttention,
     ProjectionNormAttention,
     latent_attention_spec,
 )
-from moe_exp.layers.megatron.config_fields import check_fields
+from moe_exp.layers.megatron.config_fields import check_attention, check_fields
 from moe_exp.layers.megatron.moe_parts import (
     MegatronExperts,
     MegatronMoELayer,
     MegatronRouter,
-    device_of_model,
 )
 from moe_exp.layers.megatron.norm import Norm
 
@@ -63,7 +59,6 @@ def moe_submodule_spec(
     min_capacity: int = 0,
     token_rounding: int = 0,
     fp8: bool = False,
-    params_dtype: torch.dtype = torch.float32,
     use_te: bool = False,
 ) -> ModuleSpec:
     """The `mlp` of an MoE transformer layer.
@@ -77,7 +72,6 @@ def moe_submodule_spec(
         fp8: the `triton` backend computes in e4m3, see Experts; `config.fp8` is Transformer Engine's.
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
-    backend, _ = choose_backend(backend, device_type=device_of_model().type, dtype=params_dtype)
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     latent = {}
     if use_te:
@@ -112,6 +106,7 @@ def local_layer_spec(
     config: TransformerConfig, *, mlp: ModuleSpec | None, projection_norm: bool = False
 ) -> ModuleSpec:
     """Transformer layer of Megatron's local modules, our attention core and norm; `mlp` None: dense MLP."""
+    check_attention(config)
     dense = ModuleSpec(
         module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     )
@@ -178,6 +173,7 @@ def te_layer_spec(
     if mlp is not None:
         spec.submodules.mlp = mlp
     if own_attention:
+        check_attention(config)
         spec.submodules.self_attention.submodules.core_attention = CausalAttention
     if projection_norm:
         spec.submodules.self_attention.module = ProjectionNormAttention
@@ -213,8 +209,7 @@ def decoder_spec(
     layers = [dense] * config.num_layers
     if config.num_moe_experts is not None:
         check_fields(config)
-        settings = {"params_dtype": config.params_dtype, "use_te": use_te}
-        moe = layer_spec(config, mlp=moe_submodule_spec(**settings, **moe_options))
+        moe = layer_spec(config, mlp=moe_submodule_spec(use_te=use_te, **moe_options))
         frequency = config.moe_layer_freq
         pattern = (
             [index % frequency == 0 for index in range(config.num_layers)]

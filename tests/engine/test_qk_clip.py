@@ -11,6 +11,7 @@ import torch
 from helpers.checkpoint.legs import MODEL, Leg, build_job, deviations, run_legs, write_data
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.config import load_config
+from moe_exp.engine.qk_clip import _scale_rows
 
 BASE: dict[str, Any] = {"distributed_optimizer": False, "qk_clip": 0.02, "warmup_iters": 0}
 MLA: dict[str, Any] = {
@@ -90,6 +91,16 @@ def test_a_step_brings_the_largest_logit_to_the_limit(tmp_path):
             assert after[heads] == pytest.approx(expected, rel=0.02 if model.get("dtype") else 1e-5)
         assert min(before) < model["qk_clip"] < max(before)
         assert is_right
+
+
+def test_the_norm_of_a_fused_linear_is_not_scaled():
+    linear = torch.nn.Linear(3, 4)
+    linear.layer_norm_weight = torch.nn.Parameter(torch.ones(4))
+    before = linear.weight.detach().clone()
+    with torch.no_grad():
+        _scale_rows(linear, [(torch.tensor([0.5, 0.25]), 2)])
+    assert linear.layer_norm_weight.tolist() == [1, 1, 1, 1]
+    assert torch.equal(linear.weight, before * torch.tensor([0.5, 0.5, 0.25, 0.25])[:, None])
 
 
 def _legs(num_ranks: int, layouts: list[dict[str, Any]], **settings: Any) -> list[Any]:

@@ -53,6 +53,8 @@ _IRRELEVANT = """
     moe_single_grouped_bias moe_single_grouped_weight moe_token_dispatcher_type moe_use_legacy_grouped_gemm
     use_fused_weighted_squared_relu use_te_activation_func
 """
+# What attention and norm of the local spec have instead of the field.
+_OF_ATTENTION = {"window_size": None, "softmax_type": "vanilla", "layernorm_zero_centered_gamma": False}
 FOLLOWED, IRRELEVANT = frozenset(_FOLLOWED.split()), frozenset(_IRRELEVANT.split())
 
 
@@ -72,6 +74,14 @@ def check_fields(config: TransformerConfig) -> None:
                 f"{name}={getattr(config, name)}: this MoE layer does not know the field. Fix: leave it at"
                 f" {default}."
             )
+
+
+def check_attention(config: TransformerConfig) -> None:
+    """Raises a one-line ValueError for a field that our attention and norm do not know, unlike Megatron's."""
+    for name, usual in _OF_ATTENTION.items():
+        if (value := getattr(config, name, usual)) != usual:
+            rule = "attention and norm of this layer spec do not know the field"
+            raise ValueError(f"{name}={value}: {rule}. Fix: leave it at {usual}, or use_te=True.")
 
 
 def _is_set(config: TransformerConfig, name: str, default: Any) -> bool:

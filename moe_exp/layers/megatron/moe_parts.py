@@ -1,9 +1,11 @@
 """Our router, experts and MoE layer with the interface that Megatron expects."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from copy import copy
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +17,7 @@ from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.fp8 import check_fp8
+from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.latent_projections import (
@@ -32,6 +35,7 @@ from moe_exp.layers.statistics import MoEStatistics
 
 from megatron.core import activations, tensor_parallel
 from megatron.core.fusions import fused_bias_geglu
+from megatron.core.tensor_parallel.random import get_expert_parallel_rng_tracker_name
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer as MegatronMoE
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -105,8 +109,13 @@ class MegatronRouter(Router):
         overrides: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ):
+        found = router_config(config, overrides or {})
+        if found.expert_bias and not (found.finds_quantiles or config.moe_router_enable_expert_bias):
+            rule = "Megatron's finalize_model_grads would not update it"
+            fix = "set moe_router_enable_expert_bias=True in the TransformerConfig"
+            raise ValueError(f"expert_bias=True: {rule}. Fix: {fix}.")
         super().__init__(
-            router_config(config, overrides or {}),
+            found,
             microbatch_group=pg_collection.tp_cp,
             dtype=config.params_dtype,
             device=device_of_model(),
@@ -126,7 +135,7 @@ class MegatronRouter(Router):
         self.end_of_global_fractions(self.batch_group)
 
     def end_of_global_batch(self) -> None:
-        """Called by `engine.finite_steps` after Megatron's finalize_model_grads: what that does not know."""
+        """Updates what Megatron's finalize_model_grads, after which it is called, does not know."""
         self.end_of_own_state(self.batch_group)
 
 
@@ -143,6 +152,8 @@ class MegatronExperts(Experts):
         pg_collection: Any = None,
         **kwargs: Any,
     ):
+        device = device_of_model()
+        backend, _ = choose_backend(backend, device_type=device.type, dtype=config.params_dtype)
         check_fp8(config.fp8, config.fp8_recipe, backend=backend)
         self.ep_group, self.etp_group, self.edp_group = (
             pg_collection.ep,
@@ -163,10 +174,11 @@ class MegatronExperts(Experts):
             adds_to_main_grad=True,  # without the kernel of Apex that gradient_accumulation_fusion needs
             fp8=fp8,
             dtype=config.params_dtype,
-            device=device_of_model(),
+            device=device,
         )
-        config.init_method(self.weight1)
-        config.output_layer_init_method(self.weight2)
+        with _random_numbers_of_experts():
+            config.init_method(self.weight1)
+            config.output_layer_init_method(self.weight2)
         for name, weight in self.named_parameters():
             # A bias has two dimensions here, and must not be decayed.
             weight.is_bias = name.startswith("bias")  # type: ignore[attr-defined]
@@ -192,6 +204,13 @@ class MegatronExperts(Experts):
 
     def backward_dw(self) -> None:
         """Called by Megatron for delayed weight gradients; ours are computed in the backward pass."""
+
+
+def _random_numbers_of_experts() -> AbstractContextManager[Any]:
+    """Megatron's random numbers for experts, others on every EP and ETP rank; its usual ones are not."""
+    tracker, name = tensor_parallel.get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
+    # a program of one rank need not seed them
+    return tracker.fork(name) if name in tracker.get_states() else nullcontext()
 
 
 def activation_name(config: TransformerConfig) -> str:
@@ -250,9 +269,12 @@ class MegatronMoELayer(MegatronMoE):
         self.use_shared_expert = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = None
         if self.use_shared_expert:
+            # Megatron's overlap leaves its exchanges out of the module's forward, for its own dispatcher.
+            plain = copy(config)
+            plain.moe_shared_expert_overlap = False
             self.shared_experts = build_module(
                 submodules.shared_experts,
-                config=config,
+                config=plain,
                 pg_collection=groups,
                 gate=config.moe_shared_expert_gate,
             )
@@ -304,13 +326,16 @@ class MegatronMoELayer(MegatronMoE):
         if padding_mask is not None:
             padding_mask = self._own_padding(padding_mask, hidden_states.size(0))
         if self.moe_layer_recompute and self.training:
-            return (
-                tensor_parallel.checkpoint(
-                    partial(self._forward, padding_mask=padding_mask), False, hidden_states
-                ),
-                None,
-            )
+            return self._recomputed(partial(self._forward, padding_mask=padding_mask), hidden_states), None
         return self._forward(hidden_states, padding_mask), None
+
+    def _recomputed(self, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
+        if self.config.fp8:  # Transformer Engine's, whose context the backward pass is outside of
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            states = tensor_parallel.get_cuda_rng_tracker
+            return cast(Tensor, te_checkpoint(forward, False, states, self.tp_group, hidden_states))
+        return cast(Tensor, tensor_parallel.checkpoint(forward, False, hidden_states))
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         output, loss = self._token_layer[0](hidden_states, padding_mask)

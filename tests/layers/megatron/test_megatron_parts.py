@@ -4,6 +4,7 @@ settings.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, fields
 from functools import partial
 from types import SimpleNamespace
@@ -19,10 +20,12 @@ from moe_exp.layers.activations import quick_gelu, squared_relu
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.megatron import moe_parts
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.latent_projections import Linear, latent_projections
 from moe_exp.layers.megatron.moe_parts import (
     MegatronMoELayer,
+    MegatronRouter,
     _dispatcher,
     _settings,
     activation_name,
@@ -112,6 +115,7 @@ def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch
         add_bias_linear=False, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
         tensor_model_parallel_size=ranks, expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp, moe_shared_expert_intermediate_size=8,
+        moe_shared_expert_overlap=True,  # of Megatron's dispatcher, whose part ours has
         moe_token_dispatcher_type="alltoall", moe_router_load_balancing_type="none", moe_aux_loss_coeff=0.0,
     )  # fmt: skip
     layer = build_module(moe_submodule_spec("loop"), config=config)
@@ -155,6 +159,30 @@ def test_inference_without_sequence_parallelism(ep, etp):
         assert expected.abs().mean() > 0.1
         assert_equal_to(1e-6, {"output": found}, {"output": expected})
         assert refused.startswith("sequence_parallel=False: with TP=2 every rank would route the same tokens")
+
+
+def initial_weights(ep: int, etp: int) -> list[torch.Tensor]:
+    """Router, experts of this rank, and the random numbers that follow."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=etp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=etp,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    layer = build_module(moe_submodule_spec(), config=TransformerConfig(**SETTINGS, moe_router_topk=2))
+    experts = layer.experts.weight1.detach(), layer.experts.weight2.detach()
+    return [layer.router.weight.detach(), torch.rand(4), *experts]
+
+
+@pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2), (1, 1)])
+def test_experts_begin_with_other_weights_on_every_expert_parallel_rank(ep, etp):
+    (*same, first1, first2), (*as_well, second1, second2) = run_on_ranks(2, initial_weights, ep, etp)
+    assert all(map(torch.equal, same, as_well))
+    is_replicated = ep * etp == 1
+    assert torch.equal(first1, second1) == torch.equal(first2, second2) == is_replicated
+    for weight in (first1, first2, second1, second2):
+        assert 0.009 < weight.std().item() < 0.022
 
 
 @pytest.mark.parametrize(("ep", "etp"), [(2, 1), (1, 2)])
@@ -261,6 +289,16 @@ def test_router_of_a_transformer_config():
     assert router_config(settings(moe_router_force_load_balancing=True), {}).assignment == "balanced"
 
 
+def test_an_expert_bias_that_nothing_would_update_is_refused():
+    groups = SimpleNamespace(tp_cp=None)
+    with pytest.raises(
+        ValueError, match=r"^expert_bias=True: .* Fix: set moe_router_enable_expert_bias=True"
+    ):
+        MegatronRouter(settings(), groups, {"expert_bias": True, "score": "sigmoid"})
+    rules = {"expert_bias": True, "score": "sigmoid", "bias_rule": "quantile"}
+    assert MegatronRouter(settings(), groups, rules).config.finds_quantiles
+
+
 def test_latent_projections_of_transformer_engine_are_built_as_by_megatron():
     """Arguments of its linear layer; without it Megatron's own, with initial weights and biases of zero."""
     config = settings(moe_latent_size=8, sequence_parallel=True)
@@ -322,6 +360,38 @@ def test_fields_that_the_layer_does_not_follow_are_refused(name, value, text):
         decoder_spec(config)
     with pytest.raises(ValueError, match=text):
         build_module(moe_submodule_spec(), config=config)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("window_size", (128, 0)), ("softmax_type", "learnable"), ("layernorm_zero_centered_gamma", True)],
+)
+def test_fields_that_attention_and_norm_do_not_follow_are_refused(name, value):
+    with pytest.raises(
+        ValueError, match=rf"^{name}=.*: attention and norm .* Fix: leave it at .*use_te=True"
+    ):
+        decoder_spec(settings(**{name: value}))
+
+
+def test_fp8_of_transformer_engine_is_recomputed_by_it(monkeypatch):
+    given = []
+    package = SimpleNamespace(te_checkpoint=lambda function, *args: given.append(args) or function(args[-1]))
+    monkeypatch.setitem(sys.modules, "megatron.core.extensions.transformer_engine", package)
+    layer = SimpleNamespace(config=SimpleNamespace(fp8="hybrid"), tp_group="tp")
+    assert MegatronMoELayer._recomputed(layer, lambda x: x + 1, 2) == 3
+    assert given == [(False, tensor_parallel.get_cuda_rng_tracker, "tp", 2)]
+
+
+def test_auto_backend_is_that_of_the_dtype_of_the_parameters(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        moe_parts, "choose_backend", lambda name, **how: asked.append((name, how)) or ("loop", "")
+    )
+    one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    groups = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
+    config = settings(params_dtype=torch.bfloat16)
+    build_module(moe_submodule_spec().submodules.experts, 2, config, pg_collection=groups)
+    assert asked == [("auto", {"device_type": "cpu", "dtype": torch.bfloat16})]
 
 
 def test_a_field_of_a_newer_megatron_is_refused_unless_at_its_default():
