@@ -55,12 +55,13 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     """
     folder = one_checkpoint(path)
     common = read_common(folder)
+    if "config" in common:
+        _refuse_other_model(config, folder, common)
     if "progress" not in common:
         load_weights(runtime, folder, trained)
         if config.fingerprints:
             compare_restored(runtime, folder, trained, optimizer=False)
         return Progress(num_averaged=int(config.ema_decay > 0))
-    _refuse_other_model(config, folder, common)
     keys = CheckpointKeys.read(folder)
     state = weights_state(runtime, trained.model, keys)
     has_moments = optimizer_change(config, common["config"], str(folder)) is None
@@ -111,13 +112,16 @@ def compare_model(config: Config, folder: Path) -> None:
     that is built; of one that Megatron-LM wrote nothing is known but its tensors.
     """
     common = read_common(folder)
-    if "progress" in common:
+    if "config" in common:
         _refuse_other_model(config, folder, common)
 
 
 def _refuse_other_model(config: Config, folder: Path, common: dict[str, Any]) -> None:
-    name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
-    refuse_other_model(config, common["config"], name)
+    has_optimizer = "progress" in common  # else the checkpoint has weights alone
+    name = f"the checkpoint {folder}"
+    if has_optimizer:
+        name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
+    refuse_other_model(config, common["config"], name, with_optimizer=has_optimizer)
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:

@@ -29,7 +29,9 @@ _HINTS = {
 }
 
 
-def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str) -> None:
+def refuse_other_model(
+    config: Config, saved: Mapping[str, Any], checkpoint: str, *, with_optimizer: bool = True
+) -> None:
     """Checks that `config` has the model and optimizer of `saved`, the settings that wrote the checkpoint.
 
     Differences allowed by ALLOW_OTHER_MODEL and ALLOW_OTHER_OPTIMIZER are logged as warnings.
@@ -38,6 +40,7 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
         config: of this run.
         saved: all settings of the other run.
         checkpoint: its name in messages.
+        with_optimizer: it has the optimizer's moments.
 
     Raises:
         ConfigError: with a line for every setting that differs.
@@ -49,7 +52,7 @@ def refuse_other_model(config: Config, saved: Mapping[str, Any], checkpoint: str
         by_flag = []
     flag = ", or ALLOW_OTHER_MODEL=true to continue with another function"
     lines = [c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag]
-    if other := optimizer_change(config, saved, checkpoint):
+    if with_optimizer and (other := optimizer_change(config, saved, checkpoint)):
         if config.allow_other_optimizer:
             logger.warning(
                 "%s; ALLOW_OTHER_OPTIMIZER=true: continuing with moments of zero", other.text(checkpoint)

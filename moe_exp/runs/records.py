@@ -16,13 +16,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import mmap
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import regular, write_atomically
+from moe_exp.host.files import regular, replacing
 
 logger = logging.getLogger(__name__)
 
@@ -227,22 +229,54 @@ def _records(path: Path) -> Iterator[Record]:
                 logger.warning("%s: line %d is not a record and is left out", path, number)
 
 
+def newest_records(path: Path) -> list[Record]:
+    """The records of a metrics.jsonl from the last train record on that has `training_seconds`, or all."""
+    found = []
+    for _, line in _backwards(path):
+        if line.endswith(b"\n") and (record := parsed_record(line)) is not None:
+            found.append(record)
+            if record.get("kind") == "train" and record.get("training_seconds") is not None:
+                break
+    return found[::-1]
+
+
 def drop_records_after(path: Path, iteration: int) -> int:
     """Removes curves after `iteration` and a broken last line, atomically; returns the number of records.
 
-    Events stay: those of iterations that will be repeated are part of the run's history.
+    Events stay: those of iterations that will be repeated are part of the run's history. Read from the end
+    and only as far as needed, as after weeks the file may be large.
     """
     if not path.exists():
         return 0
-    num_removed = 0
-    kept = []
-    for record in _records(path):
-        if record.get("kind") != "event" and (record.get("iteration") or 0) > iteration:
-            num_removed += 1
-        else:
-            kept.append(json.dumps(record) + "\n")
-    write_atomically(path, "".join(kept))
+    kept, num_removed, begin, end = list[bytes](), 0, 0, path.stat().st_size
+    for begin, line in _backwards(path):
+        record = parsed_record(line) if line.endswith(b"\n") else None
+        is_curve = record is not None and record.get("kind") != "event"
+        if record is not None and is_curve and (record.get("iteration") or 0) <= iteration:
+            begin += len(line)
+            break
+        num_removed += is_curve
+        if record is not None and not is_curve:
+            kept.append(line)
+    if begin + sum(map(len, kept)) < end:
+        with path.open("rb") as before, replacing(path) as file:
+            shutil.copyfileobj(before, file)
+            file.truncate(begin)
+            file.seek(begin)
+            file.writelines(reversed(kept))
     return num_removed
+
+
+def _backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Place and bytes of every line, the last first."""
+    with regular(path).open("rb") as file:
+        if not (end := file.seek(0, os.SEEK_END)):
+            return
+        with mmap.mmap(file.fileno(), end, access=mmap.ACCESS_READ) as text:
+            while end:
+                begin = text.rfind(b"\n", 0, end - 1) + 1
+                yield begin, text[begin:end]
+                end = begin
 
 
 def json_value(value: Any) -> Any:

@@ -83,6 +83,7 @@ class LossGuard:
         self._samples, self._metrics = samples, metrics
         self._skipped: Sequence[Range] = merged(progress.skipped_samples)
         self._detector = None if config.spike_action == "none" else SpikeDetector(progress.spike_windows)
+        self._stage = samples.stage_at(max(0, progress.consumed_samples - 1)).number
         self._num_bad = 0
         self._recent: deque[Iteration] = deque(maxlen=LEVEL_WINDOW + MARGIN_ITERATIONS + 1)
 
@@ -102,6 +103,8 @@ class LossGuard:
         self._num_bad = 0
         if self._detector is None or not math.isfinite(end.lm_loss):
             return
+        if (stage := self._samples.stage_at(done.first_sample).number) != self._stage:
+            self._detector, self._stage = SpikeDetector(), stage  # the loss differs on other data
         found = self._detector.add(done.iteration, end.lm_loss, done.grad_norm if done.updated else None)
         if isinstance(found, SpikeEnd):
             logger.info(

@@ -19,6 +19,7 @@ from moe_exp.runs.records import (
     append,
     drop_records_after,
     event_record,
+    newest_records,
     read_metrics,
 )
 from moe_exp.runs.run_folder import RunFolder
@@ -59,7 +60,8 @@ class Metrics:
         # First, so that nothing is removed if wandb cannot start.
         self._mirrors = open_wandb(config, folder)
         num_removed = drop_records_after(self._path, start_iteration)
-        records = read_metrics(self._path) if self._path.exists() else []
+        read = read_metrics if self._mirrors else newest_records
+        records = read(self._path) if self._path.exists() else []
         self._time = TrainingTime.of(records, start_iteration)
         kept = [record for record in records if record.get("kind") in ("train", "valid")]
         for record in kept:
@@ -193,10 +195,12 @@ class TrainingTime:
     @classmethod
     def of(cls, records: Sequence[Record], start_iteration: int) -> TrainingTime:
         """From the train records of a metrics.jsonl, including old ones without `training_seconds`."""
-        time = cls((records[0].get("iteration") or 0) if records else start_iteration)
+        has_time = any(record.get("kind") == "train" for record in records)
+        time = cls((records[0].get("iteration") or 0) if has_time else start_iteration)
         for record in records:
             if record.get("kind") == "train":
                 time.add(record)
+                time.seconds = record.get("training_seconds", time.seconds)
             elif record.get("event") in ("start", "resume") and time.per_iteration is None:
                 # A run from another run's checkpoint does not know the time before.
                 time.iteration = record.get("iteration") or 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from helpers.ranks import free_port, run_on_ranks
 from helpers.token_files import GBSZ, corrupt, spiking_settings, write_corpus
 from moe_exp.checkpoint.format.folders import Manifest, iteration_folder, latest_iteration
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.state import Progress
 from moe_exp.checkpoint.tools.diff import compare
 from moe_exp.config import Config
+from moe_exp.data.samples.dataset import Stage
 from moe_exp.host.exit_codes import FAILED, FINISHED, START_AGAIN
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.interval import IterationEnd
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
-from moe_exp.training.spikes import SpikeDetector
+from moe_exp.training.spikes import Spike, SpikeDetector
 from moe_exp.watch.hangs import heartbeat
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -248,6 +251,28 @@ def test_bad_steps_count_in_a_row(tmp_path, monkeypatch):
     assert told == [1, 4, 7]
     with pytest.raises(GuardEnd, match="no step could be made in iterations 7 to 9"):
         make(9, False)
+
+
+@pytest.mark.parametrize("consumed", [0, 160])
+def test_a_stage_of_other_data_is_no_spike(consumed, tmp_path):
+    """Neither where it begins nor at a resume just there; within a stage the same losses are one."""
+    losses = [2.0 + 0.01 * math.sin(step) for step in range(40)] + [3.0] * 5
+    found: dict[int, list[Spike]] = {}
+    for first_of_stage in (160, 10**6):
+        samples = Namespace(stage_at=lambda index, first=first_of_stage: Stage(int(index >= first), 64))
+        progress = Progress(consumed_samples=consumed)
+        if consumed:
+            detector = SpikeDetector()
+            for step, loss in enumerate(losses[:40], 1):
+                detector.add(step, loss, 1.0)
+            progress.spike_windows = detector.state()
+        config, told = Config(spike_action="log"), found.setdefault(first_of_stage, [])
+        guard = LossGuard(config, None, RunFolder(tmp_path), None, samples, progress, None)
+        guard._spike = lambda spike, *_, told=told: told.append(spike)
+        for step, loss in list(enumerate(losses, 1))[consumed // 4 :]:
+            done = Iteration(step, 4 * (step - 1), 4, True, 1.0)
+            guard.check(progress, done, IterationEnd("", False, loss), lambda: None)
+    assert not found[160] and found[10**6][0].first_iteration == 41
 
 
 def test_the_history_of_losses_is_saved(tmp_path):

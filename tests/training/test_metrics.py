@@ -353,10 +353,24 @@ def test_training_time_of_records_that_have_none_and_of_another_runs_checkpoint(
     folder.metrics.unlink()
     # The launcher's, which does not know that training continues from elsewhere.
     records.append_event(folder.metrics, "preflight", 0, grade="ok")
-    for start_iteration in (1000, 1010):
+    for start_iteration, seconds in ((1000, 1.0), (1010, 2.0)):
         with Metrics(config, folder, start_iteration) as writer:
             writer.train(train_record(iteration=start_iteration + 10, elapsed_time_per_iteration_ms=100.0))
-    assert read_metrics(folder.metrics)[-1]["training_seconds"] == 2.0
+        assert read_metrics(folder.metrics)[-1]["training_seconds"] == seconds
+
+
+def test_a_resume_reads_no_more_than_the_end(config: Config, folder: RunFolder, monkeypatch) -> None:
+    with Metrics(config, folder) as writer:
+        for iteration in range(1, 300):
+            writer.train(train_record(iteration=iteration, elapsed_time_per_iteration_ms=100.0))
+    before, parse, parsed = folder.metrics.read_bytes(), records.parsed_record, []
+    monkeypatch.setattr(records, "parsed_record", lambda line: parsed.append(line) or parse(line))
+    with Metrics(config, folder, start_iteration=295) as writer:
+        writer.train(train_record(iteration=296, elapsed_time_per_iteration_ms=100.0))
+    assert len(parsed) < 20
+    lines, expected = folder.metrics.read_bytes().splitlines(), before.splitlines()
+    assert lines[:296] == expected[:296]  # the event of the start, and 295 iterations
+    assert [json.loads(line).get("training_seconds") for line in lines[296:]] == [None, pytest.approx(29.6)]
 
 
 def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

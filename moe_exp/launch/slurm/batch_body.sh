@@ -227,7 +227,8 @@ trap - EXIT TERM
 [ "$prepared" = true ] || conclude 1
 
 export MASTER_ADDR="${hosts[0]}"
-export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
+# by the job's number, as several may share a node; a single node takes a free one
+[ "$SLURM_NNODES" -eq 1 ] || export MASTER_PORT="${MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}"
 
 # In the background: a shell answers signals only between commands, and in `wait`.
 srun "${srun_options[@]}" --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \

@@ -22,7 +22,7 @@ from moe_exp.studies.child_runs import train_command
 from moe_exp.studies.sweep.cases import Case
 
 POLL_SECONDS = 10.0
-_PORTS = 20000, 10000  # first, number: a port derived from the job id, as jobs may share a node
+_FIRST_PORT, _NUM_PORTS = 20000, 10000  # a port derived from the job id, as jobs may share a node
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,8 @@ def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
 
 def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
     """The sbatch script: environment, first node as master, a launcher per node, exit code in a file."""
-    first_port, num_ports = _PORTS
+    # a single node takes a free one
+    port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))" if case.config.nnodes > 1 else "0"
     launcher = shlex.join(train_command(_fixed(case.flags)))
     launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
     settings = {
@@ -111,7 +112,7 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
             ),  # sbatch uses the last of duplicates
             job_environment(),
             'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
-            f'MASTER_PORT="$(({first_port} + SLURM_JOB_ID % {num_ports}))"',
+            f'MASTER_PORT="{port}"',
             "export MASTER_ADDR MASTER_PORT",
             (
                 f"srun --nodes={case.config.nnodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1"

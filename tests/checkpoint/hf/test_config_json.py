@@ -102,6 +102,12 @@ def test_a_rope_scaling_without_a_form_is_refused_by_name():
         fields_of(model, architecture_of(LLAMA))
 
 
+def test_the_longest_samples_are_the_length_of_the_model():
+    stages = json.dumps([{"from_samples": 8, "seq_len": 4 * LLAMA["max_position_embeddings"]}])
+    model = _config(settings(LLAMA)).model_copy(update={"data_stages": stages})
+    assert fields_of(model, architecture_of(LLAMA))["max_position_embeddings"] == 4 * 131072
+
+
 def test_deepseek_v3_as_it_is_published():
     found = settings(DEEPSEEK)
     expected = {

@@ -28,11 +28,13 @@ from moe_exp.checkpoint.format.folders import latest_iteration
 from moe_exp.checkpoint.format.naming import logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
+from moe_exp.checkpoint.load import compare_model
 from moe_exp.checkpoint.tools import reshape as reshape_module
 from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
+from moe_exp.config import Config, ConfigError
 
 # key, shape of the whole, offsets, sizes
 Asked = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
@@ -224,6 +226,21 @@ def test_weights_only(tmp_path):
     assert set(reader.common()) == {"config", "content_metadata"}
     assert not any(key.startswith("rng_state") for key in reader.objects)
     assert reader.folder.name == "iter_0000005"
+
+
+def test_a_start_from_weights_alone_has_their_model_and_any_optimizer(tmp_path):
+    folder = reshape(
+        write_checkpoint(tmp_path / "a"), tmp_path / "b", Reshaping(Layout(), weights_only=True)
+    ).folder
+    config = Config(**CheckpointReader(folder).common()["config"])
+    compare_model(config.model_copy(update={"optimizer": "muon"}), folder)
+    other = config.model_copy(update={"rotary_base": 2e4})
+    name = re.escape(str(folder))
+    with pytest.raises(
+        ConfigError, match=rf"^ROTARY_BASE=20000.0: the checkpoint {name} has .*ALLOW_OTHER_MODEL"
+    ):
+        compare_model(other, folder)
+    compare_model(other.model_copy(update={"allow_other_model": True}), folder)
 
 
 def test_fp32_weights_are_the_main_weights(tmp_path):
