@@ -11,6 +11,7 @@ Between 1 and 3 no rank waits for another: if one has no space left, the others 
 there.
 """
 
+import functools
 import logging
 import math
 import shutil
@@ -169,7 +170,10 @@ class CheckpointWriter:
             return
         for iteration in gone:
             try:
-                folders.remove(folders.iteration_folder(self._checkpoints, iteration))
+                removed = folders.take_name(folders.iteration_folder(self._checkpoints, iteration))
+                delete = functools.partial(shutil.rmtree, removed, ignore_errors=True)
+                # All ranks wait here, and a network file system takes long for many files.
+                self._thread.submit(delete) if self._config.async_save else delete()
             except OSError as error:
                 logger.warning("the checkpoint at iteration %d cannot be removed: %s", iteration, error)
 

@@ -26,7 +26,13 @@ from helpers.checkpoint.small_job import (
 )
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp.checkpoint import rank_files
-from moe_exp.checkpoint.format.folders import Manifest, damages, iterations, latest_iteration
+from moe_exp.checkpoint.format.folders import (
+    Manifest,
+    damages,
+    iteration_folder,
+    iterations,
+    latest_iteration,
+)
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import load_config
 from moe_exp.planner.costs.params import checkpoint_bytes
@@ -35,7 +41,7 @@ from moe_exp.planner.costs.params import checkpoint_bytes
 def assert_whole(checkpoints: Path, expected: list[int]) -> None:
     assert iterations(checkpoints) == expected
     assert latest_iteration(checkpoints) == expected[-1]
-    assert sorted(path.name for path in checkpoints.iterdir() if path.is_dir()) == [
+    assert [iteration_folder(checkpoints, one).name for one in iterations(checkpoints)] == [
         f"iter_{i:07d}" for i in expected
     ]
     for iteration in expected:
@@ -248,36 +254,42 @@ def retained(settings: dict[str, Any], port: int) -> dict[int, list[str]]:
     from moe_exp.checkpoint.save import CheckpointWriter
 
     job, progress = build_small(settings, port)
-    saver, names = CheckpointWriter(job.config, job.runtime, job.folder.checkpoints, loaded=20), {}
+    checkpoints = job.folder.checkpoints
+    saver, names = CheckpointWriter(job.config, job.runtime, checkpoints, loaded=20), {}
     for progress.iteration in (10, 20, 30, 40, 50, 60, 60):
         loss = 2.0 + abs(progress.iteration - 30) / 10
         saver.begin(job.trained, progress, valid_loss=math.nan if progress.iteration == 20 else loss)
         assert saver.finish().error == ""
-        names[progress.iteration] = sorted(
-            path.name for path in job.folder.checkpoints.iterdir() if path.is_dir()
-        )
+        names[progress.iteration] = [
+            iteration_folder(checkpoints, one).name for one in iterations(checkpoints)
+        ]
     # What a killed run leaves behind is gone after the next save, and what it had put aside is back.
-    checkpoints = job.folder.checkpoints
     for name in ("iter_0000070.partial", "iter_0000005.removed", "iter_0000060.replaced"):
         (checkpoints / name).mkdir()
     (checkpoints / "iter_0000050").rename(checkpoints / "iter_0000050.replaced")
     progress.iteration = 70
     saver.begin(job.trained, progress)
     assert saver.finish().error == ""
-    names[70] = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+    names[70] = [iteration_folder(checkpoints, one).name for one in iterations(checkpoints)]
+    saver._thread.shutdown()
     # A start that continues from 60 and not from 70, which is damaged, or was given up, does not count it,
     # and removes it once it is passed.
     saver = CheckpointWriter(job.config, job.runtime, checkpoints, loaded=60)
     for progress.iteration in (65, 75):
         saver.begin(job.trained, progress)
         assert saver.finish().error == ""
-        names[progress.iteration] = sorted(path.name for path in checkpoints.iterdir() if path.is_dir())
+        names[progress.iteration] = [
+            iteration_folder(checkpoints, one).name for one in iterations(checkpoints)
+        ]
+    saver._thread.shutdown()
     return names
 
 
-def test_what_is_kept(tmp_path):
+@pytest.mark.parametrize("async_save", [False, True])
+def test_what_is_kept(async_save, tmp_path):
     write_tokens(tmp_path)
-    settings = small_settings(tmp_path, "kept", keep_last=2, keep_best=1, keep_every=40)
+    kept = {"keep_last": 2, "keep_best": 1, "keep_every": 40}
+    settings = small_settings(tmp_path, "kept", async_save=async_save, **kept)
     (names,) = run_on_ranks(1, retained, settings, free_port(), join=False)
     kept = {
         10: [10],
@@ -289,7 +301,9 @@ def test_what_is_kept(tmp_path):
     }
     kept |= {70: [20, 30, 40, 60, 70], 65: [30, 40, 60, 65, 70], 75: [30, 40, 60, 65, 75]}
     assert names == {i: [f"iter_{j:07d}" for j in js] for i, js in kept.items()}
-    assert_whole(tmp_path / "kept" / "checkpoints", [30, 40, 60, 65, 75])
+    checkpoints = tmp_path / "kept" / "checkpoints"
+    assert_whole(checkpoints, [30, 40, 60, 65, 75])
+    assert len([path for path in checkpoints.iterdir() if path.is_dir()]) == 5
 
 
 def save_once(settings: dict[str, Any], port: int) -> int:

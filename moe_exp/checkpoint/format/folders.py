@@ -243,10 +243,9 @@ def publish(partial: Path, iteration: int) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def remove(folder: Path) -> None:
-    """Removes a checkpoint: first the name by which it is found, then the files."""
-    removed = folder.rename(folder.with_name(folder.name + REMOVED))
-    shutil.rmtree(removed, ignore_errors=True)
+def take_name(folder: Path) -> Path:
+    """Takes the name by which a checkpoint is found, before its files are removed; returns the new one."""
+    return folder.rename(folder.with_name(folder.name + REMOVED))
 
 
 def recover(checkpoints: Path) -> None:

@@ -19,7 +19,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,8 @@ from torch.utils.data import DataLoader
 from moe_exp.config import PREFETCHED_MICROBATCHES
 from moe_exp.data.samples.dataset import Origin, Samples, Stage
 from moe_exp.data.tokens.files import Int64Array
+
+_PLACED = 64  # samples, of the files of a blend
 
 
 def microbatch_start(consumed_samples: int, index: int, *, mbsz: int, dp_rank: int, dp_size: int) -> int:
@@ -132,6 +134,10 @@ class ReadAhead:
 
     def _start(self, first: int) -> None:
         self.close()
+        # The orders of documents of this epoch, made before the fork, so that the processes share them.
+        with suppress(ValueError):  # Megatron's order ends with the run
+            for index in range(first, first + _PLACED):
+                self._samples.origin(index)
         self._expected = self._starts(first)
         next(self._expected)
         loader: DataLoader[torch.Tensor] = DataLoader(

@@ -18,6 +18,8 @@ import torch
 from helpers import ROOT
 from helpers.whole_runs import SMALL, wait_until_gone
 from moe_exp.config import load_config
+from moe_exp.data.samples import corpus
+from moe_exp.data.samples.corpus import shuffled
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_starts
@@ -121,6 +123,23 @@ def test_same_batches_as_without(rampup, samples):
                 assert batch.dtype == torch.int64
                 assert batch.equal(samples.batch(first, 2))
         reader.close()
+
+
+def test_the_order_of_an_epoch_is_made_once(prefix, tmp_path, monkeypatch):
+    """By the rank, whose memory its processes share."""
+    made, blend = tmp_path / "made", [(1.0, prefix), (2.0, prefix)]
+
+    def noted(*args):
+        with made.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        return shuffled(*args)
+
+    monkeypatch.setattr(corpus, "shuffled", noted)
+    reader = read_ahead(SampleStream(blend, seq_len=SEQ_LEN, seed=1), mbsz=1)
+    for first in range(30):
+        reader.batch(first, 1)
+    reader.close()
+    assert set(made.read_text().split()) == {str(os.getpid())}
 
 
 def test_workers_stay_while_the_guess_is_right(samples):
