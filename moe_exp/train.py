@@ -77,6 +77,7 @@ from moe_exp.training.samples import (
     build_data,
     bytes_per_token,
     compare_data,
+    compare_stages,
     describe_documents,
     read_ahead,
 )
@@ -220,6 +221,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     all_samples, valid_stream = build_data(files)
     sample_order, changes = compare_data(files, rank, all_samples, source.folder if source else None)
     samples = samples_without_skips(folder, all_samples, sample_order, source.folder if source else None)
+    compare_stages(config, samples.skipped, source.folder if source else None)
     batches = BatchSchedule(config)
     measured = bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
 

@@ -41,12 +41,12 @@ def ramp_sizes(config: Config) -> list[int]:
     return [*range(start, config.gbsz, increment), config.gbsz]
 
 
-def ramp_steps(config: Config, num_samples: int | None = None) -> list[RampStep]:
-    """Iterations at each batch size, in order; sizes without iterations are left out.
+def ramp_steps(config: Config, num_samples: int | None = None, consumed: int = 0) -> list[RampStep]:
+    """Iterations at each batch size after `consumed` samples, in order; sizes without any are left out.
 
     Ends with the iteration that reaches `num_samples`; None: after TRAIN_ITERS iterations.
     """
-    return list(_steps(config, num_samples))
+    return list(_steps(config, num_samples, consumed))
 
 
 def samples_left(config: Config, consumed_samples: int, iterations: int) -> int:

@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from moe_exp.checkpoint.remote import ahead_problem, find_there
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
+from moe_exp.config.checks.data import check_stage_begins
 from moe_exp.config.checks.determinism import environment_problems
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.data_stages import stages_of
@@ -304,6 +305,8 @@ def data_problems(c: Config) -> Iterator[str]:
     """TRAIN_DATA (or its parts by SPLIT), VALID_DATA, DATA_STAGES: complete, long enough, within the
     vocabulary; text that they name is only checked for what its preparation could not use.
     """
+    if not c.load_dir and not RunFolder.of(c).checkpoints.exists():  # else the ranks know where they begin
+        yield from check_stage_begins(c)
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:

@@ -1,7 +1,7 @@
 """The samples of a run: files, order, and whether a checkpoint was trained on the same."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,14 @@ import torch
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.config import Config, ConfigError
+from moe_exp.config.checks.data import check_stage_begins
 from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.samples.dataset import Samples, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import Change, SampleOrder, order_changes
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.samples.skipping import merged, stream_number
+from moe_exp.data.samples.skipping import Range, merged, stream_number
 from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.document_ends import check_ends, with_document_tokens
 from moe_exp.data.tokens.files import Share, parse_split
@@ -111,6 +112,15 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
     if problems:
         raise ConfigError(problems)
     return eod_id, with_document_tokens(config, train_data).document_tokens
+
+
+def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:
+    """Raises a ConfigError, on every rank, if a stage of DATA_STAGES would begin within a batch of the run as
+    it continues from `source`, which would end it there. `skipped`: ranges of the stream.
+    """
+    saved = saved_progress(source) if source else None
+    if problems := list(check_stage_begins(config, saved.consumed_samples if saved else 0, skipped)):
+        raise ConfigError(problems)
 
 
 def read_tokens(samples: Samples, first: int, count: int, *, vocab_size: int) -> torch.Tensor:

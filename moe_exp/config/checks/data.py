@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from moe_exp.config.data_stages import DataStage, microbatch_samples, stages_of
@@ -62,11 +62,6 @@ def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -
     if stage.first_sample >= total:
         yield f"{begins} and the run ends after {total}; let it begin earlier, or set TRAIN_ITERS higher"
         return
-    begin = _batch_start(config, stage.first_sample)
-    if begin != stage.first_sample:
-        after = begin + batch_size_at(config, begin)
-        fits = [begin, after] if begin > before.first_sample else [after]
-        yield f"{begins} where no batch begins; let it begin at sample {' or '.join(map(str, fits))}"
     factor, rest = divmod(stage.seq_len, config.seq_len)
     if rest:
         rule = f"has seq_len={stage.seq_len}, no multiple of SEQ_LEN={config.seq_len}"
@@ -82,10 +77,33 @@ def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -
         yield f"{rule}; set GBSZ to a multiple of {size * replicas}, or MBSZ to one of {factor}"
 
 
-def _batch_start(config: Config, sample: int) -> int:
-    """First sample of the batch that has `sample`."""
-    begin = 0
-    for step in ramp_steps(config, sample + 1):
+def check_stage_begins(
+    config: Config, consumed: int = 0, skipped: Sequence[tuple[int, int]] = ()
+) -> Iterator[str]:
+    """A line for each stage that would begin within a batch.
+
+    Not one of the checks of settings alone: where batches begin depends on the run so far.
+
+    Args:
+        config: settings.
+        consumed: samples, when the run continues.
+        skipped: ranges of the stream that it leaves out, in order.
+    """
+    for number, (before, stage) in enumerate(pairwise(stages_of(config)), 1):
+        first = stage.first_sample
+        left_out = sum(min(end, first) - start for start, end in skipped if start < first)
+        begin = _batch_start(config, first - left_out, consumed)
+        if consumed < first - left_out != begin:
+            fits = [begin + left_out, begin + left_out + batch_size_at(config, begin)]
+            fits = [place for place in fits if place > before.first_sample]
+            rule = f"stage {number} begins at sample {first}, where no batch begins"
+            fix = f"let it begin at sample {' or '.join(map(str, fits))}"
+            yield problem("data_stages", config.data_stages, rule, fix)
+
+
+def _batch_start(config: Config, sample: int, begin: int) -> int:
+    """First sample of the batch that has `sample`, of those from `begin` on."""
+    for step in ramp_steps(config, sample + 1, begin):
         if begin + step.samples > sample:
             return begin + (sample - begin) // step.batch_size * step.batch_size
         begin += step.samples

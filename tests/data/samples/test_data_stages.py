@@ -12,6 +12,7 @@ import torch
 
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.checks.data import check_stage_begins
 from moe_exp.config.data_stages import read_stages, stages_of
 from moe_exp.data.samples.blend import blend_counts, blend_position
 from moe_exp.data.samples.dataset import SampleStream
@@ -158,24 +159,6 @@ def test_what_cannot_be_read(text, rule):
             "put the stages in order",
         ),
         (
-            [{"from_samples": 84, "train_data": "a"}],
-            {},
-            "stage 1 begins at sample 84, where no batch begins",
-            "let it begin at sample 80 or 88",
-        ),
-        (  # shorter than a batch
-            [{"from_samples": 80, "seq_len": 128}, {"from_samples": 84, "train_data": "a"}],
-            {},
-            "stage 2 begins at sample 84, where no batch begins",
-            "let it begin at sample 88",
-        ),
-        (
-            [{"from_samples": 32, "train_data": "a"}],
-            {"rampup_batch_size": "2 2 20"},
-            "stage 1 begins at sample 32, where no batch begins",
-            "let it begin at sample 30 or 38",
-        ),
-        (
             [{"from_samples": 800, "train_data": "a"}],
             {},
             "stage 1 begins at sample 800, and the run ends after 800",
@@ -213,6 +196,36 @@ def test_stages_that_cannot_run(stages, changes, rule, fix):
     assert line.endswith(f"Fix: {fix}.")
 
 
+RAMP = {"rampup_batch_size": "16 16 400", "gbsz": 64, "train_iters": 400}
+
+
+@pytest.mark.parametrize(
+    ("begins", "changes", "consumed", "skipped", "fits"),
+    [
+        ([84], {}, 0, [], "80 or 88"),
+        ([80, 84], {}, 0, [], "88"),  # shorter than a batch
+        ([32], {"rampup_batch_size": "2 2 20"}, 0, [], "30 or 38"),
+        # another GBSZ since sample 320
+        ([960], {"gbsz": 48, "train_iters": 400}, 320, [], "944 or 992"),
+        ([992], {"gbsz": 48, "train_iters": 400}, 320, [], ""),
+        ([320], {"gbsz": 48, "train_iters": 400}, 320, [], ""),
+        ([100], {"gbsz": 48, "train_iters": 400}, 320, [], ""),  # has begun
+        # a batch of the ramp is skipped, before and after the place where the run continues
+        ([864], RAMP, 0, [], ""),
+        ([864], RAMP, 16, [(16, 48)], "832 or 896"),
+        ([896], RAMP, 16, [(16, 48)], ""),
+        ([864], RAMP, 0, [(480, 544)], ""),
+        ([500], RAMP, 0, [(480, 544)], ""),
+    ],
+)
+def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
+    stages = [{"from_samples": first, "train_data": "a"} for first in begins]
+    found = list(check_stage_begins(config(stages, **changes), consumed, skipped))
+    rule = f"stage {len(begins)} begins at sample {begins[-1]}, where no batch begins"
+    expected = [f"{rule}. Fix: let it begin at sample {fits}."] if fits else []
+    assert [line.partition("]: ")[2] for line in found] == expected
+
+
 def test_stages_that_can_run():
     stages = [{"from_samples": 80, "seq_len": 512}, {"from_tokens": 64 * 400, "train_data": "a"}]
     assert check_config(config(stages)) == []
@@ -234,6 +247,12 @@ def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
     assert "has 40 tokens for training, one sample needs SEQ_LEN + 1 = 65" in found[1]
     masked = {"train_data": prefixes["a"], "vocab_size": 60000, "document_mask": True, "seq_len": 32}
     assert list(data_problems(config(stages[2:], **masked))) == []
+    inside = [stages[2] | {"from_samples": 20, "seq_len": 32}]
+    (line,) = data_problems(config(inside, run_dir=str(tmp_path), **masked))
+    assert "where no batch begins" in line
+    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    resumed = {"run_dir": str(tmp_path), "run_name": "new", **masked}
+    assert list(data_problems(config(inside, **resumed))) == []
     (line,) = data_problems(config([stages[1] | {"seq_len": 32}], **masked))
     assert "documents end with different tokens: 0 in" in line
 
