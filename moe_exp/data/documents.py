@@ -112,15 +112,15 @@ def files_in(folder: Path) -> list[Path]:
     """
     inside = sorted(path for path in files_below(folder) if path.name.endswith(DATA_SUFFIXES))
     check_regular(inside)
-    texts = [path for path in inside if path.name.endswith(TEXT_SUFFIXES)]
-    validation = [path for path in inside if is_validation_file(path)]
+    texts = {path for path in inside if path.name.endswith(TEXT_SUFFIXES)}
+    validation = {path for path in inside if is_validation_file(path)}
     for left_out, why in ((texts, "text files beside data files"), (validation, "for validation, by name")):
         if left_out and len(left_out) < len(inside):
-            names = ", ".join(str(path.relative_to(folder)) for path in left_out[:_MOST_NAMED])
+            names = ", ".join(str(path.relative_to(folder)) for path in sorted(left_out)[:_MOST_NAMED])
             more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
             logger.info("%s: left out, %s: %s%s", folder, why, names, more)
-            inside = [path for path in inside if path not in set(left_out)]
-    return [path for path in inside if path not in set(validation)]
+            inside = [path for path in inside if path not in left_out]
+    return [path for path in inside if path not in validation]
 
 
 def files_below(root: Path) -> Iterator[Path]:

@@ -200,7 +200,8 @@ class TrainingTime:
         for record in records:
             if record.get("kind") == "train":
                 time.add(record)
-                time.seconds = record.get("training_seconds", time.seconds)
+                if (seconds := record.get("training_seconds")) is not None:
+                    time.seconds = seconds
             elif record.get("event") in ("start", "resume") and time.per_iteration is None:
                 # A run from another run's checkpoint does not know the time before.
                 time.iteration = record.get("iteration") or 0
