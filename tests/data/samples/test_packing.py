@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from helpers.token_files import write_distinct
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.inspect.inspection import inspect_path
+from moe_exp.data.samples import packing
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.packing import attended_share, best_fit, cut_documents, piece_counts
 from moe_exp.data.tokens.files import TokenFiles
@@ -159,6 +161,21 @@ def test_filler_and_attended_share_are_those_of_the_samples(prefix):
     assert cut_documents(lengths, 16).filler == pytest.approx(1 - filled / (17 * num_windows))
     squares = sum(min(length, 16) ** 2 for length in stream_epoch_order)
     assert attended_share(TokenFiles(prefix), 16, "best_fit") == pytest.approx(squares / (num_windows * 256))
+
+
+@pytest.mark.parametrize("how", ["concatenate", "best_fit"])
+def test_attended_share_of_a_part_is_about_that_of_all(how, monkeypatch):
+    random = np.random.default_rng(1)
+    lengths = np.concatenate(
+        [random.integers(2, longest, 20_000) for longest in (40, 200, 90)]
+    )  # not shuffled
+    files = SimpleNamespace(document_bounds=np.concatenate([[0], np.cumsum(lengths)]))
+    whole = attended_share(files, 64, how)
+    monkeypatch.setattr(packing, "_BLOCK", 500)
+    monkeypatch.setattr(packing, "_BLOCKS", 30)
+    assert len(packing._some_lengths(files.document_bounds)) == 15_000
+    assert attended_share(files, 64, how) == pytest.approx(whole, rel=0.02)
+    assert attended_share(files, 64, how) != whole
 
 
 @pytest.mark.parametrize(
