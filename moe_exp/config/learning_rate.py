@@ -96,16 +96,20 @@ def _schedule_warnings(c: Config) -> Iterator[str]:
         fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of it, or raise TRAIN_ITERS"
         yield problem("warmup_iters", c.warmup_iters, rule, fix)
     is_constant = not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr
-    if not c.decay_iters or is_constant:
+    if is_constant:
         return
     run = num_samples / c.gbsz  # in full batches, as the schedule counts
-    if c.decay_iters < _EARLIEST_END * run:
-        share = f"{1 - c.decay_iters / run:.0%}"
+    *others, last_piece = pieces_of(c)
+    if c.decay_end < _EARLIEST_END * run:
+        share = f"{1 - c.decay_end / run:.0%}"
         rate = f"MIN_LR={c.min_lr:g}" if reached == c.min_lr else f"{reached:.3g}"
         rule = f"the last {share} of TRAIN_ITERS={c.train_iters} would train at {rate}"
-    elif c.decay_iters > _LATEST_END * run:
+    elif c.decay_end > _LATEST_END * run or (others and last_piece.start >= num_samples):
         last = f"{reached:.3g}, above MIN_LR={c.min_lr:g}"
         rule = f"the run ends at TRAIN_ITERS={c.train_iters} with a learning rate of {last}"
     else:
         return
-    yield problem("decay_iters", c.decay_iters, rule, "set DECAY_ITERS=0, which follows TRAIN_ITERS")
+    fix = "set DECAY_ITERS=0, which follows TRAIN_ITERS"
+    if c.rampup is not None:
+        fix = f"set DECAY_ITERS={round(run)}, what the run is in batches of GBSZ"
+    yield problem("decay_iters", c.decay_iters, rule, fix)

@@ -52,7 +52,8 @@ _DEEPSEEK_V3: dict[str, Any] = {
     "router_score": "sigmoid", "router_scaling_factor": 2.5, "router_bias_update_rate": 1e-3,
     "num_router_groups": 8, "router_group_topk": 4, "aux_loss_coeff": 1e-4, "norm_epsilon": 1e-6,
     "rotary_base": 10000.0, "lr": 2.2e-4, "min_lr": 2.2e-5, "mbsz": 1, "gbsz": 15360,
-    "rampup_batch_size": "3072 3072 114000000", "warmup_iters": 2000, "train_iters": 240_000,
+    "rampup_batch_size": "3072 3072 114000000", "train_iters": 240_000, "init_std": 0.006,
+    "warmup_iters": 400,  # counts full batches: 2000 of 3072
 }  # fmt: skip
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -144,8 +144,10 @@ def _refuse_same_folder(config: Config, file: str) -> None:
 def _without_usual(config: Config, given: Mapping[str, Any], from_file: Iterable[str]) -> dict[str, Any]:
     """`given` for the ranks: without values of a settings file that they have anyway, by PRESET."""
     usual = load_config({"preset": config.preset}, {})
-    same = {name for name in from_file if getattr(config, name) == getattr(usual, name)} - {"preset"}
-    return {name: value for name, value in given.items() if name not in same}
+    same = {name for name in from_file if getattr(config, name) == getattr(usual, name)}
+    # those that follow others, or the data, unless they are given
+    kept = {"preset", "warmup_iters", "decay_iters", "vocab_size"}
+    return {name: value for name, value in given.items() if name not in same - kept}
 
 
 def launch(config: Config, flags: Mapping[str, Any], module: str = TRAIN_MODULE, *, command: str = "") -> int:

@@ -187,6 +187,20 @@ def test_the_text_has_the_pieces():
         ({"train_iters": 476838, "decay_iters": 38000, "lr_decay_style": "constant"}, []),
         ({"train_iters": 1000, "decay_iters": 901}, []),
         ({"train_iters": 1000, "decay_iters": 1099}, []),
+        (  # a ramp-up
+            {"train_iters": 40000, "gbsz": 64, "rampup_batch_size": "16 16 1000000", "warmup_iters": 10},
+            [
+                r"DECAY_ITERS=38000: the run ends at TRAIN_ITERS=40000 with a learning rate of \S+, above"
+                r" MIN_LR=6e-05\. Fix: set DECAY_ITERS=17430, what the run is in batches of GBSZ\."
+            ],
+        ),
+        (  # 5% fewer samples, which is the whole final decay
+            {"preset": "deepseek-v3-like", "lr_decay_style": "WSD", "wsd_decay_iters": 10_000},
+            [
+                r"DECAY_ITERS=0: the run ends at TRAIN_ITERS=240000 with a learning rate of 0\.00022, above"
+                r" MIN_LR=2\.2e-05\. Fix: set DECAY_ITERS=228\d{3}, what the run is in batches of GBSZ\."
+            ],
+        ),
         (
             {"train_iters": 476838, "decay_iters": 38000},
             [

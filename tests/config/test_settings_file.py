@@ -10,7 +10,7 @@ import pytest
 from moe_exp.config import Config, ConfigError, load_config, to_yaml
 from moe_exp.config.loading import with_file
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, read_settings
-from moe_exp.launch.launch import rank_arguments, train, with_run_folder
+from moe_exp.launch.launch import _without_usual, rank_arguments, train, with_run_folder
 
 
 @pytest.fixture(autouse=True)
@@ -189,6 +189,30 @@ def test_a_file_that_changes_does_not_change_the_ranks():
     Path("exp.yaml").write_text("num_experts: 4\n")
     arguments = rank_arguments(load_config(given, {}), given)
     assert {"--num-experts=16", "--topk=2"} <= set(arguments)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"train_iters": 5000, "warmup_iters": 1000},
+        {"train_iters": 39000, "decay_iters": 38000},
+        {"vocab_size": 128256},
+    ],
+)
+def test_ranks_get_what_equals_the_preset_but_would_follow_others(settings):
+    """Of a settings file, and of a run that continues."""
+    expected = load_config({"preset": "reference", **settings}, {})
+    usual = load_config({"preset": "reference"}, {}).model_dump()
+    assert any(usual[name] == value for name, value in settings.items())
+    file = written(
+        "".join(f"{name}: {value}\n" for name, value in {"preset": "reference", **settings}.items())
+    )
+    for path in (file, str(run_of(expected))):
+        given = with_file({"config": path}, {})
+        for_ranks = _without_usual(load_config(given, {}), given, list(given))
+        found = load_config(for_ranks, {})
+        assert {name: getattr(found, name) for name in settings} == settings
+        assert set(settings) <= set(for_ranks) and "hidden_size" not in for_ranks
 
 
 def test_a_variable_that_wins_over_the_file_is_named(capsys):

@@ -216,6 +216,8 @@ def _context(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     config = job.config
     group = Group(config.cp, config.tp, hardware, config.gpus_per_node)
     keys = 2 * config.num_query_groups * config.kv_channels / config.tp
+    if config.multi_latent_attention:  # of every head, with values of another size
+        keys = config.num_heads * (config.kv_channels + config.v_head_dim) / config.tp
     num_bytes = num_tokens(config) * config.cp * keys * (4 if config.dtype == "fp32" else 2)
     return group.reduce_scatter(num_bytes, _ring_share(group, constants))
 

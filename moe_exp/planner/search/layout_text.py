@@ -147,7 +147,8 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
 
 
 _OF_THE_HOST = ("master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
-_ALWAYS = (*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz")
+# WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.
+_ALWAYS = (*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz", "warmup_iters", "decay_iters")
 
 
 def exported_settings(config: Config, defaults: Config) -> Iterator[tuple[str, str]]:

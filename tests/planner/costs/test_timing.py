@@ -118,6 +118,15 @@ def test_a_part_is_there_with_its_parallelism_alone(settings, part):
     assert getattr(seconds(**settings), part) > 0
 
 
+def test_context_parallel_ranks_exchange_keys_and_values_of_all_latent_heads():
+    latent = {
+        "multi_latent_attention": True, "q_lora_rank": 256, "kv_lora_rank": 128, "qk_head_dim": 128,
+        "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "num_heads": 16,
+    }  # fmt: skip
+    plain = {"num_heads": 16, "num_query_groups": 16, "head_dim": 160}
+    assert seconds(cp=2, **latent).context_parallel == pytest.approx(seconds(cp=2, **plain).context_parallel)
+
+
 def test_recompute_costs_a_forward_pass():
     plain, full = seconds(), seconds(recompute="full")
     assert 1.25 < full.compute / plain.compute < 1.36  # the output layer is not computed again

@@ -109,6 +109,14 @@ def test_bound_and_layout_in_words():
         LARGE | {"nnodes": 48},
         {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8, "gbsz": 64},
         {"preset": "mixtral-8x7b", "nnodes": 2, "gpus_per_node": 8},
+        # what TRAIN_ITERS would give is 500
+        {
+            "preset": "mixtral-8x7b",
+            "nnodes": 2,
+            "gpus_per_node": 8,
+            "train_iters": 5000,
+            "warmup_iters": 1000,
+        },
     ],
 )
 def test_training_takes_what_is_exported(base):
