@@ -115,17 +115,12 @@ def read_queue(name: str, user: str = "") -> Queue:
         QueueError: it refuses, or takes longer than a minute.
     """
     command = [
-        "squeue",
-        "--noheader",
         f"--user={user or getpass.getuser()}",
         f"--name={name}",
         f"--format={_FORMAT}",
     ]
-    # Users' own settings may hide jobs, truncate long array ids, or change the time format.
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
-    environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
+        done = _squeue(*command)
     except FileNotFoundError:
         fix = (
             "put its folder on PATH (cron's is short), call this on a login node of the cluster, or leave"
@@ -212,6 +207,14 @@ def job_environment() -> str:
     )
 
 
+def _squeue(*options: str) -> subprocess.CompletedProcess[str]:
+    # Users' own settings may hide jobs, truncate long array ids, or change the time format.
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("SQUEUE_")}
+    environ = {**kept, "SLURM_BITSTR_LEN": "0", "SLURM_TIME_FORMAT": "standard"}
+    command = ["squeue", "--noheader", *options]
+    return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
+
+
 def still_there(job_ids: list[str]) -> list[str]:
     """Jobs that have not ended, except this one."""
     if not job_ids:
@@ -221,14 +224,13 @@ def still_there(job_ids: list[str]) -> list[str]:
             f"squeue: is not here to report the SLURM jobs {' '.join(job_ids)}. Fix: call it on a login node"
             " of the cluster."
         )
-    found = subprocess.run(
-        ["squeue", "--noheader", "--format=%F", "--jobs", ",".join(job_ids)], capture_output=True, text=True
-    )
+    fix = "call it again when SLURM answers"
+    try:
+        found = _squeue("--format=%F", "--jobs", ",".join(job_ids))
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"squeue: has not answered in {_SQUEUE_SECONDS:.0f} s. Fix: {fix}.") from None
     # its error for jobs it has forgotten
     if found.returncode != 0 and "invalid job id" not in found.stderr.lower():
-        raise ValueError(
-            f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: call it again when SLURM"
-            " answers."
-        )
+        raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: {fix}.")
     known = set(found.stdout.split())
     return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

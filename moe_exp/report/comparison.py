@@ -4,10 +4,9 @@ loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Decimal
-from typing import Any
 
 import numpy as np
 
@@ -238,12 +237,15 @@ def in_words(parts: Sequence[str]) -> str:
 
 def is_validated_alike(runs: Sequence[Run]) -> bool:
     """Whether the validation losses of these runs are of the same data, as far as settings are known."""
-    known = [run.settings for run in runs if run.settings]
-    return len({tuple(str(one.get(name) or "") for name in _validated_on(one)) for one in known}) < 2
+    return len({_validated_on(run) for run in runs if run.settings}) < 2
 
 
-def _validated_on(settings: Mapping[str, Any]) -> tuple[str, ...]:
-    return ("valid_data",) if settings.get("valid_data") else ("train_data", "split")
+def _validated_on(run: Run) -> tuple[str, ...]:
+    """Files, order, length and number of the samples, and which of their tokens count and see each other."""
+    data = ("valid_data",) if run.settings.get("valid_data") else ("train_data", "split")
+    names = (*data, "data_order", "seq_len", "eod_mask_loss", "document_mask")
+    samples = run.config.eval_iters * run.config.gbsz if run.config else ""
+    return (str(samples), *(str(run.settings.get(name) or "") for name in names))
 
 
 def _throughput_note(run: Run) -> str:

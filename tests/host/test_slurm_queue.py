@@ -6,7 +6,14 @@ from datetime import datetime
 
 import pytest
 
-from moe_exp.host.slurm_queue import QueueError, num_tasks, parse_queue, read_queue, slurm_seconds
+from moe_exp.host.slurm_queue import (
+    QueueError,
+    num_tasks,
+    parse_queue,
+    read_queue,
+    slurm_seconds,
+    still_there,
+)
 
 ARRAY = """\
 4711_[5-22%1]|PENDING|N/A|1-00:00:00|INVALID|JobArrayTaskLimit
@@ -122,6 +129,8 @@ def test_what_somebody_likes_to_see_of_the_queue_is_not_all_that_is_seen(tmp_pat
     )
     (tmp_path / "squeue").chmod(0o755)
     assert len(read_queue("name").coming) == 1
+    (tmp_path / "squeue").write_text('#!/bin/sh\n[ -n "$SQUEUE_STATES" ] || echo 7\n')
+    assert still_there(["7", "8"]) == ["7"]
 
 
 def test_slurm_that_does_not_answer(tmp_path, monkeypatch):

@@ -61,6 +61,24 @@ def test_training_losses_where_validation_says_nothing(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        ({"gbsz": 8, "eval_iters": 5}, "validation loss"),
+        ({"gbsz": 8, "eval_iters": 10}, "training loss"),
+        ({"seq_len": 64}, "training loss"),
+        ({"eod_mask_loss": True}, "training loss"),
+    ],
+)
+def test_validations_of_other_samples_or_tokens_are_not_compared(other, what, tmp_path):
+    usual = {"gbsz": 4, "eval_iters": 10, "seq_len": 32}
+    paths = [
+        run_of(tmp_path / name, [5, 4], valid={1: 4.5, 2: 3.5}, **usual | more, **DENSE)
+        for name, more in (("one", {"lr": 1e-4}), ("other", other))
+    ]
+    assert ranking(read_runs(paths)).what == what
+
+
 def test_runs_that_are_level(tmp_path):
     runs = read_runs([run_of(tmp_path / name, [5, 4], **more) for name, more in (("a", DENSE), ("b", MOE))])
     assert headline(runs)[0] == (

@@ -92,7 +92,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     by_name = {name: [one for one in ended if one.run.variant.name == name] for name in comparison.names}
     rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
     for label, value, text in _RESULTS:
-        rows[label] = [_spread([value(one) for one in runs], text) for runs in by_name.values()]
+        rows[label] = [_spread([value(one) for one in _counted(runs)], text) for runs in by_name.values()]
     rows[f"validation loss against {comparison.reference.name}"] = _differences(comparison, by_name)
     for axis in AXES:
         if found := losses_at_shared_end(ended, axis):
@@ -124,16 +124,25 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     )
 
 
+def _counted(runs: Sequence[Ended]) -> list[Ended]:
+    """The seeds of a variant that means are of: a run that was cut short has another loss."""
+    return [one for one in runs if len(runs) == 1 or one.status == "finished"]
+
+
 def _differences(comparison: Comparison, by_name: Mapping[str, Sequence[Ended]]) -> list[str]:
     """Last validation losses minus those of the reference with the same seeds."""
-    base = [one.numbers.valid_loss for one in by_name[comparison.reference.name]]
+    base = by_name[comparison.reference.name]
     if comparison.options.repeats < 2:
         return []
     return [
         ""
         if name == comparison.reference.name
         else _with_interval(
-            [one.numbers.valid_loss - loss for one, loss in zip(runs, base, strict=True)],
+            [
+                one.numbers.valid_loss - other.numbers.valid_loss
+                for one, other in zip(runs, base, strict=True)
+                if one.status == other.status == "finished"
+            ],
             lambda x: f"{x:+.4f}",
         )
         for name, runs in by_name.items()

@@ -5,6 +5,7 @@ No torch.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,9 +31,11 @@ from moe_exp.studies.ladder.results import as_json, predict, results_of, run_nam
 from moe_exp.studies.ladder.table import page, plan_text, result_text
 from moe_exp.studies.sweep import slurm_cases
 from moe_exp.studies.sweep.cases import Case
+from moe_exp.studies.sweep.outcome import TIME_LIMIT
 
 EXECUTORS = ("local", "slurm")
 _DAY_SECONDS = 86_400
+_ENDED_BY_SLURM = re.compile(r"CANCELLED AT[^\n*]*")
 
 
 @dataclass(frozen=True)
@@ -175,6 +178,9 @@ def _ended_job(run: Run, code: int | None) -> Ended:
     if code in (FINISHED, TO_BE_CONTINUED) or is_finished(run):
         return read_ended(run)
     text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
+    if code is None and (ended := _ENDED_BY_SLURM.search(text)):
+        cut = "timeout" if TIME_LIMIT.search(text) else "stopped"
+        return read_ended(run, status=cut, reason=f"SLURM has ended its job: {ended[0].strip()}")
     status, reason = why_it_failed(text, code)
     return read_ended(run, status=status, reason=reason)
 

@@ -15,7 +15,7 @@ from moe_exp.studies.failures import LONGEST, last_line, why_it_failed
 
 Status = Literal["ok", "failed", "oom", "timeout"]
 
-_TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
+TIME_LIMIT = re.compile(r"DUE TO TIME LIMIT", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def result_of(
     """
     text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
     device = _device(folder)
-    if timeout or (code is None and _TIME_LIMIT.search(text)):
+    if timeout or (code is None and TIME_LIMIT.search(text)):
         limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
         return Result(
             "timeout",

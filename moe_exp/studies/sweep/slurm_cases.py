@@ -5,6 +5,7 @@ Jobs outlive the sweep: repeating its command collects their results. No torch.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shlex
@@ -21,7 +22,10 @@ from moe_exp.launch.slurm.submission import sbatch_environment
 from moe_exp.studies.child_runs import train_command
 from moe_exp.studies.sweep.cases import Case
 
+logger = logging.getLogger(__name__)
+
 POLL_SECONDS = 10.0
+_PATIENCE_SECONDS = 900.0  # with a SLURM that does not answer
 _FIRST_PORT, _NUM_PORTS = 20000, 10000  # a port derived from the job id, as jobs may share a node
 
 
@@ -133,10 +137,16 @@ def _fixed(flags: Mapping[str, str]) -> dict[str, str]:
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:
-    """Yields cases as their jobs end, from case to job id; ValueError if squeue does not answer."""
-    left = dict(waiting)
+    """Yields cases as their jobs end, from case to job id; ValueError if squeue does not answer for long."""
+    left, answered = dict(waiting), time.monotonic()
     while left:
-        there = set(still_there(list(left.values())))
+        try:
+            there, answered = set(still_there(list(left.values()))), time.monotonic()
+        except ValueError as error:
+            if time.monotonic() - answered > _PATIENCE_SECONDS:
+                raise
+            logger.warning("%s It is asked again.", error)
+            there = set(left.values())
         for name in [name for name, job in left.items() if job not in there]:
             del left[name]
             yield name

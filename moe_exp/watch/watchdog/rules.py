@@ -92,8 +92,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
     else:
         found |= dict(_stuck(view, memory, limits, since=0.0))
     if view.same_starts >= _MANY_STARTS:
-        times = f"{view.same_starts} times in a row at iteration {view.iteration:,}"
-        found["circles"] = f"it has started {times}: nothing is saved in between"
+        found["circles"] = f"it has started {view.same_starts} times in a row without a save"
     return found
 
 

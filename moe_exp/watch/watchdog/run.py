@@ -155,8 +155,13 @@ class RunView:
 
     @property
     def same_starts(self) -> int:
-        """How many of the latest starts began at the same iteration, with nothing saved in between."""
-        begun = [int(event["iteration"]) for event in self.events if event["event"] in _STARTS]
+        """How many of the latest starts began at the same iteration, with nothing saved between or since."""
+        begun: list[int] = []
+        for event in self.events:
+            if event["event"] == "checkpoint":
+                begun.clear()
+            elif event["event"] in _STARTS:
+                begun.append(int(event["iteration"]))
         count = 0
         while count < len(begun) and begun[-1 - count] == begun[-1]:
             count += 1

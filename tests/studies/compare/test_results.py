@@ -94,6 +94,21 @@ def test_it_says_what_the_page_says(comparison):
     assert re.search(r"\| final loss +\| +5.1500 \| +4.4375 \|", text)
 
 
+def test_a_seed_that_was_cut_short_is_in_no_mean(comparison):
+    dmoe, dense, dmoe2, dense2 = comparison.runs()
+    write_run(dmoe, [6.0, 4.0, 3.0, 2.0], valid=2.5)
+    write_run(dense, [6.0, 5.0, 4.0, 3.0], valid=3.5)
+    write_run(dmoe2, [6.0, 5.0, 4.0, 1.0], valid=1.5)
+    write_run(dense2, [6.0, 5.5], valid=5.5, status="stopped")
+    ended = [*map(read_ended, (dmoe, dense, dmoe2)), read_ended(dense2, status="timeout", reason="an hour")]
+    text = result_text(comparison, ended)
+    assert re.search(r"\| last validation loss +\| +2.0000 ± 0.7071 +\| +3.5000 +\|", text)
+    assert re.search(r"\| final loss +\| +1.5000 ± 0.7071 +\| +3.0000 +\|", text)
+    (line,) = (line for line in text.splitlines() if "validation loss against" in line)
+    assert re.search(r"[+-]1\.0000 +\|", line) and "[" not in line
+    assert "1 finished, 1 timeout" in text
+
+
 def test_the_report_of_seeds_of_which_one_failed(comparison):
     dmoe, dense, dmoe2, dense2 = comparison.runs()
     assert [run.name for run in comparison.runs()] == ["dmoe", "dense", "dmoe_seed_1235", "dense_seed_1235"]

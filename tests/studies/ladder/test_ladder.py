@@ -221,6 +221,34 @@ def test_the_last_rung_waits_for_a_run_that_has_stopped(ladder, monkeypatch, cap
     assert not prediction_file(ladder).exists()
 
 
+@pytest.mark.parametrize(
+    ("log", "status", "reason"),
+    [
+        (
+            "*** JOB 7 ON n1 CANCELLED AT 2026-11-27T10:00:00 DUE TO TIME LIMIT ***",
+            "timeout",
+            "DUE TO TIME LIMIT",
+        ),
+        (
+            "*** STEP 7.0 ON n1 CANCELLED AT 2026-11-27T10:00:00 DUE TO PREEMPTION ***",
+            "stopped",
+            "PREEMPTION",
+        ),
+        ("*** JOB 7 ON n1 CANCELLED AT 2026-11-27T10:00:00 ***", "stopped", "CANCELLED AT"),
+        ("ValueError: no", "failed", "ValueError: no"),
+    ],
+)
+def test_a_job_that_slurm_has_ended_has_stopped(ladder, log, status, reason):
+    """Its shell wrote no exit code."""
+    run = ladder.rungs[0].runs()[0]
+    write_run(run, 3.0, status="stopped")
+    run.folder.summary.write_text(json.dumps({"status": "stopped", "iteration": 1}))
+    run.log.parent.mkdir(exist_ok=True)
+    run.log.write_text(f"iteration 1\nslurmstepd: error: {log}\n")
+    ended = climb._ended_job(run, None)
+    assert ended.status == status and reason in ended.reason
+
+
 def test_nothing_is_predicted_after_the_last_rung_has_begun(ladder):
     write_rungs(ladder, ladder.rungs[-1:])
     write_rungs(ladder, ladder.rungs[:-1])

@@ -9,6 +9,7 @@ import pytest
 
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.studies.failures import why_it_failed
+from moe_exp.studies.sweep import slurm_cases
 from moe_exp.studies.sweep.outcome import Result, result_of
 
 TORCHRUN_KILLED = """
@@ -189,3 +190,21 @@ def test_results_are_kept_whole(tmp_path):
     path.write_text("{")
     with pytest.raises(ValueError, match=r"case\.json: is no result of a case\. Fix: remove it"):
         Result.read(path)
+
+
+def test_slurm_may_be_silent_for_a_while(monkeypatch):
+    answers = [["7"], ValueError("squeue: exit code 1."), ValueError("squeue: exit code 1."), []]
+
+    def answer(ids):
+        found = answers.pop(0)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(slurm_cases, "still_there", answer)
+    monkeypatch.setattr(slurm_cases, "POLL_SECONDS", 0.0)
+    assert list(slurm_cases.ended_jobs({"case": "7"})) == ["case"] and not answers
+    answers = [ValueError("squeue: exit code 1.")]
+    monkeypatch.setattr(slurm_cases, "_PATIENCE_SECONDS", -1.0)
+    with pytest.raises(ValueError, match="squeue"):
+        list(slurm_cases.ended_jobs({"case": "7"}))

@@ -125,6 +125,8 @@ def test_starts_that_get_nowhere(dog, run, queue):
         run.event("resume", 2000, at)
     run.train(2020, 2020, 7100.0)
     assert found(dog, run, 7200.0)[0] == {"circles"}
+    run.event("checkpoint", 2020, 7300.0, seconds=5.0)
+    assert found(dog, run, 7400.0) == (set(), set(), {"circles"})
 
 
 def test_events_are_told_once_and_counted(dog, run, queue, tmp_path):
