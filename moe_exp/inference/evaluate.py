@@ -70,6 +70,11 @@ class Plan:
     batch_size: int
     eod_id: int | None  # the token that ends a document, with DOCUMENT_MASK
 
+    def masked_id(self, source: HeldOut) -> int | None:
+        """The token whose next one does not count, by EOD_MASK_LOSS."""
+        masks = self.config.eod_mask_loss and not self.request.by_document
+        return source.files.end_of_document[0] if masks else None
+
     @property
     def batches(self) -> list[tuple[int, int, int]]:
         """(source, first sequence, number of sequences) per batch."""
@@ -199,7 +204,7 @@ def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut]) -> Non
 def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
     """Evaluates the model, called by and with the same result on every rank; ValueError if loading fails."""
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
-    sums = torch.zeros(len(plan.sources), 2, dtype=torch.float64, device=rank.device)  # nats, bytes
+    sums = torch.zeros(len(plan.sources), 3, dtype=torch.float64, device=rank.device)  # nats, tokens, bytes
     counts = None
     if plan.request.experts is not None:
         sizes = (len(plan.sources), plan.config.num_layers, plan.config.num_experts)
@@ -211,8 +216,8 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
             torch.distributed.all_reduce(counts.counts_PLE)
     has_bytes = plan.token_bytes is not None
     rows = [
-        Row(source.prefix, len(source), source.num_predicted, nats, round(num_bytes) if has_bytes else None)
-        for source, (nats, num_bytes) in zip(plan.sources, sums.tolist(), strict=True)
+        Row(source.prefix, len(source), round(count), nats, round(num_bytes) if has_bytes else None)
+        for source, (nats, count, num_bytes) in zip(plan.sources, sums.tolist(), strict=True)
     ]
     usage = [] if counts is None else _usage(plan.config, counts)
     return Evaluation(str(plan.folder), iteration_of(plan.folder), rows, usage)
@@ -239,11 +244,14 @@ def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | 
             tokens, labels = _padded(sequences)
             if counts is not None:
                 counts.source, counts.valid_T = number, _valid_tokens(stage, labels, is_mine=is_mine)
+            if (masked_id := plan.masked_id(source)) is not None:
+                labels[tokens == masked_id] = _IGNORED
             logits = stage.logits(tokens)
             if logits is not None and stage.writes and is_mine:
                 sums[number, 0] += _nats(logits, labels)
+                sums[number, 1] += (labels != _IGNORED).sum()
                 if plan.token_bytes:
-                    sums[number, 1] += source.count_bytes(first, sequences, plan.token_bytes)
+                    sums[number, 2] += source.count_bytes(first, sequences, plan.token_bytes, masked_id)
             advance(sum(count for _, _, count in step))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -65,25 +64,29 @@ class HeldOut:
     def __len__(self) -> int:
         return len(self.begins)
 
-    @cached_property
-    def num_predicted(self) -> int:
-        """Number of predicted tokens."""
-        return int((self.ends - self.begins - 1).sum())
-
     def read(self, first: int, count: int) -> list[Int64Array]:
         """Token ids of the sequences `first` to `first + count - 1`."""
         chosen = slice(first, first + count)
         bounds = zip(self.begins[chosen].tolist(), self.ends[chosen].tolist(), strict=True)
         return [self.files.read(begin, end).astype(np.int64) for begin, end in bounds]
 
-    def count_bytes(self, first: int, sequences: Sequence[Int64Array], token_bytes: TokenBytes) -> int:
-        """Bytes of text of the predicted tokens of `sequences`, which start at sequence `first`."""
+    def count_bytes(
+        self,
+        first: int,
+        sequences: Sequence[Int64Array],
+        token_bytes: TokenBytes,
+        masked_id: int | None = None,
+    ) -> int:
+        """Bytes of text of the predicted tokens of `sequences`, from sequence `first` on, without those
+        after a `masked_id`.
+        """
         bounds, total = self.files.document_bounds, 0
         for begin, ids in zip(self.begins[first:], sequences, strict=False):
             is_first = np.zeros(len(ids) - 1, dtype=bool)
             documents = bounds[np.searchsorted(bounds, begin + 1) : np.searchsorted(bounds, begin + len(ids))]
             is_first[documents - begin - 1] = True
-            total += token_bytes.count(ids[1:], is_first)
+            counts = ids[:-1] != (-1 if masked_id is None else masked_id)
+            total += token_bytes.count(ids[1:][counts], is_first[counts])
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:

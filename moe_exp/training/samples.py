@@ -161,11 +161,14 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
     except ValueError as error:
         logger.warning("no bits per byte of the validation loss: %s", error)
         return None
-    num_bytes = sum(
-        table.count_samples(samples.batch(index * config.gbsz, config.gbsz).numpy())
+    counts = [
+        table.count_samples(
+            samples.batch(index * config.gbsz, config.gbsz).numpy(), eod_mask_loss=config.eod_mask_loss
+        )
         for index in range(config.eval_iters)
-    )
-    return num_bytes / (config.eval_iters * config.gbsz * config.seq_len)
+    ]
+    num_bytes, num_tokens = map(sum, zip(*counts, strict=True))
+    return num_bytes / num_tokens if num_tokens else None
 
 
 def compare_data(

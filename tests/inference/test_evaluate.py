@@ -160,7 +160,7 @@ def test_a_share_of_the_documents(prefixes, by_document):
     source = HeldOut(prefixes["prose"], Cut(SEQ_LEN, by_document, share=(0.5, 1.0)))
     parts = documents("prose")[2:]
     tokens = parts if by_document else [parts[0] + parts[1]]
-    assert source.num_predicted == sum(len(part) - 1 for part in tokens)
+    assert (source.ends - source.begins - 1).sum() == sum(len(part) - 1 for part in tokens)
     assert source.ends[-1] == files.document_bounds[-1]
     with pytest.raises(ValueError, match="it has fewer tokens than two"):
         HeldOut(prefixes["prose"], Cut(SEQ_LEN, share=(0.0, 0.1)))
@@ -309,7 +309,8 @@ def test_a_dense_model_has_no_experts(prefixes, tmp_path, capsys):
     assert evaluated(folder, capsys, "--data", prefixes["code"])["total"]["lm_loss"] > 0
 
 
-def test_the_validation_of_the_training(tmp_path, capsys):
+@pytest.mark.parametrize("eod_mask_loss", [False, True])
+def test_the_validation_of_the_training(eod_mask_loss, tmp_path, capsys):
     """The loss and the bits per byte of the valid record, from the checkpoint: EVAL_ITERS global batches of
     whole sequences.
     """
@@ -317,9 +318,10 @@ def test_the_validation_of_the_training(tmp_path, capsys):
     tokenizer = train_bpe([text for texts in TEXTS.values() for text in texts] * 3, 280)
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    text = "Grüße an alle 世界, return x of the end\n" * 10
-    with BinIdxWriter(tmp_path / "tokens", vocab_size=384) as writer:
-        for _ in range(12):
+    text = "Grüße an alle 世界, return x of the end\n" * 2
+    eod = tokenizer.token_to_id("<|endoftext|>")
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=384, eod_id=eod) as writer:
+        for _ in range(60):
             writer.add_document(tokenizer.encode(text).ids)
     settings = {
         "PRESET": "cpu", "GPUS_PER_NODE": 1, "NUM_LAYERS": 1, "HIDDEN_SIZE": 32, "FFN_HIDDEN_SIZE": 48,
@@ -327,6 +329,7 @@ def test_the_validation_of_the_training(tmp_path, capsys):
         "WARMUP_ITERS": 1, "DECAY_ITERS": 2, "EVAL_INTERVAL": 2, "EVAL_ITERS": 3, "SAVE_INTERVAL": 0,
         "LR": 0.01, "INIT_STD": 0.1, "TRAIN_DATA": tmp_path / "tokens", "VALID_DATA": tmp_path / "tokens",
         "TOKENIZER": folder, "RUN_DIR": tmp_path, "RUN_NAME": "run", "DATA_DIR": tmp_path,
+        "EOD_MASK_LOSS": str(eod_mask_loss).lower(),
     }  # fmt: skip
     run_on_ranks(
         1,
@@ -340,10 +343,14 @@ def test_the_validation_of_the_training(tmp_path, capsys):
     result = evaluated(tmp_path / "run", capsys, "--samples", "12")  # and its VALID_DATA by itself
     assert result["iteration"] == 2
     (row,) = result["data"]
-    assert row["tokens"] == 12 * 32
-    assert row["lm_loss"] == pytest.approx(record["lm_loss"], rel=1e-6)
-    assert row["bits_per_byte"] == pytest.approx(record["lm_loss_bits_per_byte"], rel=1e-6)
+    tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)[: 12 * 32 + 1]
+    counts = tokens[:-1] != eod
+    assert row["tokens"] == (counts.sum() if eod_mask_loss else 12 * 32) and counts.sum() < 12 * 32
+    # with a mask, the record's is the mean of those of micro-batches
+    error = 1e-3 if eod_mask_loss else 1e-6
+    assert row["lm_loss"] == pytest.approx(record["lm_loss"], rel=error)
+    assert row["bits_per_byte"] == pytest.approx(record["lm_loss_bits_per_byte"], rel=error)
     # The same bytes by decoding what was predicted; the byte of an end of document is none.
-    tokens = np.fromfile(tmp_path / "tokens.bin", dtype=np.uint16)[1 : 12 * 32 + 1].tolist()
+    predicted = tokens[1:][counts] if eod_mask_loss else tokens[1:]
     # the last character may be cut
-    assert row["bytes"] == pytest.approx(len(tokenizer.decode(tokens).encode()), abs=2)
+    assert row["bytes"] == pytest.approx(len(tokenizer.decode(predicted.tolist()).encode()), abs=2)

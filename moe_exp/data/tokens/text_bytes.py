@@ -56,12 +56,17 @@ class TokenBytes:
         ids = np.where(known, ids, 0)
         return int((np.where(is_first, self.first_V[ids], self.inside_V[ids]) * known).sum())
 
-    def count_samples(self, tokens: npt.NDArray[np.integer[Any]]) -> int:
-        """Bytes of the labels of samples [B, S1]: of all but the first token, with documents by EOD."""
-        before, labels = tokens[:, :-1], tokens[:, 1:]
-        return self.count(
-            labels, before == self.eod_id if self.eod_id is not None else np.zeros(labels.shape, dtype=bool)
-        )
+    def count_samples(
+        self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
+    ) -> tuple[int, int]:
+        """Bytes and number of the labels of samples [B, S1]: of all but the first token, with documents by
+        EOD; with `eod_mask_loss` without those after an EOD.
+        """
+        before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
+        is_first = before == (-1 if self.eod_id is None else self.eod_id)
+        if eod_mask_loss:
+            labels, is_first = labels[~is_first], is_first[~is_first]
+        return self.count(labels, is_first), labels.size
 
 
 def _of_bytes(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:

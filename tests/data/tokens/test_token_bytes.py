@@ -78,12 +78,18 @@ def test_a_document_has_the_bytes_of_its_text(kind, tmp_path):
         assert table.count(ids, np.arange(len(ids)) == 0) == len(text.encode()), text
         documents.append(np.append(ids, tokenizer.eod_id))
     tokens = np.concatenate([[tokenizer.eod_id], *documents])
-    whole = table.count_samples(tokens[None])
+    whole, num_tokens = table.count_samples(tokens[None])
+    assert num_tokens == len(tokens) - 1
     assert whole == sum(len(text.encode()) for text in texts)
     # Cut anywhere, in the middle of characters too: every token but the first of all is counted once.
     for size in (1, 2, 7):
         parts = [tokens[begin : begin + size + 1] for begin in range(0, len(tokens) - 1, size)]
-        assert sum(table.count_samples(part[None]) for part in parts) == whole
+        assert sum(table.count_samples(part[None])[0] for part in parts) == whole
+    left, num_left = table.count_samples(tokens[None], eod_mask_loss=True)
+    firsts = [int(document[:1][0]) for document in documents]
+    assert num_left == num_tokens - len(documents)
+    is_first = np.ones(1, dtype=bool)
+    assert left == whole - sum(table.count(np.array([token]), is_first) for token in firsts)
 
 
 def test_what_stands_for_no_text(tmp_path):
