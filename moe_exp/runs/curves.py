@@ -6,6 +6,7 @@ import io
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -130,11 +131,14 @@ def smoothed(values: Sequence[float], half_width: int) -> list[float]:
     At the start, where the loss is steep and a wide mean would be too high, the mean takes an eighth of the
     values so far. NaN stays NaN, to show gaps, and is left out of the means around it.
     """
+    sums = [0.0, *accumulate(0.0 if math.isnan(value) else value for value in values)]
+    counts = [0, *accumulate(int(not math.isnan(value)) for value in values)]
     means = []
     for i, value in enumerate(values):
         reach = min(half_width, i // 8, len(values) - 1 - i)
-        window = [near for near in values[i - reach : i + reach + 1] if not math.isnan(near)]
-        means.append(math.nan if math.isnan(value) else sum(window) / len(window))
+        begin, end = i - reach, i + reach + 1
+        is_gap = math.isnan(value)
+        means.append(math.nan if is_gap else (sums[end] - sums[begin]) / (counts[end] - counts[begin]))
     return means
 
 
