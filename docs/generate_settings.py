@@ -218,7 +218,8 @@ If you set TRAIN_ITERS, the learning rate follows: DECAY_ITERS=0 means that MIN_
 and the warm-up of the preset is shortened to a tenth of the run if it is longer. The preset `reference`
 decays over 38000 of its 40000 iterations; with another TRAIN_ITERS it follows, too. If you set WARMUP_ITERS
 or DECAY_ITERS yourself, your value is used; a warning says if the run ends inside the warm-up, or if the
-decay ends before 90% or after 110% of the run.
+decay ends before 90% or after 110% of the run. Both count batches of GBSZ, so a run with RAMPUP_BATCH_SIZE
+ends before MIN_LR unless you set DECAY_ITERS.
 
 ## Layouts
 

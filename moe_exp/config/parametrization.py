@@ -10,7 +10,8 @@ divided by the base's:
     attention, dense MLP, experts
         up (rows of n values)      n^(-1/2)           n^-1             n
     experts down                   MUP_RULE           m^-1             m
-    router, output layer           n^-1               n^-1             n
+    router                         n^(-1/2)           n^-1             n
+    output layer                   n^-1               n^-1             n
 
 Yang et al. 2022 (arXiv:2203.03466), table 8, for AdamW: an update of a matrix adds up over its inputs, so
 its learning rate falls with their number. Factors of the forward pass are folded into weights and rates,
