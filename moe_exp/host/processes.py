@@ -36,10 +36,9 @@ def own_command() -> list[str]:
 
 def allow_open_files() -> int:
     """Lets this process have as many files open as the system allows it, and returns how many these are."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    if most == resource.RLIM_INFINITY:  # macOS refuses it
-        most = 10240
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 10240 if hard == resource.RLIM_INFINITY else hard  # macOS refuses infinity
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     return most
 
 

@@ -118,7 +118,7 @@ def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None
     """Raises a ConfigError, on every rank, if a stage of DATA_STAGES would begin within a batch of the run as
     it continues from `source`, which would end it there. `skipped`: ranges of the stream.
     """
-    saved = saved_progress(source) if source else None
+    saved = saved_progress(source) if source and config.data_stages else None
     if problems := list(check_stage_begins(config, saved.consumed_samples if saved else 0, skipped)):
         raise ConfigError(problems)
 

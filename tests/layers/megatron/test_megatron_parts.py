@@ -98,18 +98,22 @@ def part(weight: torch.Tensor, dim: int, rank: int, ranks: int, halves: int = 1)
     return torch.cat([half.chunk(ranks, dim)[rank] for half in weight.chunk(halves, dim)], dim)
 
 
-def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """The output of a layer whose tensor parallel ranks have all tokens, what one rank alone has, and how
-    training is refused.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+def start_parallel(tp: int, ep: int, etp: int) -> None:
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=ranks,
+        tensor_model_parallel_size=tp,
         expert_model_parallel_size=ep,
         expert_tensor_parallel_size=etp,
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The output of a layer whose tensor parallel ranks have all tokens, what one rank alone has, and how
+    training is refused.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    start_parallel(ranks, ep, etp)
     config = TransformerConfig(
         **SETTINGS, moe_router_topk=2, moe_router_pre_softmax=True, gated_linear_unit=True,
         add_bias_linear=False, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
@@ -163,13 +167,7 @@ def test_inference_without_sequence_parallelism(ep, etp):
 
 def initial_weights(ep: int, etp: int) -> list[torch.Tensor]:
     """Router, experts of this rank, and the random numbers that follow."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=etp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    start_parallel(etp, ep, etp)
     layer = build_module(moe_submodule_spec(), config=TransformerConfig(**SETTINGS, moe_router_topk=2))
     experts = layer.experts.weight1.detach(), layer.experts.weight2.detach()
     return [layer.router.weight.detach(), torch.rand(4), *experts]
