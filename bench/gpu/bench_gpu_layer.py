@@ -42,6 +42,7 @@ import sys
 import time
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import bench_arguments
 import torch
@@ -72,6 +73,8 @@ from gpu_machine import origin
 from gpu_peers import OUR_KERNELS, OURS, OURS_SORTING, PEERS, PROVIDERS
 from gpu_warm import run_at_once
 from torch import Tensor
+
+from moe_exp.layers.kernels import tuning
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 ROUND_SECONDS = 6.0  # of turns for one shape and routing, after MIN_ROUNDS
@@ -276,8 +279,10 @@ class Suite:
         }  # fmt: skip
 
     def compile(self) -> None:
-        """Runs every provider once per shape: what they compile stays in their caches on disk."""
-        with backward_in_this_thread():
+        """Runs every provider once per shape: what they compile stays in their caches on disk. What ours
+        chooses does not: other processes use the device at the same time.
+        """
+        with backward_in_this_thread(), patch.object(tuning, "device_facts", tuple):
             for shape_name in self.arguments.shape:
                 problem = self.problem(
                     shape_name,
