@@ -5,6 +5,7 @@ functions, and how files lie.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -285,6 +286,27 @@ def test_small_modules_have_more_than_one_user():
             and len(path.read_text().splitlines()) < SMALL
         ):
             assert users[module_name(path)] > 1, f"{path}: it could stand where it is used"
+
+
+def test_torch_has_what_is_called_of_it():
+    """Also on lines that only run on a GPU."""
+    called = {
+        ast.unparse(node)
+        for path in files()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.")
+    }
+    values = {name: name for name in called if re.fullmatch(r"[\w.]+", name)}
+    assert len(values) > 100
+    code = f"""
+import functools, torch, torch.distributed.checkpoint, torch.multiprocessing, torch.utils.checkpoint
+for name in {sorted(values)}:
+    try:
+        functools.reduce(getattr, name.split(".")[1:], torch)
+    except AttributeError:
+        print(name)
+"""
+    assert run_python(code) == ""
 
 
 def test_packages_hand_names_on_and_do_nothing_else():

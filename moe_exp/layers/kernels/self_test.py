@@ -35,6 +35,7 @@ from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.launch import (
     INTERPRETED,
     cdiv,
+    driver_version,
     in_one_line,
     is_of_device,
     missing,
@@ -138,8 +139,7 @@ def versions() -> str:
     """Versions of everything that compiles and runs a kernel."""
     found = [f"torch {torch.__version__}", f"triton {triton_version()}"]
     if torch.cuda.is_available():
-        driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-        found += [f"CUDA {torch.version.cuda}", f"driver for CUDA {driver // 1000}.{driver % 1000 // 10}"]
+        found += [f"CUDA {torch.version.cuda}", f"driver for CUDA {driver_version()}"]
     return ", ".join(found)
 
 

@@ -20,7 +20,14 @@ import torch
 from torch import Tensor
 
 from moe_exp.host.files import read_json, write_json
-from moe_exp.layers.kernels.launch import INTERPRETED, free_processors, in_one_line, is_of_device, triton
+from moe_exp.layers.kernels.launch import (
+    INTERPRETED,
+    driver_version,
+    free_processors,
+    in_one_line,
+    is_of_device,
+    triton,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -260,8 +267,7 @@ def device_facts() -> tuple[str, ...]:
     """Name of the current device and version of its driver; empty without one."""
     if not torch.cuda.is_available():
         return ()
-    driver: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]
-    return torch.cuda.get_device_name(), str(driver)
+    return torch.cuda.get_device_name(), driver_version()
 
 
 def _read(file: Path) -> str | None:

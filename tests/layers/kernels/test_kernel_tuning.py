@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -318,7 +319,7 @@ def test_programs_that_share_a_processor_share_its_registers(programs, num_warps
 @pytest.fixture
 def stored(monkeypatch, tmp_path):
     """As on a GPU: choices are kept in files."""
-    monkeypatch.setattr(tuning, "device_facts", lambda: ("H200", "12080"))
+    monkeypatch.setattr(tuning, "device_facts", lambda: ("H200", "12.8"))
     monkeypatch.setattr(combine._kernel.fn, "cache_key", "source", raising=False)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
 
@@ -342,8 +343,8 @@ def test_a_later_process_times_nothing(stopwatch, tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(tuning, "device_facts", lambda: ("H100", "12080")),
-        lambda patch: patch.setattr(tuning, "device_facts", lambda: ("H200", "13000")),
+        lambda patch: patch.setattr(tuning, "device_facts", lambda: ("H100", "12.8")),
+        lambda patch: patch.setattr(tuning, "device_facts", lambda: ("H200", "13.0")),
         lambda patch: patch.setattr(combine._kernel.fn, "cache_key", "other source"),
         lambda patch: patch.setattr(launch.triton, "__version__", "9.9"),
         lambda patch: patch.setattr(launch, "_num_free_processors", 16),
@@ -471,3 +472,21 @@ def test_a_rank_without_rows_times_nothing(stopwatch, monkeypatch):
         dw_LMN = weight_grad.weight_grad(a[:0], b[:0], offsets_L1 * 0)
     assert not dw_LMN.any()
     assert watch.num_timed == len(watch.launched) == 0
+
+
+def test_the_driver_says_which_cuda_it_supports(monkeypatch):
+    """Without its library there is no version."""
+
+    class Driver:
+        def __init__(self, name):
+            assert name == "libcuda.so.1"
+
+        def cuDriverGetVersion(self, version):
+            version._obj.value = 12080
+            return 0
+
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    assert launch.driver_version() == "12.8"
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        assert launch.driver_version() == ""
