@@ -120,7 +120,9 @@ def num_blocks_of_rows(num_rows: int, num_experts: int) -> int:
 def _quantized(x: Tensor) -> tuple[Tensor, Tensor]:
     """Blocks in the last dimension: values in e4m3, and their scales without that dimension."""
     magnitude = x.abs().nan_to_num(nan=0.0, posinf=torch.inf)  # NaN stays NaN whatever it is divided by
-    scale = magnitude.amax(dim=-1).clamp(min=LEAST) / LARGEST
+    largest = magnitude.amax(dim=-1).clamp(min=LEAST)
+    # By a tensor: on a GPU torch multiplies by the rounded reciprocal of a number.
+    scale = largest / torch.full_like(largest, LARGEST)
     return (x / scale.unsqueeze(-1)).to(E4M3), scale
 
 
