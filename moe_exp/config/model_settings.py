@@ -304,10 +304,10 @@ class ModelSettings(BaseModel):
         costs=False,
         measured=1,
     )
-    cross_entropy: Literal["megatron", "triton"] = model(
-        "megatron",
+    cross_entropy: Literal["auto", "megatron", "triton"] = model(
+        "auto",
         "loss of the output layer; megatron: Megatron's; triton: this package's kernel, which keeps "
-        "logits and no probabilities for backward",
+        "logits and no probabilities for backward; auto: triton on GPUs that run it, else megatron",
     )
     impl: Literal["auto", "local", "te"] = model(
         "auto",

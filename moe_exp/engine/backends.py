@@ -72,7 +72,7 @@ def chosen_backends(
     expert_backend: str = "auto",
     routing_kernels: str = "auto",
     router_problem: str = "",
-    cross_entropy: str = "megatron",
+    cross_entropy: str = "auto",
     use_te: bool = False,
     other_value_size: bool = False,
     documents: bool = False,
@@ -110,7 +110,11 @@ def chosen_backends(
             router_problem=router_problem,
             failure=failure_of("routing", kernel_failures),
         ),
-        "cross entropy": choose_cross_entropy(cross_entropy, device_type=device_type),
+        "cross entropy": choose_cross_entropy(
+            cross_entropy,
+            device_type=device_type,
+            failure=failure_of("cross entropy", kernel_failures),
+        ),
         "optimizer": choose_optimizer(*optimizer),
     }
     if device_type == "cpu":

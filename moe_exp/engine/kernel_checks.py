@@ -1,7 +1,7 @@
 """Self-test and tuning of the Triton kernels that a run will use, with its sizes, before training.
 
-All ranks decide the same. If a kernel is wrong on any, EXPERT_BACKEND=auto and ROUTING_KERNELS=auto continue
-without Triton's kernels there; kernels requested by name end the start.
+All ranks decide the same. If a kernel is wrong on any, EXPERT_BACKEND=auto, ROUTING_KERNELS=auto and
+CROSS_ENTROPY=auto continue without Triton's kernels there; kernels requested by name end the start.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from moe_exp.layers.kernels.launch import in_one_line, leave_free, missing, proc
 from moe_exp.layers.kernels.self_test import KernelCheck, Sizes, can_check, check_kernels, timing_cases
 from moe_exp.layers.kernels.tuning import TUNED, Key, choices, take_choices
 from moe_exp.layers.megatron.moe_parts import balancing_losses, router_config
+from moe_exp.layers.megatron.token_loss import choose_cross_entropy
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router import kernel_problem
 
@@ -115,7 +116,9 @@ def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
     routing = choose_routing(config.routing_kernels, device_type=device.type)
     if config.use_moe and routing[0] == "triton":
         parts.append("routing")
-    return [*parts, *(["cross entropy"] if config.cross_entropy == "triton" else [])]
+    if choose_cross_entropy(config.cross_entropy, device_type=device.type)[0] == "triton":
+        parts.append("cross entropy")
+    return parts
 
 
 def _expert_backend(config: Config, device: torch.device, failure: str = "") -> str:
@@ -178,11 +181,10 @@ def _of_all_ranks(found: list[list[str]], runtime: Runtime) -> list[list[str]]:
 
 def _without_kernels(config: Config, device: torch.device, part: str, problems: list[str]) -> KernelFailure:
     name = PARTS[part]
-    if part == "cross entropy" or (part == "experts" and config.expert_backend != "auto"):
-        fix = "set CROSS_ENTROPY=megatron" if part == "cross entropy" else "set EXPERT_BACKEND=auto"
-        line = f"{name}=triton: the self-test of its kernels has failed: {and_more(problems)}. Fix: {fix}."
-        raise ConfigError([line])
-    failure = KernelFailure(part, problems, backend="torch")
+    if getattr(config, name.lower()) != "auto":
+        rule = f"the self-test of its kernels has failed: {and_more(problems)}"
+        raise ConfigError([f"{name}=triton: {rule}. Fix: set {name}=auto."])
+    failure = KernelFailure(part, problems, backend="megatron" if part == "cross entropy" else "torch")
     if part == "experts":
         backend = _expert_backend(config, device, failure_of(part, [failure]))
         failure = replace(failure, backend=backend)

@@ -67,7 +67,8 @@ def transformer_config(config: Config) -> TransformerConfig:
         fp8=None if config.fp8 == "none" or config.is_fp8_by_kernels else config.fp8,
         fp8_recipe=config.fp8_recipe,
         pipeline_dtype=dtype,
-        bias_dropout_fusion=on_gpu,
+        # Without biases and dropout it is one sum, which a compiled function starts ten times as slowly.
+        bias_dropout_fusion=on_gpu and (config.add_bias_linear or config.dropout > 0),
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
         # The fused kernel ignores YaRN's factor on queries and keys, and has the same positions in every
         # sample; with MLA it is experimental.
@@ -286,7 +287,8 @@ def build_chunk(
     """One model chunk; `initial_weights` False if they will be read from a checkpoint."""
     pp_rank, last = runtime.groups.pp.rank(), config.pp - 1
     stage = vp_stage if config.vpp else None
-    kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type())
+    failure = failure_of("cross entropy", kernel_failures)
+    kind, _ = choose_cross_entropy(config.cross_entropy, device_type=_device_type(), failure=failure)
     chunk = (GPTModel if kind == "megatron" else GPTModelWithOwnLoss)(
         settings,
         _decoder_spec(config, settings, stage, kernel_failures),

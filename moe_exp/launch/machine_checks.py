@@ -218,8 +218,7 @@ OLDEST_GPU = (8, 0)  # as in layers/kernels/launch.py
 
 def _kernels(c: Config) -> Iterator[str]:
     """Triton kernels requested by name; `auto` does without them, and a CPU has plain torch versions."""
-    others = {"expert_backend": "auto", "cross_entropy": "megatron"}
-    asked = [(name, other) for name, other in others.items() if getattr(c, name) == "triton"]
+    asked = [name for name in ("expert_backend", "cross_entropy") if getattr(c, name) == "triton"]
     if not asked or not count_gpus():
         return
     rule, fix = "", ""
@@ -228,9 +227,7 @@ def _kernels(c: Config) -> Iterator[str]:
     elif compute_capability() < OLDEST_GPU:
         rule = f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     if rule:
-        yield from (
-            problem(name, "triton", rule, f"{fix}set {name.upper()}={other}") for name, other in asked
-        )
+        yield from (problem(name, "triton", rule, f"{fix}set {name.upper()}=auto") for name in asked)
 
 
 def _fp8(c: Config) -> Iterator[str]:

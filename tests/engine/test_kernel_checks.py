@@ -197,18 +197,17 @@ def test_nothing_is_compared_where_no_kernel_runs(monkeypatch):
     assert kernel_checks.check_run(named, rank) == []
 
 
-def test_wrong_kernels_of_routing_are_reported_and_torch_runs(monkeypatch):
+@pytest.mark.parametrize(("part", "backend"), [("routing", "torch"), ("cross entropy", "megatron")])
+def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
     config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
     rank: Any = type("Rank", (), {"device": torch.device("cpu"), "rank": 0, "host": "here"})
-    wrong: Any = type("Check", (), {"problem": "wrong", "line": lambda self, device: "slot_sort is wrong"})
-    monkeypatch.setattr(kernel_checks, "parts_with_kernels", lambda *args: ["experts", "routing"])
+    wrong: Any = type("Check", (), {"problem": "wrong", "line": lambda self, device: "a kernel is wrong"})
+    monkeypatch.setattr(kernel_checks, "parts_with_kernels", lambda *args: ["experts", part])
     monkeypatch.setattr(kernel_checks, "can_check", lambda device: True)
     monkeypatch.setattr(
-        kernel_checks, "check_kernels", lambda part, *args: [wrong()] if part == "routing" else []
+        kernel_checks, "check_kernels", lambda other, *args: [wrong()] if other == part else []
     )
-    assert kernel_checks.check_run(config, rank) == [
-        KernelFailure("routing", ["slot_sort is wrong"], "torch")
-    ]
+    assert kernel_checks.check_run(config, rank) == [KernelFailure(part, ["a kernel is wrong"], backend)]
 
 
 def test_a_margin_leaves_a_multiprocessor(monkeypatch):

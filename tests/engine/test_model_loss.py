@@ -1,5 +1,5 @@
 """CROSS_ENTROPY=triton computes Megatron's loss: the same losses and gradients of the whole model, at TP 1
-and 2.
+and 2. And auto takes it on GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from helpers.relative_error import relative_error
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
+from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model
+from moe_exp.layers.kernel_choice import KernelFailure
+from moe_exp.layers.kernels import launch
 
 TINY = {
     **SMALL, "num_layers": "1", "hidden_size": "32", "ffn_hidden_size": "48", "num_heads": "2",
@@ -56,3 +59,20 @@ def test_the_same_loss_and_gradients(tp):
         assert grads.keys() == expected_grads.keys()
         for key, grad in grads.items():
             assert relative_error(grad, expected_grads[key]) < 1e-5, key
+
+
+def test_auto_takes_the_kernel_where_it_runs(monkeypatch):
+    def chosen(device_type, failures=()):
+        return backends_of(load_config(TINY, {}), device_type, failures)["cross entropy"]
+
+    assert chosen("cpu")[0] == "megatron"
+    monkeypatch.setattr(launch, "missing", lambda: "")
+    assert chosen("cuda")[0] == "triton"
+    kind, reason = chosen("cuda", [KernelFailure("cross entropy", ["it is wrong"], "megatron")])
+    assert kind == "megatron"
+    assert reason.endswith("not triton: the self-test has failed: it is wrong")
+    monkeypatch.setattr(launch, "missing", lambda: "triton is not installed")
+    assert chosen("cuda") == (
+        "megatron",
+        "Megatron's, which keeps the probabilities in fp32; not triton: triton is not installed",
+    )

@@ -342,7 +342,7 @@ def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
     monkeypatch.setattr(launch, "triton", None)
     assert check_machine(config) == [
         f"EXPERT_BACKEND=triton: {launch.missing()}. Fix: pip install triton, or set EXPERT_BACKEND=auto.",
-        f"CROSS_ENTROPY=triton: {launch.missing()}. Fix: pip install triton, or set CROSS_ENTROPY=megatron.",
+        f"CROSS_ENTROPY=triton: {launch.missing()}. Fix: pip install triton, or set CROSS_ENTROPY=auto.",
     ]
     assert check_machine(here()) == []
 
@@ -360,8 +360,8 @@ def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
     monkeypatch.setattr(launch.torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(launch.torch.cuda, "get_device_capability", lambda: (7, 5))
     assert launch.OLDEST_GPU == OLDEST_GPU
-    for name, other in (("expert_backend", "auto"), ("cross_entropy", "megatron")):
-        expected = f"{name.upper()}=triton: {launch.missing()}. Fix: set {name.upper()}={other}."
+    for name in ("expert_backend", "cross_entropy"):
+        expected = f"{name.upper()}=triton: {launch.missing()}. Fix: set {name.upper()}=auto."
         assert check_machine(here(**{name: "triton"})) == [expected]
     monkeypatch.setattr("moe_exp.launch.machine_checks.compute_capability", lambda: OLDEST_GPU)
     monkeypatch.setattr(launch.torch.cuda, "get_device_capability", lambda: OLDEST_GPU)

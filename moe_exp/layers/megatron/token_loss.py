@@ -12,24 +12,32 @@ from torch.distributed import ProcessGroup
 from moe_exp.layers.groups import group_size
 
 
-def choose_cross_entropy(name: str, *, device_type: str) -> tuple[str, str]:
-    """The cross entropy that runs (`name`: `megatron` or `triton`), and the reason in words.
+def choose_cross_entropy(name: str, *, device_type: str, failure: str = "") -> tuple[str, str]:
+    """The cross entropy that runs, `megatron` or `triton`, and the reason in words.
+
+    Args:
+        name: one of these, or `auto`: triton on a GPU that can run its kernels.
+        device_type: `cpu` or `cuda`.
+        failure: why `auto` must not take the kernels, see `kernel_choice.failure_of`.
 
     Raises:
-        ValueError: if the kernels cannot run on this device.
+        ValueError: if kernels requested by name cannot run on this device.
     """
     if name == "megatron":
-        return (
-            "megatron",
-            "Megatron's, which keeps the probabilities in fp32; CROSS_ENTROPY=triton computes them again",
-        )
+        return "megatron", "Megatron's, which keeps the probabilities in fp32; asked for by CROSS_ENTROPY"
+    if device_type == "cpu":
+        if name == "auto":
+            return "megatron", "Megatron's; the kernels are for GPUs"
+        return "triton", "asked for by CROSS_ENTROPY; on a CPU the same in plain torch"
     from moe_exp.layers.kernels.launch import missing
 
-    if device_type == "cuda" and (reason := missing()):
-        raise ValueError(f"cross_entropy=triton: {reason}. Fix: set CROSS_ENTROPY=megatron.")
-    return "triton", "asked for by CROSS_ENTROPY" + (
-        "; on a CPU the same in plain torch" if device_type == "cpu" else ""
-    )
+    if name == "auto":
+        if rule := failure or missing():
+            return "megatron", f"Megatron's, which keeps the probabilities in fp32; not triton: {rule}"
+        return "triton", "a Triton kernel, which keeps the logits and computes the probabilities again"
+    if rule := missing():
+        raise ValueError(f"cross_entropy=triton: {rule}. Fix: set CROSS_ENTROPY=auto.")
+    return "triton", "asked for by CROSS_ENTROPY"
 
 
 def token_losses(logits: Tensor, target: Tensor, group: ProcessGroup | None = None) -> Tensor:

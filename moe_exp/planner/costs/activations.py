@@ -32,7 +32,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_exp.planner.costs.code_paths import fp8_kept, planned_backend, priced
+from moe_exp.planner.costs.code_paths import fp8_kept, planned_backend, planned_loss, priced
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import padded_slots
 
@@ -81,6 +81,7 @@ class _Account:
         self._expert_input, self._input = (1 if is_fp8 else self._width for is_fp8 in in_fp8)
         self._is_fused = not on_cpu and config.impl != "local"
         self._backend = planned_backend(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
+        self._loss_kind = planned_loss(config, on_cpu=on_cpu, runs_kernels=runs_kernels)
         self._has_moe, self._has_dense = config.use_moe, not (config.use_moe and all(config.moe_layers))
 
     def activations(self) -> Activations:
@@ -132,12 +133,13 @@ class _Account:
     def _loss(self, logits: float) -> float:
         """Kept by the cross entropy: targets with probabilities and a mask, or with logits and log-sums."""
         tokens = self._all_tokens
-        costs = {"megatron": 4 * logits + 9 * tokens, "triton": self._width * logits + 12 * tokens}
-        return priced(self._config, "cross_entropy", costs)
+        if self._loss_kind == "megatron":
+            return 4 * logits + 9 * tokens
+        return self._width * logits + 12 * tokens
 
     def _loss_work(self, logits: float) -> float:
         """Held beside what is kept while the loss is computed, forward or backward."""
-        if self._config.cross_entropy == "megatron":
+        if self._loss_kind == "megatron":
             # Probabilities are made of a copy in fp32, beside the logits; logits in fp32 are overwritten.
             return self._width * logits if self._width < 4 else 0.0
         # The gradient; plain torch on a processor has logits and probabilities in fp32.

@@ -62,13 +62,22 @@ def _why_not_triton(config: Config, runs_kernels: bool) -> str:
     return "" if runs_kernels else "its kernels need a GPU of compute capability 8.0 or newer"
 
 
+def planned_loss(config: Config, *, on_cpu: bool, runs_kernels: bool = True) -> str:
+    """CROSS_ENTROPY, or what `token_loss.choose_cross_entropy` makes of `auto`; arguments as above."""
+    names = ("auto", "megatron", "triton")
+    loss = priced(config, "cross_entropy", dict(zip(names, names, strict=True)))
+    if loss != "auto":
+        return loss
+    return "triton" if runs_kernels and not on_cpu else "megatron"
+
+
 def counted_as(config: Config, hardware: Hardware) -> dict[str, str]:
     """Notes on how a plan counts, by part."""
     words = {}
     if config.use_moe:
         experts = _words_on_experts(config, hardware)
         words["experts"] = f"{experts} (its memory; the time is counted the same for all)"
-    if config.cross_entropy == "triton":
+    if planned_loss(config, on_cpu=hardware.is_cpu, runs_kernels=hardware.runs_kernels) == "triton":
         older = "triton: the memory of its kernel, the time of Megatron's"
         fused = "triton: the memory and the time of a fused kernel"
         words["cross entropy"] = fused if hardware.is_recent else older

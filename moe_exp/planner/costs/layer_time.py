@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moe_exp.config import Config, problem
-from moe_exp.planner.costs.code_paths import fp8_parts
+from moe_exp.planner.costs.code_paths import fp8_parts, planned_loss
 from moe_exp.planner.costs.constants import TimeConstants
 from moe_exp.planner.costs.exchange import skew_of
 from moe_exp.planner.costs.flops import attended_tokens
@@ -125,7 +125,9 @@ def layer_times(job: Job, device: Device, constants: TimeConstants) -> LayerTime
                 parts |= {name: parts[name] * constants.static_rows for name in ("rows", "activation")}
         skew = skew_of(job, device.hardware, constants)
         parts |= {name: parts[name] * skew for name in ("rows", "experts", "activation")}
-    is_fused = device.is_recent and config.cross_entropy == "triton"
+    runs_kernels = device.hardware.runs_kernels
+    loss = planned_loss(config, on_cpu=device.is_cpu, runs_kernels=runs_kernels)
+    is_fused = device.is_recent and loss == "triton"
     logit_bytes = _FUSED_LOGIT_BYTES if is_fused else _LOGIT_BYTES
     parts["output"] += device.moved(tokens * config.padded_vocab_size / config.tp, logit_bytes)
     starts = 0.0 if device.is_recent else constants.layer_seconds

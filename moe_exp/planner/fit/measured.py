@@ -306,9 +306,9 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
         "distributed_optimizer": row.get("zero_stage") == _OF_MEGATRON[True],
         "dtype": (row.get("precision") or "bf16").partition("_")[0],
     }  # fmt: skip
-    if experts > 1 and not _is_cpu(row["gpu"]):
+    if not _is_cpu(row["gpu"]):
         # runs of other programs, and of versions without other backends
-        settings["expert_backend"] = _UNFUSED
+        settings |= {"cross_entropy": "megatron"} | ({"expert_backend": _UNFUSED} if experts > 1 else {})
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}

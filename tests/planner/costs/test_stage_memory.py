@@ -66,7 +66,7 @@ REFERENCE_RUNS = {
 @pytest.mark.parametrize(("settings", "static", "peak"), REFERENCE_RUNS.values(), ids=REFERENCE_RUNS)
 def test_reference_runs(settings, static, peak, constants):
     # As it was then: routers kept their input in fp32, now in bf16.
-    config = reference(**settings, expert_backend="torch")
+    config = reference(**settings, expert_backend="torch", cross_entropy="megatron")
     (found,) = memory_of(replace(Job.of(config), measured_by="allocated"), A100, constants)
     in_fp32 = 2 * config.hidden_size * config.seq_len * config.mbsz * sum(config.moe_layers)
     assert found.static / MEBIBYTE == pytest.approx(static, rel=0.01)  # asked for: 2%
@@ -394,13 +394,15 @@ def test_auto_counts_the_backend_that_the_layer_would_take(gpu, settings, counte
 
 
 def test_the_loss_kernel_keeps_logits_and_no_probabilities():
-    megatron, ours = (
-        activations_of(Job.of(reference(cross_entropy=kind))) for kind in ("megatron", "triton")
+    megatron, ours, auto = (
+        activations_of(Job.of(reference(cross_entropy=kind))) for kind in ("megatron", "triton", "auto")
     )
     tokens, words = 8 * 2048, reference().padded_vocab_size
     # Megatron's in fp32, ours in bf16
     assert megatron.output - ours.output == tokens * (4 * words + 9 - (2 * words + 12))
     assert megatron.output_work == ours.output_work == 2 * tokens * words
+    assert auto == ours
+    assert activations_of(Job.of(reference()), runs_kernels=False).output == megatron.output
 
 
 def test_expected_imbalance():

@@ -121,8 +121,9 @@ def test_settings_that_cost_nothing_are_no_columns():
         "recompute",
         "z_loss_coeff",
         "expert_backend",
+        "cross_entropy",
     }
-    # rows without a backend are of other programs, whose experts were not fused
+    # rows without the last two are of other programs, which fused neither experts nor the loss
     assert columns & set(Config.model_fields) == settings
     assert set(Config.model_fields) >= FREE
 
