@@ -302,7 +302,8 @@ def data_problems(c: Config) -> Iterator[str]:
     """TRAIN_DATA (or its parts by SPLIT), VALID_DATA, DATA_STAGES: complete, long enough, within the
     vocabulary; text that they name is only checked for what its preparation could not use.
     """
-    if not c.load_dir and not RunFolder.of(c).checkpoints.exists():  # else the ranks know where they begin
+    # Else the ranks know where they begin.
+    if not c.load_dir and not run_folder_problems(c) and not RunFolder.of(c).checkpoints.exists():
         yield from check_stage_begins(c)
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
