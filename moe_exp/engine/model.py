@@ -12,6 +12,7 @@ from moe_exp.engine.initial_weights import initialize_weights
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.experts import ACTIVATIONS
 from moe_exp.layers.kernel_choice import KernelFailure, choose_routing, failure_of
+from moe_exp.layers.megatron import rotary
 from moe_exp.layers.megatron.documents import RestartingPositions
 from moe_exp.layers.megatron.token_loss import choose_cross_entropy, token_losses
 from moe_exp.layers.spec import MegatronMoELayer, decoder_spec
@@ -70,10 +71,9 @@ def transformer_config(config: Config) -> TransformerConfig:
         # Without biases and dropout it is one sum, which a compiled function starts ten times as slowly.
         bias_dropout_fusion=on_gpu and (config.add_bias_linear or config.dropout > 0),
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        # The fused kernel ignores YaRN's factor on queries and keys, and has the same positions in every
-        # sample; with MLA it is experimental.
-        apply_rope_fusion=on_gpu
-        and use_te(config)
+        # Fused, it ignores YaRN's factor on queries and keys, and has the same positions in every sample;
+        # with MLA it is experimental.
+        apply_rope_fusion=rotary.install(on_gpu=on_gpu)
         and not config.document_mask
         and config.rope_scaling != "yarn"
         and not config.multi_latent_attention,

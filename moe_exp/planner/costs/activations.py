@@ -231,14 +231,18 @@ class _Account:
         return sum((self._norm(rank) if config.qk_norm else 0.0) + width * rank for rank in ranks)
 
     def _positions(self) -> float:
-        """Cosines and sines for queries and keys, of every position once, but for the fused kernel."""
+        """Cosines and sines of every position once. Megatron's rotary embedding has them for queries and keys
+        of each layer, `layers.megatron.rotary` for all layers but those that are computed again.
+        """
         config = self._config
-        if self._is_fused or self._job.learned_positions:
+        by_megatron = config.multi_latent_attention or config.document_mask or config.rope_scaling == "yarn"
+        is_shared = self._is_fused or not (by_megatron or config.recompute == "full")
+        if is_shared or self._job.learned_positions:
             return 0.0
         turned = config.kv_channels * config.rotary_fraction
         if config.multi_latent_attention:
             turned = config.qk_pos_emb_head_dim
-        return 4 * self._width * turned * config.seq_len / config.cp
+        return (4 if by_megatron else 1.5) * self._width * turned * config.seq_len / config.cp
 
     def _block_masks(self) -> float:
         """On processors, of a context parallel rank's two blocks of queries against all keys before them."""

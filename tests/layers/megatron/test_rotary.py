@@ -1,0 +1,91 @@
+"""The rotary embedding in few operations equals Megatron's."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from helpers.relative_error import relative_error
+from helpers.whole_runs import SMALL
+from moe_exp.config import load_config
+from moe_exp.engine.model import transformer_config
+from moe_exp.layers.megatron import rotary
+
+from megatron.core.models.common.embeddings import rope_utils
+
+ERRORS = {torch.float64: 0.0, torch.float32: 2e-7, torch.bfloat16: 5e-3}
+
+
+def drawn(dtype, *, samples=1, width=32, interleaved=False):
+    """Values [S, B, H, D], their gradient, and angles for `width` of the 32 values of a head."""
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(64, 2, 3, 32, generator=generator).to(dtype) for _ in range(2))
+    half = torch.rand(64, samples, 1, width // 2, generator=generator) * 50
+    angles = torch.stack((half, half), -1).flatten(-2) if interleaved else torch.cat((half, half), -1)
+    return x.requires_grad_(), dy, angles
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [16, 32])
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_values_and_gradients_are_those_of_megatron(dtype, width, interleaved, samples):
+    x, dy, angles = drawn(dtype, samples=samples, width=width, interleaved=interleaved)
+    results = []
+    for function in (
+        lambda: rope_utils._apply_rotary_pos_emb_bshd(x, angles, interleaved),
+        lambda: rotary.rotate(x, angles, interleaved=interleaved),
+    ):
+        x.grad = None
+        y = function()
+        y.backward(dy)
+        results.append((y.detach(), x.grad))
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == dtype
+        assert relative_error(found, expected) <= ERRORS[dtype]
+
+
+def test_a_part_of_a_larger_tensor_is_not_changed():
+    """Queries are a view of what one product computes for queries, keys and values."""
+    mixed = torch.randn(8, 2, 3, 48)
+    before, angles = mixed.clone(), torch.rand(8, 1, 1, 16).repeat(1, 1, 1, 2)
+    found = rotary.rotate(mixed[..., :32], angles)
+    assert torch.equal(mixed, before)
+    assert relative_error(found, rope_utils._apply_rotary_pos_emb_bshd(mixed[..., :32], angles)) < 2e-7
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation.overloadpacket.__name__] += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def test_cosine_and_sine_are_computed_once():
+    x, dy, angles = drawn(torch.bfloat16)
+    with Operations() as seen:
+        for _ in range(3):
+            rotary.rotate(x, angles).backward(dy)
+    assert (seen.counts["cos"], seen.counts["sin"]) == (1, 1)
+    assert (seen.counts["mul"], seen.counts["addcmul_"]) == (6, 12)
+    assert not seen.counts["cat"] and not seen.counts["neg"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "fused"),
+    [
+        ({}, True),
+        ({"document_mask": "true"}, False),
+        ({"rope_scaling": "yarn", "rope_scaling_factor": "2", "rope_original_seq_len": "32"}, False),
+    ],
+)
+def test_megatron_calls_it(settings, fused):
+    config = load_config({**SMALL, **settings}, {})
+    assert transformer_config(config).apply_rope_fusion is fused
+    assert rope_utils.fused_apply_rotary_pos_emb is rotary.rotate
