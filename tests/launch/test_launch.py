@@ -262,7 +262,7 @@ def test_random_settings_are_answered_at_once(seed, count, tmp_path, monkeypatch
         ({"run_dir": "~no_such_user/x"}, "RUN_DIR=~no_such_user/x: names the home folder of no user of "),
         ({"tokenizer": "x" * 300}, "is longer than a file name may be, 255 bytes."),
         ({"run_name": "x/" * 2000}, "makes a path of "),
-        ({"run_name": "x" * 300}, "is longer than a file name may be, 255 bytes."),
+        ({"run_name": "x" * 5000}, "is longer than a file name may be, 255 bytes."),
     ],
 )
 def test_sizes_beyond_all_bounds_end_with_2(settings, line, capsys):
