@@ -170,7 +170,7 @@ def test_which_runs_and_why(monkeypatch):
     monkeypatch.setattr("moe_exp.layers.kernels.launch.missing", lambda: "triton is not installed")
     with pytest.raises(
         ValueError,
-        match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS_ENTROPY=megatron\.$",
+        match=r"^cross_entropy=triton: triton is not installed\. Fix: set CROSS_ENTROPY=auto\.$",
     ):
         choose_cross_entropy("triton", device_type="cuda")
 
