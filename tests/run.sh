@@ -3,12 +3,14 @@
 #
 #   bash tests/run.sh                       # without the tests marked slow
 #   bash tests/run.sh --all                 # everything
+#   bash tests/run.sh --gpu                 # the experts and their kernels, on a GPU of this machine
 #   bash tests/run.sh --python 3.12         # that Python, of PATH or pyenv, in an environment of its own: .venv-3.12
 #   bash tests/run.sh -k router tests/      # other arguments go to pytest
 #
 # Three files of tests run at a time (pytest's -n 3): most tests wait for processes that they started. -n 0
 # for one. The longest come first, by tests/durations.json, which --write-durations writes anew. Makes .venv
 # when no environment with the dev packages is active. Every step runs; the exit code is 1 if one failed.
+# Without --gpu the tests see no GPU: they start several ranks, and have the kernels interpreted.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck source=moe_exp/scripts/environment.sh
@@ -16,9 +18,11 @@ source moe_exp/scripts/environment.sh
 
 select=(-m "not slow")
 arguments=()
+gpu=false
 while [ $# -gt 0 ]; do
     case "$1" in
         --all) select=() ;;
+        --gpu) gpu=true ;;
         --python)
             use_python "${2:?--python needs a version, as in --python 3.12}"
             shift
@@ -34,6 +38,14 @@ while [ $# -gt 0 ]; do
 done
 
 find_python dev
+if ! "$gpu"; then
+    export CUDA_VISIBLE_DEVICES=""
+elif "$PYTHON" -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
+    arguments=(tests/layers/kernels tests/layers/experts ${arguments[@]+"${arguments[@]}"})
+else
+    echo "tests/run.sh: --gpu: torch sees no CUDA device. Fix: leave --gpu away, or install torch with CUDA." >&2
+    exit 2
+fi
 export OMP_NUM_THREADS=1
 unset PYTHONDONTWRITEBYTECODE # every rank would compile this package again
 

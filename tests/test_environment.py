@@ -126,3 +126,14 @@ def test_a_login_node_plans_submits_and_reports_without_torch(tmp_path):
     for code, said in refused:
         assert code and fix in said and len(said.splitlines()) == 1, said
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_suite_for_a_gpu_says_that_there_is_none():
+    done = subprocess.run(
+        ["bash", "tests/run.sh", "--gpu"],
+        cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    fix = "Fix: leave --gpu away, or install torch with CUDA."
+    assert done.stderr == f"tests/run.sh: --gpu: torch sees no CUDA device. {fix}\n"

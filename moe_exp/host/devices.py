@@ -36,6 +36,16 @@ def count_gpus() -> int:
     return count.value
 
 
+def driver_version() -> str:
+    """The newest CUDA version that the driver supports, such as 13.0; empty without NVIDIA's driver."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return ""
+    return "" if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def torch_has_cuda() -> bool:
     """Whether the installed torch is built with CUDA, without importing it."""
     spec = importlib.util.find_spec("torch")

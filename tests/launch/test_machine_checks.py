@@ -387,6 +387,21 @@ def test_the_capability_is_that_of_the_oldest_gpu(monkeypatch):
         assert devices.compute_capability.__wrapped__() == oldest
 
 
+def test_the_driver_says_which_cuda_it_supports(monkeypatch):
+    def get(version):
+        version._obj.value = 12080
+        return 0
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=get))
+    assert devices.driver_version() == "12.8"
+
+    def missing(name):
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(devices.ctypes, "CDLL", missing)
+    assert devices.driver_version() == ""
+
+
 def test_an_8_bit_optimizer_whose_package_is_missing_or_too_old(here, monkeypatch):
     config, find_spec, version = (
         here(optimizer="adam8bit"),

@@ -7,7 +7,6 @@ interprets kernels on CPU tensors, slowly, and they are used there, too.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import inspect
 import os
@@ -95,16 +94,6 @@ def is_of_device(error: Exception) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def driver_version() -> str:
-    """The newest CUDA version that the driver supports, such as 13.0; empty without NVIDIA's driver."""
-    version = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except OSError:
-        return ""
-    return "" if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def last_contiguous(x: Tensor) -> Tensor:

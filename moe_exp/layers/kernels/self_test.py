@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.host.devices import driver_version
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.kernels import (
     activation_grad,
@@ -35,7 +36,6 @@ from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.launch import (
     INTERPRETED,
     cdiv,
-    driver_version,
     in_one_line,
     is_of_device,
     missing,

@@ -19,15 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_exp.host.devices import driver_version
 from moe_exp.host.files import read_json, write_json
-from moe_exp.layers.kernels.launch import (
-    INTERPRETED,
-    driver_version,
-    free_processors,
-    in_one_line,
-    is_of_device,
-    triton,
-)
+from moe_exp.layers.kernels.launch import INTERPRETED, free_processors, in_one_line, is_of_device, triton
 
 logger = logging.getLogger(__name__)
 

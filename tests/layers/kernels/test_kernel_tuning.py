@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -472,21 +471,3 @@ def test_a_rank_without_rows_times_nothing(stopwatch, monkeypatch):
         dw_LMN = weight_grad.weight_grad(a[:0], b[:0], offsets_L1 * 0)
     assert not dw_LMN.any()
     assert watch.num_timed == len(watch.launched) == 0
-
-
-def test_the_driver_says_which_cuda_it_supports(monkeypatch):
-    """Without its library there is no version."""
-
-    class Driver:
-        def __init__(self, name):
-            assert name == "libcuda.so.1"
-
-        def cuDriverGetVersion(self, version):
-            version._obj.value = 12080
-            return 0
-
-    monkeypatch.setattr(ctypes, "CDLL", Driver)
-    assert launch.driver_version() == "12.8"
-    monkeypatch.undo()
-    if not torch.cuda.is_available():
-        assert launch.driver_version() == ""
