@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +37,22 @@ class MoEStatistics:
 
     def __init__(self, num_experts: int, losses: Sequence[str], device: torch.device):
         self.names = statistics_names(losses)
-        self.tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
-        self.sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self._tokens_per_expert_E = torch.zeros(num_experts, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(len(self.names), dtype=torch.float64, device=device)
+        self._pending: list[_Microbatch] = []
         self.num_microbatches = 0
+
+    @property
+    def tokens_per_expert_E(self) -> Tensor:
+        """Slots of each expert, int64."""
+        update([self])
+        return self._tokens_per_expert_E
+
+    @property
+    def sums(self) -> Tensor:
+        """Sums in the order of `names`, fp64."""
+        update([self])
+        return self._sums
 
     @torch.no_grad()
     def add(
@@ -51,38 +65,85 @@ class MoEStatistics:
         aux_losses: Mapping[str, Tensor],
     ) -> None:
         """Counts a micro-batch; `scores` as the losses take them, losses before their coefficients."""
-        counts_E = decision.tokens_per_expert_E[: self.tokens_per_expert_E.numel()]  # no null experts
+        counts_E = decision.tokens_per_expert_E[: self._tokens_per_expert_E.numel()]  # no null experts
         kept_TK = decision.kept_TK
-        tokens = tokens_in_group(decision, None)
         entropy, top1_weight = _entropy_and_largest_weight(decision, scores)
-        zero = entropy.new_zeros(())
-        dropped = zero if kept_TK is None else counts_E.sum() - kept_TK.sum()
-        max_over_mean = counts_E.max() * counts_E.numel() / counts_E.sum().clamp(min=1)
         values = {
-            "tokens": zero + tokens,  # copying an int to a GPU would wait for all that is queued there
-            "dropped": dropped.to(entropy.dtype),
+            "tokens": tokens_in_group(decision, None),
+            "dropped": 0 if kept_TK is None else counts_E.sum() - kept_TK.sum(),
             "entropy": entropy,
             "top1_weight": top1_weight,
-            "max_over_mean": max_over_mean.to(entropy.dtype),
-            "load_balancing_loss": load_balancing_loss,
-            "z_loss": z_loss,
-            **{f"aux_losses.{name}": share for name, share in aux_losses.items()},
+            "load_balancing_loss": load_balancing_loss.detach(),
+            "z_loss": z_loss.detach(),
+            **{f"aux_losses.{name}": share.detach() for name, share in aux_losses.items()},
         }
-        self.tokens_per_expert_E += counts_E
-        self.sums += torch.stack([values[name] for name in self.names])
+        self._pending.append(_Microbatch(counts_E, values))
         self.num_microbatches += 1
+        if torch.compiler.is_compiling() or len(self._pending) == _MOST_PENDING:
+            update([self])
 
     def to(self, device: torch.device) -> None:
         """Moves the sums; from the meta device, where they have no values, starts them at zero."""
-        if self.sums.device != device:
-            for name in ("tokens_per_expert_E", "sums"):
+        if self._sums.device != device:
+            update([self])
+            for name in ("_tokens_per_expert_E", "_sums"):
                 old = getattr(self, name)
                 setattr(self, name, torch.zeros_like(old, device=device) if old.is_meta else old.to(device))
 
     def reset(self) -> None:
-        self.tokens_per_expert_E.zero_()
-        self.sums.zero_()
+        self._pending.clear()
+        self._tokens_per_expert_E.zero_()
+        self._sums.zero_()
         self.num_microbatches = 0
+
+
+class _Microbatch(NamedTuple):
+    """What one layer did, not yet in its sums: slots per expert, and numbers by name."""
+
+    counts_E: Tensor
+    values: dict[str, Tensor | int]
+
+
+_MOST_PENDING = 64  # of a layer whose statistics nobody reads
+
+
+@torch.no_grad()
+def update(layers: Sequence[MoEStatistics]) -> None:
+    """Adds to the sums of layers what they have counted, in some twenty operations for all of them: on a GPU
+    such small ones take longer to start than to run.
+    """
+    numbers = {len(layer._pending) for layer in layers}
+    if len(numbers) > 1:
+        for layer in layers:
+            update([layer])
+        return
+    if not any(numbers):
+        return
+    pending = [microbatch for layer in layers for microbatch in layer._pending]
+    counts_ME = torch.stack([microbatch.counts_E for microbatch in pending])
+    busiest_M = counts_ME.amax(dim=1) * counts_ME.size(1) / counts_ME.sum(dim=1).clamp(min=1)
+    columns = [
+        busiest_M
+        if name == "max_over_mean"
+        else _column([microbatch.values[name] for microbatch in pending], busiest_M)
+        for name in layers[0].names
+    ]
+    rows_MN = torch.stack([column.double() for column in columns], dim=1)
+    for sums, added in (
+        ([layer._tokens_per_expert_E for layer in layers], counts_ME),
+        ([layer._sums for layer in layers], rows_MN),
+    ):
+        torch._foreach_add_(sums, list(added.unflatten(0, (len(layers), -1)).sum(dim=1).unbind()))
+    for layer in layers:
+        layer._pending.clear()
+
+
+def _column(numbers: Sequence[Tensor | int], like: Tensor) -> Tensor:
+    """Numbers as a tensor. Copying an int to a GPU would wait for all that is queued there."""
+    first = numbers[0]
+    if not isinstance(first, Tensor) and set(numbers) == {first}:
+        return torch.full_like(like, first)
+    return torch.stack([x if isinstance(x, Tensor) else like.new_full((), x) for x in numbers])
 
 
 def _entropy_and_largest_weight(decision: RoutingDecision, scores: Tensor) -> tuple[Tensor, Tensor]:

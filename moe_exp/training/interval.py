@@ -19,7 +19,7 @@ from moe_exp.engine.model import moe_layers
 from moe_exp.engine.qk_clip import attention_cores
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.devices import peak_resident_bytes
-from moe_exp.layers.statistics import statistics_names
+from moe_exp.layers.statistics import statistics_names, update
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -81,6 +81,7 @@ class Interval:
         self.flops += flops
 
     def _load(self) -> Tensor:
+        update([layer.statistics for layer in self.layers.values()])
         counts = [layer.statistics.tokens_per_expert_E for layer in self.layers.values()]
         return torch.stack(counts) if counts else self.losses.new_empty(0, 0)
 
