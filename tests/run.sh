@@ -41,7 +41,11 @@ find_python dev
 if ! "$gpu"; then
     export CUDA_VISIBLE_DEVICES=""
 elif "$PYTHON" -c "import torch; raise SystemExit(not torch.cuda.is_available())"; then
-    arguments=(tests/layers/kernels tests/layers/experts ${arguments[@]+"${arguments[@]}"})
+    arguments=(
+        tests/layers/kernels tests/layers/experts tests/layers/dispatcher/test_deepep_dispatcher.py
+        tests/layers/megatron/test_rotary.py tests/training/test_phases.py tests/training/test_profiling.py
+        ${arguments[@]+"${arguments[@]}"}
+    )
 else
     echo "tests/run.sh: --gpu: torch sees no CUDA device. Fix: leave --gpu away, or install torch with CUDA." >&2
     exit 2

@@ -146,12 +146,13 @@ def megatron(config: Config, rank: Runtime) -> tuple[Step, str]:
 
     def stock_spec(config: Config, settings: Any, vp_stage: int | None, kernel_failures: Any) -> Any:
         settings.moe_grouped_gemm = has_te and config.use_moe
+        settings.apply_rope_fusion = has_te
         return get_gpt_decoder_block_spec(
             settings, use_transformer_engine=has_te, normalization=config.normalization, vp_stage=vp_stage
         )
 
     with patch.object(our_model, "_decoder_spec", stock_spec), _with_experts_initialized():
-        contender = Ours(config, rank)
+        contender = Ours(config.model_copy(update={"cross_entropy": "megatron"}), rank)
     return _training_step(contender), (
         "Transformer Engine's spec" if has_te else "local spec" + ", experts one by one" * config.use_moe
     )

@@ -71,9 +71,9 @@ def transformer_config(config: Config) -> TransformerConfig:
         # Without biases and dropout it is one sum, which a compiled function starts ten times as slowly.
         bias_dropout_fusion=on_gpu and (config.add_bias_linear or config.dropout > 0),
         bias_activation_fusion=on_gpu and config.activation == "swiglu",
-        # Fused, it ignores YaRN's factor on queries and keys, and has the same positions in every sample;
-        # with MLA it is experimental.
-        apply_rope_fusion=rotary.install(on_gpu=on_gpu)
+        # Fused, it ignores YaRN's factor on queries and keys; with MLA it is experimental. Transformer
+        # Engine's has the same positions in every sample.
+        apply_rope_fusion=(rotary.install() or (on_gpu and use_te(config)))
         and not config.document_mask
         and config.rope_scaling != "yarn"
         and not config.multi_latent_attention,

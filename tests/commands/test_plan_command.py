@@ -104,7 +104,7 @@ def test_it_says_what_it_counts(plan):
             "FP8",
             "experts and other layers, by the peak of FP8 and the casts; its memory has not been measured",
         ),
-        ("--cross-entropy", "triton"): (
+        ("--tp", "1"): (  # as without flags, of which the first line asks
             "cross entropy",
             "triton: the memory and the time of a fused kernel",
         ),
@@ -112,6 +112,8 @@ def test_it_says_what_it_counts(plan):
     for flags, (part, words) in said.items():
         assert json.loads(plan("run", *settings, *flags, "--json").out)["counted_as"][part] == words
     assert words in plan("run", *settings, *flags).out
+    of_megatron = plan("run", *settings, "--cross-entropy", "megatron", "--json").out
+    assert "cross entropy" not in json.loads(of_megatron)["counted_as"]
     searched = (
         "search",
         "--preset",

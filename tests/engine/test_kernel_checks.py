@@ -210,6 +210,25 @@ def test_wrong_kernels_are_reported_and_others_run(monkeypatch, part, backend):
     assert kernel_checks.check_run(config, rank) == [KernelFailure(part, ["a kernel is wrong"], backend)]
 
 
+def test_a_loss_that_was_named_ends_the_start():
+    config = load_config({"preset": "cpu", "gpus_per_node": 1, "cross_entropy": "triton"}, {})
+    with pytest.raises(ConfigError) as raised:
+        kernel_checks._without_kernels(config, torch.device("cpu"), "cross entropy", ["a kernel is wrong"])
+    (line,) = raised.value.problems
+    rule = "the self-test of its kernels has failed: a kernel is wrong"
+    assert line == f"CROSS_ENTROPY=triton: {rule}. Fix: set CROSS_ENTROPY=auto."
+
+
+def test_the_loss_is_compared_where_auto_takes_its_kernels(monkeypatch):
+    monkeypatch.setattr(launch, "missing", lambda: "")
+    settings = {"preset": "cpu", "gpus_per_node": 1, "use_moe": False}
+    for loss, found in (("auto", {"cuda"}), ("triton", {"cuda", "cpu"}), ("megatron", set())):
+        config = load_config(settings | {"cross_entropy": loss}, {})
+        for kind in ("cuda", "cpu"):
+            parts = kernel_checks.parts_with_kernels(config, torch.device(kind))
+            assert parts == ["cross entropy"] * (kind in found), (loss, kind)
+
+
 def test_a_margin_leaves_a_multiprocessor(monkeypatch):
     """The interpreter has two."""
     monkeypatch.setattr(launch, "_num_free_processors", 0)

@@ -11,6 +11,7 @@ from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
+from moe_exp.engine import model as engine_model
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import build_model
@@ -76,3 +77,22 @@ def test_auto_takes_the_kernel_where_it_runs(monkeypatch):
         "megatron",
         "Megatron's, which keeps the probabilities in fp32; not triton: triton is not installed",
     )
+
+
+def kinds_as_on_a_gpu() -> list[str]:
+    """The model's class where the kernels are right, and where they have failed."""
+    choose = engine_model.choose_cross_entropy
+    engine_model.choose_cross_entropy = lambda name, *, device_type, failure: choose(
+        name, device_type="cuda", failure=failure
+    )
+    launch.missing = lambda: ""
+    config = load_config(TINY | {"gpus_per_node": "1"}, environ={})
+    rank = runtime.start(config)
+    failed = KernelFailure("cross entropy", ["it is wrong"], "megatron")
+    models = [build_model(config, rank, kernel_failures=failures)[0] for failures in ([], [failed])]
+    runtime.stop()
+    return [type(model.module).__name__ for model in models]
+
+
+def test_a_kernel_that_has_failed_is_not_in_the_model():
+    assert run_on_ranks(1, kinds_as_on_a_gpu) == [["GPTModelWithOwnLoss", "GPTModel"]]

@@ -1,8 +1,7 @@
-"""The rotary embedding (arXiv:2104.09864) in three operations each way, in the place of Transformer Engine's
-fused one.
+"""The rotary embedding (arXiv:2104.09864) in few operations, in the place of Transformer Engine's fused one.
 
-Megatron's own takes about 20 each way for queries and keys, a third of all that a layer without experts
-starts; on a GPU a small model waits for that.
+Three each way for queries, and as many for keys. Megatron's own takes about 20 each way for both, a third of
+all that a layer without experts starts; on a GPU a small model waits for that.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from torch import Tensor
 from megatron.core.models.common.embeddings import rope_utils
 
 
-def install(*, on_gpu: bool) -> bool:
-    """Megatron calls `rotate` where `apply_rope_fusion` is set, unless Transformer Engine is installed, whose
-    kernel is for GPUs. Returns whether what it calls can run.
+def install() -> bool:
+    """Has Megatron call `rotate` where `apply_rope_fusion` is set; False if Transformer Engine is installed,
+    whose kernel it calls then.
     """
     if rope_utils.fused_apply_rotary_pos_emb is None:
         rope_utils.fused_apply_rotary_pos_emb = rotate
-    return on_gpu or rope_utils.fused_apply_rotary_pos_emb is rotate
+    return rope_utils.fused_apply_rotary_pos_emb is rotate
 
 
 def rotate(x: Tensor, angles: Tensor, *, interleaved: bool = False) -> Tensor:
@@ -39,7 +38,9 @@ def _cos_and_sin(angles: Tensor, dtype: torch.dtype, interleaved: bool) -> tuple
     """Cosine [..., P] and the sine of every pair [..., P / 2]; kept with the angles of all layers."""
     known = vars(angles).setdefault("cos_and_sin", {})
     if dtype not in known:
-        known[dtype] = angles.cos().to(dtype), _pairs(angles, interleaved)[0].sin().to(dtype)
+        # What is made in inference mode could not be used in training.
+        with torch.inference_mode(False):
+            known[dtype] = angles.cos().to(dtype), _pairs(angles, interleaved)[0].sin().to(dtype)
     return known[dtype]
 
 

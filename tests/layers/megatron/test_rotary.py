@@ -16,24 +16,29 @@ from moe_exp.layers.megatron import rotary
 
 from megatron.core.models.common.embeddings import rope_utils
 
-ERRORS = {torch.float64: 0.0, torch.float32: 2e-7, torch.bfloat16: 5e-3}
+ERRORS = {torch.float64: 1e-15, torch.float32: 2e-7, torch.bfloat16: 5e-3}
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+]
 
 
-def drawn(dtype, *, samples=1, width=32, interleaved=False):
+def drawn(dtype, *, samples=1, width=32, interleaved=False, device="cpu"):
     """Values [S, B, H, D], their gradient, and angles for `width` of the 32 values of a head."""
     generator = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(64, 2, 3, 32, generator=generator).to(dtype) for _ in range(2))
     half = torch.rand(64, samples, 1, width // 2, generator=generator) * 50
     angles = torch.stack((half, half), -1).flatten(-2) if interleaved else torch.cat((half, half), -1)
-    return x.requires_grad_(), dy, angles
+    return x.to(device).requires_grad_(), dy.to(device), angles.to(device)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("samples", [1, 2])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("width", [16, 32])
 @pytest.mark.parametrize("dtype", ERRORS)
-def test_values_and_gradients_are_those_of_megatron(dtype, width, interleaved, samples):
-    x, dy, angles = drawn(dtype, samples=samples, width=width, interleaved=interleaved)
+def test_values_and_gradients_are_those_of_megatron(dtype, width, interleaved, samples, device):
+    x, dy, angles = drawn(dtype, samples=samples, width=width, interleaved=interleaved, device=device)
     results = []
     for function in (
         lambda: rope_utils._apply_rotary_pos_emb_bshd(x, angles, interleaved),
@@ -77,6 +82,13 @@ def test_cosine_and_sine_are_computed_once():
     assert not seen.counts["cat"] and not seen.counts["neg"]
 
 
+def test_what_inference_has_computed_is_no_obstacle_to_training():
+    x, dy, angles = drawn(torch.float32)
+    with torch.inference_mode():
+        rotary.rotate(x, angles)
+    rotary.rotate(x, angles).backward(dy)
+
+
 @pytest.mark.parametrize(
     ("settings", "fused"),
     [
@@ -89,3 +101,10 @@ def test_megatron_calls_it(settings, fused):
     config = load_config({**SMALL, **settings}, {})
     assert transformer_config(config).apply_rope_fusion is fused
     assert rope_utils.fused_apply_rotary_pos_emb is rotary.rotate
+
+
+@pytest.mark.parametrize(("impl", "on_gpu", "fused"), [("te", True, True), ("local", True, False)])
+def test_with_transformer_engine_it_is_theirs_and_only_with_their_layers(monkeypatch, impl, on_gpu, fused):
+    monkeypatch.setattr(rope_utils, "fused_apply_rotary_pos_emb", lambda *args, **options: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    assert transformer_config(load_config({**SMALL, "impl": impl}, {})).apply_rope_fusion is fused
