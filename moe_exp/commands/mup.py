@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
+from moe_exp.config.loading import with_file
 from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.host.progress import progress
 
@@ -97,7 +98,7 @@ def _models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str
     from moe_exp.studies.mup import resized
 
     flags = {name: getattr(arguments, name) for name in ("config", *Config.model_fields)}
-    base = load_config(flags, {**_SMALL, **defaults, **os.environ})
+    base = load_config(with_file(flags, os.environ), {**_SMALL, **defaults, **os.environ})
     for name in {"repeats", "steps", "jobs"} & vars(arguments).keys():
         if (value := getattr(arguments, name)) < 1:
             raise ConfigError([problem(name, value, "must be 1 or more", "leave it out")])

@@ -184,7 +184,7 @@ class Config(ModelSettings):
         "validated as ema_lm_loss; 0: none",
     )
     average_every: Positive = learning(
-        1, "with EMA_DECAY: optimizer steps between updates of the average", costs=False
+        1, "with EMA_DECAY: optimizer steps between updates of the average", costs=False, measured=1
     )
     seed: Seed = learning(1234, "seed of weights, data order and dropout", costs=False)
     deterministic: bool = learning(
@@ -218,6 +218,7 @@ class Config(ModelSettings):
         "",
         "later stages of the training data, each from a sample or token on with other files, weights or "
         "sample length: a YAML file, or YAML (docs/corpus.md)",
+        measured="",
     )
     data_order: Literal["stream", "megatron"] = data(
         "stream",
@@ -361,8 +362,9 @@ class Config(ModelSettings):
         "",
         "after these iterations, such as 10,20 or 10-12, write parameters, gradients and moments to "
         "RUN_DIR/RUN_NAME/dumps",
+        measured="",
     )
-    dump_ranks: WholeNumbers = care("", "ranks that write DUMP_ITERS, such as 0,4; empty: all")
+    dump_ranks: WholeNumbers = care("", "ranks that write DUMP_ITERS, such as 0,4; empty: all", measured="")
     disk_check: Literal["run", "one", "none"] = care(
         "run",
         "free disk that a start requires; run: for all checkpoints until its end (a resumed run: for "
@@ -379,6 +381,7 @@ class Config(ModelSettings):
         "at a loss spike; none: nothing; log: write an event; rollback: also return to a checkpoint "
         "before it and skip its batches",
         compared=True,
+        measured="none",
     )
     max_rollbacks: NonNegative = care(
         5, "rollbacks of a run; the next spike ends it as failed", compared=True

@@ -44,7 +44,10 @@ class RouterCounts:
 
     def _add(self, layer: int, router: nn.Module, inputs: Any, decision: RoutingDecision) -> None:
         chosen_TK, num_experts = decision.expert_TK, self.counts_PLE.size(2)
-        kept_TK = None if self.valid_T is None else self.valid_T.unsqueeze(1).expand_as(chosen_TK)
+        kept_TK = decision.kept_TK  # of a router with a free number of experts
+        if self.valid_T is not None:
+            valid_TK = self.valid_T.unsqueeze(1).expand_as(chosen_TK)
+            kept_TK = valid_TK if kept_TK is None else kept_TK & valid_TK
         self.counts_PLE[self.source, layer] += count_kept(chosen_TK, kept_TK, num_experts)
 
 

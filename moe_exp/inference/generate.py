@@ -22,7 +22,7 @@ from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import expanded
 from moe_exp.inference.jobs import Request, planned_quietly, run_rank
-from moe_exp.inference.layout import Layout, config_for_use
+from moe_exp.inference.layout import Layout, config_for_use, longest_sample
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.sampling import Sampler, Sampling
 from moe_exp.inference.stage import Stage
@@ -82,11 +82,12 @@ def plan_generation(request: GenerateRequest) -> Plan:
     saved = saved_config(folder)
     config = config_for_use(folder, request.layout, dtype=request.dtype or None)
     tokenizer = tokenizer_for(saved, request.tokenizer, allow_special=request.allow_special)
-    max_positions = request.max_positions or saved.seq_len
-    prompts = [_prompt_tokens(tokenizer, text, max_positions, saved.seq_len) for text in request.prompts]
-    if max_positions > saved.seq_len:
+    seq_len = longest_sample(saved)
+    max_positions = request.max_positions or seq_len
+    prompts = [_prompt_tokens(tokenizer, text, max_positions, seq_len) for text in request.prompts]
+    if max_positions > seq_len:
         text = "max_positions=%d: the model was trained on SEQ_LEN=%d, beyond it may talk nonsense"
-        logger.warning(text, max_positions, saved.seq_len)
+        logger.warning(text, max_positions, seq_len)
     if saved.use_moe and saved.moe_type == "moe":
         logger.info("MOE_TYPE=moe: no token is dropped here, every token's experts are computed")
     return Plan(request, folder, config, tokenizer, prompts, max_positions)

@@ -10,14 +10,16 @@ from typing import Any
 from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.data_stages import stages_of
 from moe_exp.host.devices import count_gpus, num_cores
 
 # Settings that only training uses, but that would be checked against the new sizes.
 _NO_TRAINING: dict[str, Any] = {
     "mbsz": 1, "rampup_batch_size": "", "upcycle_from": "", "upcycle_granularity": 1, "load_dir": "",
-    "train_data": "unused", "valid_data": "", "split": "", "eval_interval": 0, "recompute": "none",
-    "distributed_optimizer": False, "overlap": "false", "wandb_project": "", "optimizer": "adam",
-    "optimizer_state_dtype": "fp32",
+    "train_data": "unused", "valid_data": "", "split": "", "data_stages": "", "eval_interval": 0,
+    "keep_best": 0, "dump_iters": "", "dump_ranks": "", "profile_ranks": "0", "recompute": "none",
+    "token_rounding": 0, "distributed_optimizer": False, "overlap": "false", "wandb_project": "",
+    "optimizer": "adam", "optimizer_state_dtype": "fp32",
 }  # fmt: skip
 # The key/value cache is in our attention; kernels depend on this machine, not the training's. FP8 trainings
 # save their weights in DTYPE.
@@ -50,6 +52,11 @@ class Layout:
         per_node = self.gpus_per_node or -(-num_ranks // self.nnodes)
         threads = self.threads_per_rank or (0 if count_gpus() else max(1, num_cores() // per_node))
         return {**vars(self), "gpus_per_node": per_node, "vpp": None, "cp": 1, "threads_per_rank": threads}
+
+
+def longest_sample(saved: Config) -> int:
+    """Tokens of the longest samples that the model was trained on, in any stage of DATA_STAGES."""
+    return max(stage.seq_len for stage in stages_of(saved))
 
 
 def config_for_use(

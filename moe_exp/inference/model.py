@@ -61,7 +61,7 @@ class Model:
         top_k: int = 0,
         top_p: float = 1.0,
         seed: int = 1234,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> Generated:
         """Continues a prompt, see docs/inference.md.
 
@@ -72,7 +72,7 @@ class Model:
             top_k: draws from the k most probable tokens; 0: from all.
             top_p: draws from the most probable tokens that add up to this probability.
             seed: of the random stream.
-            stop: texts to end before.
+            stop: text or texts to end before.
 
         Returns:
             `text` after the prompt, with its `tokens`, their `logprobs` and the `finish_reason`.
@@ -85,7 +85,7 @@ class Model:
             prompts=(prompt,),
             sampling=Sampling(temperature, top_k, top_p, seed),
             max_new_tokens=max_new_tokens,
-            stops=tuple(stop),
+            stops=tuple(filter(None, (stop,) if isinstance(stop, str) else stop)),
             tokenizer=self._tokenizer,
             dtype=self._dtype,
         )
@@ -94,6 +94,9 @@ class Model:
 
     def score(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Logits for the token after each of `tokens`.
+
+        Tokens see those before the end of a document, also after a training with DOCUMENT_MASK, in which
+        they did not; `moe-exp score` does as the training.
 
         Args:
             tokens: ids, integers [B, S].
@@ -108,12 +111,13 @@ class Model:
         if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
             what = f"{ids.dtype} {list(ids.shape)}"
             raise setting_error("tokens", what, "must be integers [B, S]", "give a row of ids for each text")
+        ids = ids.long()
         if ids.min() < 0 or ids.max() >= vocab_size:
             wrong = int(ids.max() if ids.max() >= vocab_size else ids.min())
             fix = "use the tokenizer of the training, as `encode` does"
             raise setting_error("tokens", wrong, f"the model has the ids 0 to {vocab_size - 1}", fix)
         rows = batch_size_of(self.config, ids.size(1), len(ids), capacity=False)
-        logits = (self._stage.logits(batch) for batch in ids.long().split(rows))
+        logits = (self._stage.logits(batch) for batch in ids.split(rows))
         return torch.cat([part.cpu() for part in logits if part is not None])
 
     def encode(self, text: str) -> list[int]:

@@ -21,7 +21,7 @@ from moe_exp.config import Config, problem
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import bytes_text, expanded
 from moe_exp.inference.jobs import Request, advancing, batch_size_of, planned_quietly, run_rank
-from moe_exp.inference.layout import Layout, config_for_use
+from moe_exp.inference.layout import Layout, config_for_use, longest_sample
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.stage import Stage
 from moe_exp.inference.text import tokenizer_for
@@ -92,9 +92,9 @@ def plan_scoring(request: ScoreRequest) -> Plan:
     size = request.batch_size or batch_size_of(saved, seq_len, most, capacity=request.capacity)
     plan = Plan(folder, config, ids, Path(request.out), size, eod_id)
     _check_out(plan, Path(request.tokens), overwrite=request.overwrite)
-    if ids.shape[1] > saved.seq_len:
+    if ids.shape[1] > (seq_len := longest_sample(saved)):
         text = "tokens: rows of %d tokens, the model was trained on SEQ_LEN=%d"
-        logger.warning(text, ids.shape[1], saved.seq_len)
+        logger.warning(text, ids.shape[1], seq_len)
     if saved.use_moe and saved.moe_type == "moe":
         drops = "no token is dropped here; --capacity drops as in training"
         if request.capacity:
@@ -169,9 +169,9 @@ def _check_out(plan: Plan, tokens: Path, *, overwrite: bool) -> None:
 def score(plan: Plan, rank: Runtime) -> None:
     """Writes all logits to `out`, atomically. Called by every rank; ValueError if the model does not load."""
     stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder), plan.eod_id)
+    if rank.is_first:
+        _make_file(plan)
     try:
-        if rank.is_first:
-            _make_file(plan)
         torch.distributed.barrier()
         with plan.partial.open("r+b") as file:
             _score_batches(plan, stage, file)
@@ -211,13 +211,20 @@ def _make_file(plan: Plan) -> None:
     """Creates the file at its full size, so that a full disk is noticed at once."""
     header = _header(plan)
     num_bytes = len(header) + 4 * int(np.prod(plan.shape, dtype=np.int64))
-    with plan.partial.open("wb") as file:
-        file.write(header)
-        file.flush()
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
-        else:
-            os.truncate(file.fileno(), num_bytes)
+    try:
+        with plan.partial.open("xb") as file:
+            file.write(header)
+            file.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
+            else:
+                os.truncate(file.fileno(), num_bytes)
+    except FileExistsError:
+        rule = f"another call writes it, or was killed while it did: {plan.partial} is there"
+        raise ValueError(problem("out", plan.out, rule, "wait for it, or remove that file")) from None
+    except OSError:
+        plan.partial.unlink()
+        raise
 
 
 def main(request_file: str) -> None:

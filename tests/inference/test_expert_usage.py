@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from moe_exp.data.tokens.tokens import BinIdxWriter
-from moe_exp.inference.expert_usage import LayerUsage
+from moe_exp.inference.expert_usage import LayerUsage, RouterCounts
 from moe_exp.inference.held_out import Cut, HeldOut, short_names
 
 
@@ -81,3 +84,18 @@ def test_names_in_a_table():
     assert short_names(["/a/web", "/b/code"]) == ["web", "code"]
     assert short_names(["/a/web/valid", "/a/code/valid"]) == ["web/valid", "code/valid"]
     assert short_names(["/x/1/a/b/c", "/x/2/a/b/c"]) == ["/x/1/a/b/c", "/x/2/a/b/c"]
+
+
+def test_slots_that_a_token_does_not_use_are_not_counted():
+    """Of a router with a free number of experts; expert 3 is a null expert."""
+    layer = nn.Module()
+    layer.router = nn.Identity()
+    counts = RouterCounts([(0, layer)], (1, 1, 3), torch.device("cpu"))
+    expert_TK = torch.tensor([[0, 1], [2, 3], [1, 0], [2, 2]])
+    kept_TK = torch.tensor([[True, False], [True, False], [True, True], [True, True]])
+    decision = SimpleNamespace(expert_TK=expert_TK, kept_TK=kept_TK)
+    for valid_T, expected in ((None, [2, 1, 3]), (torch.tensor([True, True, True, False]), [2, 1, 1])):
+        counts.counts_PLE.zero_()
+        counts.valid_T = valid_T
+        layer.router(decision)
+        assert counts.counts_PLE.flatten().tolist() == expected

@@ -15,10 +15,11 @@ import torch
 from helpers.hf.hf_checkpoint import KINDS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import relative_error
+from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.inference.generate import new_tokens
-from moe_exp.inference.layout import Layout, config_for_use
+from moe_exp.inference.layout import Layout, config_for_use, longest_sample
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.sampling import Sampler, Sampling
 from moe_exp.inference.score import ScoreRequest, plan_scoring, score
@@ -105,6 +106,21 @@ def test_a_training_in_fp8_or_with_our_loss_is_used_without_them(kind, tmp_path)
     folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
     with one_stage(folder, dtype="fp32") as stage:
         assert (stage.config.fp8, stage.config.cross_entropy) == ("none", "megatron")
+        assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
+
+
+def test_settings_that_only_training_uses_are_no_obstacle(tmp_path):
+    """They are checked against sizes that the ranks of inference do not have."""
+    model, settings = tiny_model("mixtral")
+    trained = settings | {
+        "seq_len": "32", "mbsz": "2", "gbsz": "16", "gpus_per_node": "8", "ep": "2", "train_iters": "20",
+        "train_data": "unused", "save_interval": "10", "eval_interval": "10", "keep_best": "2",
+        "data_stages": "[{from_samples: 64, train_data: x, seq_len: 64}]", "token_rounding": "8",
+        "dump_iters": "10", "dump_ranks": "0,4", "profile_iters": "10", "profile_ranks": "0,3",
+    }  # fmt: skip
+    folder = write_checkpoint(model, tmp_path / "iter_0000000", **trained)
+    assert longest_sample(saved_config(folder)) == 64
+    with one_stage(folder) as stage:
         assert greedy(stage, PROMPT) == theirs_greedy(model, PROMPT)
 
 

@@ -185,6 +185,14 @@ def test_other_bad_input(checkpoint, tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ids.npy"]
 
 
+def test_a_second_call_leaves_the_file_of_the_first_alone(checkpoint, tmp_path, capsys):
+    tokens, partial = saved_ids(tmp_path / "ids.npy"), tmp_path / ".logits.npy.partial"
+    partial.write_bytes(b"rows")
+    assert run_score(checkpoint, tokens, tmp_path / "logits.npy") == 1
+    assert "another call writes it, or was killed while it did: " in capsys.readouterr().err
+    assert partial.read_bytes() == b"rows"
+
+
 def test_rows_longer_than_those_of_the_training(checkpoint, tmp_path, caplog):
     np.save(tmp_path / "ids.npy", np.ones((1, SEQ_LEN + 3), np.int64))
     with caplog.at_level("WARNING", "moe_exp"):

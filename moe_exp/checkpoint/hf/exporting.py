@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
+_SINGLE = re.compile(r"^decoder\.layers\.\d+\.|\.experts\.experts\.\d+\.")  # a key for each layer, or expert
 _MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # distributed optimizer, plain one
 # Rounding it would change the choice of experts; transformers always keeps it in fp32.
 _NEVER_ROUNDED = "e_score_correction_bias"
@@ -158,9 +160,12 @@ class _Weights:
         of_model = {key for key in reader.tensors if not key.startswith(_OPTIMIZER)}
         unused = sorted(key for key in of_model - set(needed) if not key.endswith(LOSS_STATE))
         if lists := misfits({"missing": missing, "without a use": unused, "of another shape": shapes}):
-            raise ValueError(
-                f"checkpoint={reader.folder}: tensors {lists}. Fix: use another checkpoint of the run."
-            )
+            fix = "use another checkpoint of the run"
+            if any(_SINGLE.search(key) for key in unused):
+                fix = (
+                    "stack them first, moe-exp ckpt reshape --weights-only --layers stacked --experts stacked"
+                )
+            raise ValueError(f"checkpoint={reader.folder}: tensors {lists}. Fix: {fix}.")
 
     def _stored(self, key: str) -> StoredTensor | None:
         copies = [self.reader.tensors.get(prefix + key) for prefix in _MAIN] if self.main else []

@@ -21,11 +21,13 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import usable
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors
+from moe_exp.checkpoint.format.settings import saved_config
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.tools.info import chosen, iteration_of
 from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, Written, reshape
 from moe_exp.config import problem
+from moe_exp.config.model_changes import model_changes
 from moe_exp.engine.optimizer_classes import AVERAGE
 
 # w_i by i and the number of checkpoints
@@ -130,6 +132,7 @@ def average(
             raise ValueError(problem("SRC", reader.folder, "has no average of the weights", fix))
     for source, tensors in zip(sources, stored, strict=True):
         check_same_shapes(sources[-1], stored[-1], source, tensors)
+    _check_same_function(readers)
     values: dict[str, LogicalTensor] = {}
     for name in stored[-1]:
         of_each = main if all(name in one for one in main) else stored
@@ -186,3 +189,18 @@ def add_weighted(values: Sequence[Tensor], weights: Sequence[float], *, out: Ten
         for one, weight in zip(block[1:], weights[1:], strict=True):
             total.add_(one.to(torch.float64), alpha=weight)
         rounded.copy_(total)
+
+
+def _check_same_function(readers: Sequence[CheckpointReader]) -> None:
+    """ValueError if one of the models computes something else with its weights than the last."""
+    *others, last = [(reader.folder, reader.common().get("config")) for reader in readers]
+    if last[1] is None:  # not written by this package
+        return
+    config = saved_config(last[0])
+    for folder, saved in others:
+        shapes, functions = ([], []) if saved is None else model_changes(config, saved, str(folder))
+        changes = shapes + functions
+        if changes:
+            name, value, before = changes[0].name.upper(), changes[0].value, changes[0].before
+            rule = f"has {name}={before}, and {last[0]} has {name}={value}"
+            raise ValueError(problem("SRC", folder, rule, "average checkpoints of one model"))

@@ -18,9 +18,10 @@ KINDS: dict[str, dict[str, str]] = {
 }
 # Data, batch and length, which must be equal for losses to compare, and what the comparison itself sets.
 _SAME_FOR_ALL = {
-    "train_iters", "gbsz", "seq_len", "rampup_batch_size", "train_data", "valid_data", "split", "data_order",
-    "tokenizer", "vocab_size", "seed", "data_dir", "run_dir", "run_name", "load_dir", "eval_iters", "nnodes",
-    "node_rank", "master_addr", "master_port", "preset",
+    "train_iters", "gbsz", "seq_len", "rampup_batch_size", "train_data", "valid_data", "split",
+    "data_order", "data_stages", "document_packing", "eod_mask_loss", "text_documents", "text_field",
+    "tokenizer", "vocab_size", "seed", "data_dir", "run_dir", "run_name", "load_dir", "eval_iters",
+    "nnodes", "node_rank", "master_addr", "master_port", "preset",
 }  # fmt: skip
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,60}")
 # In the folder of a comparison.

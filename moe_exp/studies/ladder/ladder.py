@@ -33,7 +33,8 @@ _WIDTH_UNIT = 8
 
 RULE = (
     "width, depth, MLP widths and heads in proportion, tokens and warm-up in proportion to the parameters"
-    " without embeddings that a token uses, LR and MIN_LR by the inverse square root of the width"
+    " without embeddings that a token uses, LR and MIN_LR by the inverse square root of the width (with"
+    " PARAMETRIZATION=mup the same for all)"
 )
 
 
@@ -264,7 +265,7 @@ def scaled(base: Config, width: int) -> dict[str, Any]:
     config = base.model_copy(update=shape)
     iterations = max(1, round(base.train_iters * _body(config) / _body(base)))
     lengths = with_iterations(Variant("", {}, base.model_dump(), base), iterations).config
-    rate = share**_LR_EXPONENT
+    rate = 1.0 if base.parametrization == "mup" else share**_LR_EXPONENT
     return {
         **shape,
         "lr": float(f"{base.lr * rate:.3g}"),

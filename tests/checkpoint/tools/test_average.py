@@ -229,6 +229,16 @@ def test_checkpoints_of_two_models(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+def test_checkpoints_that_compute_something_else(tmp_path):
+    other = common_state(5)
+    other["config"] = other["config"] | {"rotary_base": 12345.0}
+    sources = [write_checkpoint(tmp_path / "a", common=other), write_checkpoint(tmp_path / "b")]
+    rule = r"SRC=.*a/iter_0000005: has ROTARY_BASE=12345\.0, and .*b/iter_0000005 has ROTARY_BASE=\d"
+    with pytest.raises(ValueError, match=rule):
+        average(sources, tmp_path / "out", ONE, [0.5, 0.5])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
 def peak_of_average(folder: Path, sources: list[Path]) -> int:
     """Bytes that averaging `sources[1:]` takes at most, above what everything else takes."""
 
