@@ -33,7 +33,7 @@ EXTRAS = {
         "tensorboard>=2.14",
         "scipy>=1.11",
     ],
-    "gpu": ["triton>=3.0", "flash-attn>=2.6"],
+    "gpu": ["triton>=3.4", "flash-attn>=2.6"],
     "te": ["transformer-engine[pytorch]>=2.0"],
     "megablocks": ["megablocks>=0.7", "grouped_gemm>=0.1.6"],
     "wandb": ["wandb>=0.17", "wandb-workspaces>=0.4"],

@@ -26,6 +26,8 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
     for name, module in chunk.named_modules():
         if isinstance(module, MegatronExperts):
             _initialize_experts(global_name(chunk, name), module, config)
+        if getattr(module, "parallel_mode", "") is None:
+            _mark_whole(module)
     for name, parameter in chunk.named_parameters():
         if ".mlp.experts." in name or parameter.dim() < 2:
             continue
@@ -39,6 +41,15 @@ def initialize_weights(chunk: GPTModel, config: Config) -> None:
         rank = chunk.pg_collection.tp.rank() if dim >= 0 else 0
         full = _draw(_full_shape(parameter, dim, world), key, _std(key, config), config, parameter)
         parameter.copy_(_part(full, dim, stride, rank, world))
+
+
+def _mark_whole(linear: torch.nn.Module) -> None:
+    """Says of a linear layer of Transformer Engine that every tensor parallel rank has all of it, such as the
+    down projections of latent attention: it marks its weights as parts also if it does not split them.
+    """
+    for parameter in linear.parameters(recurse=False):
+        if hasattr(parameter, "partition_dim"):
+            parameter.tensor_model_parallel, parameter.partition_dim = False, -1  # type: ignore[attr-defined]
 
 
 def _initialize_experts(name: str, experts: MegatronExperts, config: Config) -> None:

@@ -75,6 +75,8 @@ def tune_run(config: Config, runtime: Runtime, failures: Sequence[KernelFailure]
     found = from_first_rank(lambda: _timed(parts, sizes_of(config), runtime.device))
     if runtime.world_size > 1:
         take_choices(found)
+    if runtime.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()  # the peak in the records is that of the training
 
 
 def _timed(parts: Sequence[str], sizes: Sizes, device: torch.device) -> dict[str, dict[Key, int]]:

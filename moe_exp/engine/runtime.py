@@ -19,6 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from moe_exp.config import Config, setting_error
 from moe_exp.config.checks.determinism import deterministic_environment, environment_problems
+from moe_exp.host.devices import count_gpus, driver_version
 from moe_exp.host.exit_codes import RENDEZVOUS_KEY
 from moe_exp.host.megatron_versions import quiet_loggers
 
@@ -174,6 +175,8 @@ def _device(config: Config, local_rank: int) -> torch.device:
     quiet_third_parties()
     if config.deterministic:
         _make_deterministic(config)
+    if count_gpus() and not torch.cuda.is_available():
+        raise ValueError(_why_no_gpu())
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank)
         if config.threads_per_rank:
@@ -181,6 +184,17 @@ def _device(config: Config, local_rank: int) -> torch.device:
         return torch.device("cuda", local_rank)
     torch.set_num_threads(config.threads_per_rank or 1)
     return torch.device("cpu")
+
+
+def _why_no_gpu() -> str:
+    try:
+        torch.cuda.init()
+        reason = "it gives no reason"
+    except (AssertionError, RuntimeError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+    rule = f"this host has {count_gpus()} GPUs, and torch {torch.__version__} cannot use them: {reason}"
+    fix = f"install a build of torch for this driver (CUDA {driver_version()})"
+    return f"CUDA: {rule}. Fix: {fix}, or set CUDA_VISIBLE_DEVICES= to run on the CPU."
 
 
 def _make_deterministic(config: Config) -> None:

@@ -213,7 +213,7 @@ def _expert_backend(c: Config) -> Iterator[str]:
 
 
 _NO_CUDA = "needs a CUDA device, this host has none"
-OLDEST_GPU = (8, 0)  # as in layers/kernels/launch.py
+OLDEST_GPU, OLDEST_TRITON = (8, 0), Version("3.4")  # as in layers/kernels/launch.py
 
 
 def _kernels(c: Config) -> Iterator[str]:
@@ -224,10 +224,20 @@ def _kernels(c: Config) -> Iterator[str]:
     rule, fix = "", ""
     if importlib.util.find_spec("triton") is None:
         rule, fix = "triton is not installed", "pip install triton, or "
+    elif _triton_version() < OLDEST_TRITON:
+        rule, fix = f"the kernels need triton {OLDEST_TRITON} or newer", "install a newer torch, or "
     elif compute_capability() < OLDEST_GPU:
         rule = f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     if rule:
         yield from (problem(name, "triton", rule, f"{fix}set {name.upper()}=auto") for name in asked)
+
+
+def _triton_version() -> Version:
+    """Of the installed Triton; the oldest that suits the kernels if its package has another name."""
+    try:
+        return Version(importlib.metadata.version("triton"))
+    except importlib.metadata.PackageNotFoundError:
+        return OLDEST_TRITON
 
 
 def _fp8(c: Config) -> Iterator[str]:

@@ -204,8 +204,10 @@ class Interval:
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:
         """Squared norm of the parameters this rank counts: each is counted once over the whole job."""
-        groups = self.runtime.groups
-        total = torch.zeros((), dtype=torch.float64, device=self.runtime.device)
+        groups, device = self.runtime.groups, self.runtime.device
+        # On a GPU torch would copy a bf16 tensor to fp64; on a CPU its fp32 norm is off by 1e-5.
+        dtype = torch.float32 if device.type == "cuda" else torch.float64
+        total = torch.zeros((), dtype=torch.float64, device=device)
         for chunk in self.model:
             for parameter in chunk.parameters():
                 if getattr(parameter, "shared", False):
@@ -214,7 +216,7 @@ class Interval:
                 replica = groups.expt_dp.rank() if is_expert else groups.dp_cp.rank()
                 is_split = is_expert or getattr(parameter, "tensor_model_parallel", False)
                 if replica == 0 and (is_split or groups.tp.rank() == 0):
-                    total += torch.linalg.vector_norm(parameter.detach(), dtype=torch.float64).square()
+                    total += torch.linalg.vector_norm(parameter.detach(), dtype=dtype).double().square()
         return total
 
     def _row_width(self) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
+from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
 from moe_exp.engine.model import moe_options
 from moe_exp.layers import kernel_choice as choice
@@ -71,4 +73,21 @@ def test_experts_with_biases_may_take_the_kernels():
     assert backends_of(config, "cpu")["grouped GEMM"] == (
         "triton",
         "asked for by EXPERT_BACKEND; on a CPU the same in plain torch",
+    )
+
+
+def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(runtime, "count_gpus", lambda: 8)
+    monkeypatch.setattr(runtime, "driver_version", lambda: "12.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def init():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040).\nMore of it")
+
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(ValueError, match=r"^CUDA: this host has 8 GPUs") as raised:
+        runtime._device(load_config(TINY, {}), 0)
+    assert str(raised.value).endswith(
+        "cannot use them: The NVIDIA driver on your system is too old (found version 12040). Fix: install a"
+        " build of torch for this driver (CUDA 12.4), or set CUDA_VISIBLE_DEVICES= to run on the CPU."
     )

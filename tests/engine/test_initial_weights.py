@@ -17,6 +17,7 @@ from torch import Tensor
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
+from moe_exp.engine import initial_weights
 from moe_exp.planner.costs.params import count_parameters, rank_parameters
 
 MODEL = {
@@ -278,3 +279,19 @@ def test_every_weight_is_drawn_by_itself_with_its_deviation(variant, built):
     for name, value in weights.items():
         if value.dim() == 1:
             assert set(value.tolist()) == {0.0 if ".bias" in name else 1.0}, name
+
+
+def test_what_each_rank_has_as_a_whole_is_no_part():
+    """Transformer Engine marks such weights as parts, too."""
+    linears = {}
+    for mode in (None, "column"):
+        linears[mode] = torch.nn.Linear(4, 4)
+        linears[mode].parallel_mode = mode
+        for parameter in linears[mode].parameters():
+            parameter.tensor_model_parallel, parameter.partition_dim = True, 0
+    for linear in linears.values():
+        if linear.parallel_mode is None:
+            initial_weights._mark_whole(linear)
+    marks = {mode: linear.weight.partition_dim for mode, linear in linears.items()}
+    assert marks == {None: -1, "column": 0}
+    assert not linears[None].bias.tensor_model_parallel

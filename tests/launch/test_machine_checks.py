@@ -347,6 +347,24 @@ def test_the_kernels_want_triton_on_a_gpu(here, monkeypatch):
     assert check_machine(here()) == []
 
 
+def test_the_kernels_want_a_triton_with_descriptors(here, monkeypatch):
+    find_spec, version = importlib.util.find_spec, importlib.metadata.version
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: object() if name == "triton" else find_spec(name)
+    )
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: "3.3.1" if name == "triton" else version(name)
+    )
+    for name, value in (("count_gpus", 8), ("torch_has_cuda", True), ("compute_capability", (9, 0))):
+        monkeypatch.setattr(f"moe_exp.launch.machine_checks.{name}", lambda value=value: value)
+    monkeypatch.setattr(launch, "triton", None)
+    assert launch.missing() == "the kernels need triton 3.4 or newer"
+    fix = "Fix: install a newer torch, or set EXPERT_BACKEND=auto."
+    assert check_machine(here(expert_backend="triton")) == [
+        f"EXPERT_BACKEND=triton: {launch.missing()}. {fix}"
+    ]
+
+
 def test_the_kernels_want_a_gpu_of_today(here, monkeypatch):
     """The words are those that the layer would use, rank by rank, when the model is built."""
     find_spec = importlib.util.find_spec

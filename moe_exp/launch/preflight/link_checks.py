@@ -124,12 +124,14 @@ def _compare(found: Tensor, expected: Tensor, what: str, ranks: Sequence[int]) -
 def _check_all_reduce(num_bytes: int, device: torch.device, repeats: int) -> float:
     """Seconds of an all-reduce of integers, whose sum is exact in any order."""
     size, rank = dist.get_world_size(), dist.get_rank()
-    pattern = torch.arange(num_bytes // 4, device=device).remainder_(1021).float()
+    factor = size * (size + 1) // 2
+    most = max(2, min(1021, 2**24 // factor))  # in fp32 integers are exact up to 2^24
+    pattern = torch.arange(num_bytes // 4, device=device).remainder_(most).float()
     best = float("inf")
     for _ in range(repeats):
         total = pattern * (rank + 1)
         best = min(best, _seconds(lambda: dist.all_reduce(total), device))  # noqa: B023  # called at once
-        if wrong := int((total != pattern * (size * (size + 1) / 2)).sum()):
+        if wrong := int((total != pattern * factor).sum()):
             raise LinkError(f"all-reduce: {wrong} sums are wrong")
     return best
 

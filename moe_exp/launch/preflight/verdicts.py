@@ -116,8 +116,11 @@ def judge(reports: Mapping[int, Mapping[str, Any]], *, slow: float, needed_bytes
     _versions(verdict, reports)
     _links(verdict, reports)
     _speeds(verdict, reports, slow)
-    together = (rank["all_ranks"] for rank in all_ranks if "latency_us" in rank.get("all_ranks", {}))
-    verdict.all_ranks = dict(next(together, {}))
+    together = [rank["all_ranks"] for rank in all_ranks if "all_ranks" in rank]
+    verdict.all_ranks = dict(next((found for found in together if "latency_us" in found), {}))
+    problems = [text for found in together if (text := found.get("wrong") or found.get("error"))]
+    if problems:  # the first of them: where one rank fails, the others wait for it
+        verdict.links.append(Finding("failed", f"all ranks together: {problems[0]}", False))
     return verdict
 
 

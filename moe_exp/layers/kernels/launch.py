@@ -8,6 +8,7 @@ interprets kernels on CPU tensors, slowly, and they are used there, too.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ try:
     import triton.language
     import triton.runtime
     import triton.tools.tensor_descriptor
-except ImportError:  # `missing` reports it when the kernels are requested
+except ImportError:  # `missing` reports it when the kernels are requested; there are descriptors from 3.4 on
     triton = None
 
 tl: Any = None if triton is None else triton.language
@@ -40,7 +41,8 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 def missing() -> str:
     """Why the kernels cannot run on this machine's CUDA device, in words; empty if they can."""
     if triton is None:
-        return "triton is not installed"
+        installed = importlib.util.find_spec("triton") is not None
+        return "the kernels need triton 3.4 or newer" if installed else "triton is not installed"
     if torch.cuda.is_available() and torch.cuda.get_device_capability() < OLDEST_GPU:
         return f"the kernels need a GPU of compute capability {OLDEST_GPU[0]}.{OLDEST_GPU[1]} or newer"
     return ""

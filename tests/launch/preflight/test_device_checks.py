@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_exp.launch.preflight import device_checks
+from moe_exp.launch.preflight import device_checks, link_checks
 from moe_exp.launch.preflight.device_checks import (
     DTYPES,
     bytes_to_fill,
@@ -75,3 +75,22 @@ def test_memory_that_keeps_and_memory_that_does_not(monkeypatch):
 def test_memory_to_fill_is_a_share_with_a_cap():
     assert 0 < bytes_to_fill(CPU, 2) <= 1 << 29
     assert bytes_to_fill(CPU, 4) * 4 <= free_host_bytes()
+
+
+@pytest.mark.parametrize("size", [2, 8, 180, 181, 4096, 5000])
+def test_the_sums_of_an_all_reduce_are_exact_in_fp32(monkeypatch, size):
+    """As integers up to 2^24."""
+    seen = []
+
+    def all_reduce(total):
+        seen.append(int(total.max()) * size * (size + 1) // 2)
+        total *= size * (size + 1) // 2  # of rank 0, which sends the pattern itself
+
+    for name, value in (
+        ("get_world_size", lambda: size),
+        ("get_rank", lambda: 0),
+        ("all_reduce", all_reduce),
+    ):
+        monkeypatch.setattr(link_checks.dist, name, value)
+    link_checks._check_all_reduce(2**14, torch.device("cpu"), 1)
+    assert 0 < seen[0] <= 2**24

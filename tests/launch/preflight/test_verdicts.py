@@ -285,6 +285,21 @@ def test_pairs_that_failed():
     ]
 
 
+@pytest.mark.parametrize("kind", ["wrong", "error"])
+def test_what_fails_only_with_all_ranks_together_is_no_nodes_fault(kind):
+    found = reports(3)
+    for report in found.values():
+        for rank in report["ranks"]:
+            rank["all_ranks"] = {"latency_us": 50.0}
+    found[1]["ranks"][0]["all_ranks"] = {kind: "all-reduce: 3 sums are wrong"}
+    verdict = verdict_on(found)
+    assert verdict.grade == "failed" and verdict.to_exclude() == []
+    assert [line for line in findings_lines(verdict) if "all ranks together" in line] == [
+        "failed: link: all ranks together: all-reduce: 3 sums are wrong"
+    ]
+    assert verdict.all_ranks == {"latency_us": 50.0}
+
+
 def test_what_most_nodes_have_is_no_nodes_fault():
     found = reports(3)
     for node in (0, 1):
