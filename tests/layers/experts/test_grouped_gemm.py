@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -185,6 +187,10 @@ def test_auto_on_a_gpu_with_triton(monkeypatch, dtype):
     ],
 )
 def test_triton_that_cannot_run(monkeypatch, options, rule):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name)
+    )
     monkeypatch.setattr(launch, "triton", None)
     with pytest.raises(ValueError, match=rf"^expert_backend=triton: {rule}$"):
         choose_backend("triton", **options)
