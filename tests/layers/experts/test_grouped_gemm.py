@@ -187,7 +187,7 @@ def test_auto_on_a_gpu_with_triton(monkeypatch, dtype):
     ],
 )
 def test_triton_that_cannot_run(monkeypatch, options, rule):
-    find_spec = importlib.util.find_spec
+    real = importlib.util.find_spec
     monkeypatch.setattr(
         "importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name)
     )
