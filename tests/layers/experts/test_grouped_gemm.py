@@ -188,9 +188,7 @@ def test_auto_on_a_gpu_with_triton(monkeypatch, dtype):
 )
 def test_triton_that_cannot_run(monkeypatch, options, rule):
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "importlib.util.find_spec", lambda name: None if name == "triton" else find_spec(name)
-    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else real(name))
     monkeypatch.setattr(launch, "triton", None)
     with pytest.raises(ValueError, match=rf"^expert_backend=triton: {rule}$"):
         choose_backend("triton", **options)
