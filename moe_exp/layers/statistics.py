@@ -104,7 +104,7 @@ class _Microbatch(NamedTuple):
     values: dict[str, Tensor | int]
 
 
-_MOST_PENDING = 64  # of a layer whose statistics nobody reads
+_MOST_PENDING = 64  # of a layer whose sums are not read
 
 
 @torch.no_grad()

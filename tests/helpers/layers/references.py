@@ -1,10 +1,11 @@
 """What tests of several parts of the layer compare with: activations by formula, drops by a loop, process
-groups, counted waits.
+groups, counted operations and waits.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,18 @@ def make_groups(ep: int, etp: int):
     etp_groups = [dist.new_group(list(range(i * etp, (i + 1) * etp))) for i in range(ep)]
     rank = dist.get_rank()
     return {"ep_group": ep_groups[rank % etp], "etp_group": etp_groups[rank // etp]}
+
+
+class Operations(TorchDispatchMode):
+    """Counts by name the operations that compute something; views do not."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.counts[operation.overloadpacket.__name__] += not operation.is_view
+        return operation(*args, **(kwargs or {}))
 
 
 class Waits(TorchDispatchMode):

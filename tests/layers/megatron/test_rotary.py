@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.layers.references import Operations
 from helpers.relative_error import relative_error
 from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
@@ -60,16 +58,6 @@ def test_a_part_of_a_larger_tensor_is_not_changed():
     found = rotary.rotate(mixed[..., :32], angles)
     assert torch.equal(mixed, before)
     assert relative_error(found, rope_utils._apply_rotary_pos_emb_bshd(mixed[..., :32], angles)) < 2e-7
-
-
-class Operations(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.counts[operation.overloadpacket.__name__] += 1
-        return operation(*args, **(kwargs or {}))
 
 
 def test_cosine_and_sine_are_computed_once():
