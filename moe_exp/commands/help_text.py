@@ -13,7 +13,7 @@ _EXAMPLES = "examples:"
 # The commands that people use most, by subcommand.
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "train": (
-        "moe-exp train                                        # a small MoE on an embedded corpus",
+        "moe-exp train                                        # PRESET=cpu on an embedded corpus",
         "moe-exp train --train-data folder/of/text --num-experts 16 --topk 2 --dry-run",
         "moe-exp train --resume runs/NAME --train-iters 1000   # continue a run with its own settings",
         "moe-exp train --config runs/NAME --lr 0.001 --run-name other_lr   # a run with settings of another",

@@ -41,7 +41,9 @@ class ModelSettings(BaseModel):
     # Launch
     preset: str = layout(
         "",
-        "named set of defaults: " + ", ".join(PRESETS) + "; default: reference with GPUs, else cpu",
+        "named set of defaults: "
+        + ", ".join(PRESETS)
+        + "; default: reference with GPUs and TRAIN_DATA, else cpu",
         costs=False,
     )
     master_addr: str = place("localhost", "host of rank 0")
@@ -55,8 +57,8 @@ class ModelSettings(BaseModel):
     node_rank: NonNegative = place(0, "index of this node", measured=0)
     gpus_per_node: NumRanks = layout(
         ...,
-        "ranks per node: GPUs, or processes on a CPU host (default: all GPUs; on a CPU host 2, or 1 with "
-        "one core)",
+        "ranks per node: GPUs, or processes on a CPU host (default: all GPUs; on a CPU host and with "
+        "PRESET=cpu at most 2)",
         default_factory=lambda: count_gpus() or min(2, num_cores()),
     )
     threads_per_rank: NonNegative = layout(
@@ -216,7 +218,7 @@ class ModelSettings(BaseModel):
     )
     router_top_p: float = experts(
         1.0,
-        "a token uses no more of its TOPK experts than together have this part of its scores; 1: all",
+        "a token uses the fewest of its TOPK experts whose scores add up to this fraction; 1: all",
         gt=0,
         le=1,
     )

@@ -79,7 +79,7 @@ class Config(ModelSettings):
     """All settings of a training run. Field order is the order of `--help` and of docs/settings.md."""
 
     # Parallelism
-    tp: NumRanks = layout(1, "tensor parallel size")
+    tp: NumRanks = layout(1, "tensor parallel size; above 1 with sequence parallelism")
     pp: NumRanks = layout(1, "pipeline parallel size")
     first_stage_layers: NonNegative = layout(
         0, "number of layers of the first pipeline stage, which has the embedding; 0: as the other stages"
@@ -101,7 +101,9 @@ class Config(ModelSettings):
         "auto", "overlap gradient reduce and parameter gather; auto: with GPUs"
     )
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
-        "none", "activation recompute; moe_act: the experts' activation, selective: the MoE layer"
+        "none",
+        "activation recompute; moe_act: the experts' activation, selective: the MoE layer (both: attention "
+        "scores of a dense model), full: every layer",
     )
 
     # Optimization
@@ -232,8 +234,8 @@ class Config(ModelSettings):
     )
     document_tokens: Rate = data(
         0.0,
-        "with DOCUMENT_MASK: tokens of a token's document in its sample, on average, which FLOPs and planner "
-        "count; 0: measured on the token files of TRAIN_DATA",
+        "with DOCUMENT_MASK: length of the part of its document that a token's sample has, mean over tokens, "
+        "for FLOPs and planner; 0: measured on the token files of TRAIN_DATA",
         compared=False,
     )
     eod_mask_loss: bool = data(
@@ -266,8 +268,9 @@ class Config(ModelSettings):
     run_name: str = place("", "folder of this run inside RUN_DIR; empty: built from the settings")
     load_dir: PathText = output(
         "",
-        "checkpoint to start from: a checkpoints folder, a run folder or the folder of one iteration, or its "
-        "URL at an object store; empty: the run's own",
+        "checkpoint to start from, with its optimizer and iteration (without them after ckpt reshape "
+        "--weights-only): a checkpoints folder, a run folder or the folder of one iteration, or its URL at "
+        "an object store; empty: the run's own",
         measured="",
     )
     remote_dir: str = output(

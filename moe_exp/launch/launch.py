@@ -7,7 +7,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.config.presets import preset_values
-from moe_exp.config.setting_types import as_given
+from moe_exp.config.setting_types import as_given, is_prepared_first
 from moe_exp.config.settings_file import read_settings
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import facts_for_ranks, plan_text, with_prepared_text
+from moe_exp.data.tokens.files import other_tokenizer
+from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
@@ -41,8 +43,8 @@ from moe_exp.launch.machine_checks import (
     check_files,
     check_machine,
     data_problems,
-    space_warnings,
 )
+from moe_exp.launch.room import disk_warnings, memory_warnings
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
@@ -94,7 +96,7 @@ def train(
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
         if not dry_run:
-            _warn([*schedule_warnings(config), *space_warnings(config)])
+            _warn(_warnings(config))
             _report_changes(config)
             if vocabulary and config.node_rank == 0:
                 print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
@@ -251,6 +253,17 @@ _STOPPING_UNSAVED = (
 )
 
 
+def _warnings(config: Config) -> list[str]:
+    """What does not keep a run from starting."""
+    lines = [*schedule_warnings(config), *disk_warnings(config), *memory_warnings(config)]
+    if config.train_data and not is_prepared_first(config.train_data):
+        with suppress(ValueError, OSError):  # which the checks of files name
+            if wrong := other_tokenizer(prefix for _, prefix in parse_blend(config.train_data)):
+                fix = "tokenize all of them with one, unless the files are equal in what gives ids"
+                lines.append(problem("train_data", config.train_data, wrong, fix))
+    return lines
+
+
 def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str]) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
     print(dry_run_text(config, flags, sources=sources), flush=True)
@@ -259,7 +272,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
         for line in plan_text(config):
             print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
-    _warn([*check_machine(config), *new, *schedule_warnings(config), *space_warnings(config)])
+    _warn([*check_machine(config), *new, *_warnings(config)])
     _report_changes(config)
     if problems:
         raise ConfigError(problems)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,16 +29,15 @@ from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus, torch_has_cuda
 from moe_exp.host.files import bytes_text, is_url, read_yaml
+from moe_exp.launch.room import disk_problems
 from moe_exp.launch.torchrun_job import port_problem
-from moe_exp.planner.costs.disk import DiskUse, disk_use, keep_last_that_fits
-from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
-from moe_exp.runs.run_folder import LATEST, RunFolder, existing_place, run_folder_problems
+from moe_exp.runs.run_folder import LATEST, RunFolder, lock_problems, run_folder_problems
 
 
 def check_environment(config: Config) -> list[str]:
-    """All problems of this machine."""
-    return check_machine(config) + check_files(config)
+    """All problems of this machine, for a run that is about to start."""
+    return check_machine(config) + (check_files(config) or lock_problems(config))
 
 
 def check_machine(config: Config) -> list[str]:
@@ -66,67 +64,8 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
         *_upcycle_from(config),
         *_data_dir(config),
         *(folder := run_folder_problems(config)),
-        *(_space(config) if with_space and not folder else ()),
+        *(disk_problems(config) if with_space and not folder else ()),
     ]
-
-
-def space_warnings(config: Config) -> list[str]:
-    """Warns if a resumed run has space for its next checkpoint, but not until its end."""
-    there, refused, rest = _room(config)
-    return rest if there and not refused else []
-
-
-def _space(c: Config) -> list[str]:
-    """Space for all new checkpoints, or for one (DISK_CHECK); for a resumed run only for its next one."""
-    there, refused, rest = _room(c)
-    return refused if there else refused or rest
-
-
-def _room(c: Config) -> tuple[list[int], list[str], list[str]]:
-    """Existing checkpoints, and problems if the next one, or all of them, do not fit."""
-    if c.disk_check == "none" or not (c.save_at_end or c.save_interval):
-        return [], [], []
-    folder = RunFolder.of(c)
-    try:
-        place, there = existing_place(folder.path), folder.checkpoint_iterations()
-        free_bytes = shutil.disk_usage(place).free
-    except OSError:
-        return [], [], []
-    iteration = max(there, default=0)
-    next_save = c.train_iters
-    if c.save_interval:
-        next_save = min(next_save, (iteration // c.save_interval + 1) * c.save_interval)
-    until_end = disk_use(c, iteration=iteration, there=there)
-    short = c.model_copy(update={"train_iters": next_save})
-    next_bytes = disk_use(short, iteration=iteration, there=there).needed_bytes
-    if c.disk_check == "one":
-        next_bytes = min(until_end.needed_bytes, checkpoint_bytes(c))
-    refused, rest = [], []
-    has = f"{place} has {bytes_text(free_bytes)} free and the run needs"
-    if free_bytes < next_bytes and (there or c.disk_check == "one"):
-        what = " for its next checkpoint, and its records until then" if there else ""
-        fix = "make room, or move the run to a larger disk and set RUN_DIR" if there else _LARGER_DISK
-        refused.append(problem("run_dir", c.run_dir, f"{has} {bytes_text(next_bytes)}{what}", fix))
-    if free_bytes < until_end.needed_bytes and c.disk_check == "run":
-        rest.append(_until_end(c, until_end, has, free_bytes, there))
-    return there, refused, rest
-
-
-_LARGER_DISK = "choose a RUN_DIR on a larger disk, or make room"
-_BY_HAND = "; DISK_CHECK=one if you remove checkpoints yourself"
-
-
-def _until_end(c: Config, use: DiskUse, has: str, free_bytes: int, there: list[int]) -> str:
-    rule, fix = f"{has} {bytes_text(use.needed_bytes)}", _LARGER_DISK
-    if use.num_new > 1:
-        those = f" beside the {len(there)} that are there" if there else ""
-        rule += f" until iteration {c.train_iters}: {use.num_new} checkpoints of {bytes_text(use.one_bytes)}"
-        rule += f"{those}, and its records"
-        if fitting := keep_last_that_fits(c, free_bytes, iteration=max(there, default=0), there=there):
-            fix = f"set KEEP_LAST={min(fitting, 3)}, which fits, or {fix}{_BY_HAND}"
-        elif free_bytes >= checkpoint_bytes(c):
-            fix += _BY_HAND
-    return problem("run_dir", c.run_dir, rule, fix)
 
 
 def _devices(c: Config) -> Iterator[str]:

@@ -169,13 +169,14 @@ def hold_run_folder(config: Config) -> None:
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder.lock)
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=_LOCK_SECONDS)
     except Timeout:
         raise ConfigError(_held_problem(config)) from None
     _HELD.append(lock)
 
 
 _HELD: list[BaseFileLock] = []  # an unreferenced lock would be released
+_LOCK_SECONDS = 1.0  # `lock_problems` of another process may have it for a moment
 
 
 def release_run_folders() -> int:
@@ -191,11 +192,15 @@ def _held_problem(config: Config) -> list[str]:
     return [problem("run_name", config.name, rule, "wait for its end, or give this run another RUN_NAME")]
 
 
-def _lock_problems(config: Config, folder: RunFolder) -> list[str]:
-    if not folder.lock.exists() or not os.access(folder.lock, os.W_OK):
+def lock_problems(config: Config) -> list[str]:
+    """Whether another run is writing the run folder. Only the first node asks: the nodes of one run would
+    take each other for another run.
+    """
+    lock = RunFolder.of(config).lock
+    if config.node_rank or not lock.exists() or not os.access(lock, os.W_OK):
         return []
     try:
-        with FileLock(folder.lock, timeout=0):
+        with FileLock(lock, timeout=_LOCK_SECONDS):
             return []
     except Timeout:
         return _held_problem(config)
@@ -293,11 +298,7 @@ def run_folder_problems(config: Config) -> list[str]:
         ]
     if wrong_kind := _kind_problems(config, folder):
         return wrong_kind
-    return (
-        _write_problems(config, folder, place)
-        + _model_problems(config, folder)
-        + _lock_problems(config, folder)
-    )
+    return _write_problems(config, folder, place) + _model_problems(config, folder)
 
 
 def existing_place(path: Path) -> Path:

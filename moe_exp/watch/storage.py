@@ -19,7 +19,7 @@ from moe_exp.config.settings_file import read_settings
 from moe_exp.host.files import bytes_text, read_yaml
 from moe_exp.planner.costs.disk import DiskUse, disk_use
 from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
-from moe_exp.runs.records import Record, read_metrics, time_of
+from moe_exp.runs.records import Record, iter_metrics, time_of
 from moe_exp.runs.run_folder import RunFolder
 
 # Events that end all ranks. All within _ONE_FAILURE_SECONDS count as one failure: every rank reports it.
@@ -189,7 +189,8 @@ def storage_of(path: Path) -> Storage:
         fix = "name a folder with config.yaml, or such a file"
         raise ValueError(f"RUN={path}: is no run folder and no file of settings. Fix: {fix}.")
     config = _config(settings) if folder else load_config(read_settings(settings), {})
-    records = read_metrics(folder.metrics) if folder and folder.metrics.exists() else []
+    lines = iter_metrics(folder.metrics) if folder and folder.metrics.exists() else []
+    records = [record | {"experts": None} for record in lines]  # which may have gigabytes
     found = measured(records)
     there = folder.checkpoint_iterations() if folder else ()
     use = disk_use(config, iteration=max(there, default=0), there=there, one_bytes=found.checkpoint_bytes)

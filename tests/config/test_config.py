@@ -10,6 +10,7 @@ from pydantic import Field
 
 from helpers.whole_runs import SMALL
 from moe_exp.config import TRAITS, Config, ConfigError, add_arguments, load_config, problem, to_yaml
+from moe_exp.config.checks.checks import check_config
 from moe_exp.config.misspelt import unknown_variables
 from moe_exp.config.presets import PRESETS
 from moe_exp.config.setting_types import traits
@@ -32,13 +33,25 @@ def test_preset_flag_wins_over_preset_variable():
     assert (config.preset, config.num_experts, config.num_layers) == ("reference", 64, 24)
 
 
-def test_default_preset_depends_on_gpus(monkeypatch):
-    for gpus, preset, ranks in ((0, "cpu", None), (3, "reference", 3)):
-        for module in ("loading", "model_settings"):
-            monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda gpus=gpus: gpus)
-        config = load_config({}, {})
-        assert config.preset == preset
-        assert ranks is None or config.gpus_per_node == ranks
+@pytest.mark.parametrize(
+    ("gpus", "settings", "preset", "ranks"),
+    [
+        (0, {}, "cpu", 2),
+        (0, {"train_data": "text"}, "cpu", 2),
+        (8, {}, "cpu", 2),
+        (1, {}, "cpu", 1),
+        (8, {"preset": "cpu", "train_data": "text", "gpus_per_node": "8"}, "cpu", 8),
+        (3, {"train_data": "text"}, "reference", 3),
+        (3, {"preset": "reference"}, "reference", 3),
+    ],
+)
+def test_default_preset_and_ranks(gpus, settings, preset, ranks, monkeypatch):
+    for module in ("loading", "model_settings", "presets"):
+        monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda: gpus)
+    monkeypatch.setattr("moe_exp.config.presets.num_cores", lambda: 64)
+    config = load_config(settings, {})
+    assert (config.preset, config.gpus_per_node) == (preset, ranks)
+    assert settings or not check_config(config)
 
 
 def test_empty_variables_count_as_not_set():

@@ -16,6 +16,7 @@ from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config, to_yaml
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host import devices
+from moe_exp.launch import room
 from moe_exp.launch.machine_checks import (
     OLDEST_GPU,
     bitsandbytes_problem,
@@ -54,6 +55,24 @@ def here(tmp_path, monkeypatch):
         )
 
     return config
+
+
+def test_a_model_that_the_gpus_have_no_memory_for(monkeypatch):
+    def warnings(**values) -> list[str]:
+        return room.memory_warnings(load_config({"preset": "reference"} | values, {}))
+
+    monkeypatch.setattr(room, "count_gpus", lambda: 8)
+    monkeypatch.setattr(room, "device_name", lambda: "NVIDIA A100-SXM4-80GB")
+    only_problem(
+        warnings(gpus_per_node="1"),
+        r"GPUS_PER_NODE=1: the planner expects that a rank needs (8|9)\d\.\d GiB, and A100-80GB has"
+        r" 80\.0 GiB\. Fix: use more GPUs, .*",
+    )
+    assert warnings(gpus_per_node="8", ep="4") == warnings(gpus_per_node="1", num_layers="6") == []
+    monkeypatch.setattr(room, "device_name", lambda: "some other GPU")
+    assert warnings(gpus_per_node="1") == []
+    monkeypatch.setattr(room, "count_gpus", lambda: 0)
+    assert warnings(gpus_per_node="1") == []
 
 
 def write_tokens(prefix: Path, num_documents: int = 100) -> str:

@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from filelock import FileLock
 
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.setting_types import shown
@@ -25,7 +27,9 @@ from moe_exp.runs.run_folder import (
     changes_of_resume,
     changes_text,
     hold_run_folder,
+    lock_problems,
     open_run_folder,
+    release_run_folders,
     run_folder_problems,
 )
 
@@ -307,10 +311,21 @@ input()
         rf"RUN_NAME=a: another run is writing {config.run_dir}/a\. Fix: wait for its end, or give this run"
         r" another RUN_NAME\."
     )
-    assert len(run_folder_problems(config)) == 1
-    assert re.fullmatch(text, run_folder_problems(config)[0])
+    (line,) = lock_problems(config)
+    assert re.fullmatch(text, line)
+    assert lock_problems(config.model_copy(update={"node_rank": 1})) == []  # another node of the same run
+    assert run_folder_problems(config) == []  # whoever submits jobs behind the one that runs
     with pytest.raises(ConfigError, match=text):
         hold_run_folder(config)
     first.communicate("\n", timeout=30)
-    assert run_folder_problems(config) == []
+    assert lock_problems(config) == []
+
+
+def test_a_run_starts_while_a_check_has_the_lock_for_a_moment(tmp_path: Path) -> None:
+    config = config_in(tmp_path)
+    lock = FileLock(open_run_folder(config).lock, thread_local=False)  # released by another
+    lock.acquire()
+    threading.Timer(0.3, lock.release).start()
+    hold_run_folder(config)
+    assert release_run_folders() == 1
     hold_run_folder(config)

@@ -16,7 +16,8 @@ import pytest
 
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config, to_yaml
-from moe_exp.launch.machine_checks import check_files, space_warnings
+from moe_exp.launch.machine_checks import check_files
+from moe_exp.launch.room import disk_warnings
 from moe_exp.planner.costs.disk import disk_use, keep_last_that_fits
 from moe_exp.planner.costs.params import checkpoint_bytes
 from moe_exp.watch.storage import (
@@ -215,7 +216,7 @@ def test_a_disk_that_cannot_hold_the_run(tmp_path, disk):
 def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, disk):
     def room(**values: object) -> tuple[list[str], list[str]]:
         c = config(run_dir=str(tmp_path), run_name="x", data_dir=str(tmp_path), **values)
-        return check_files(c), space_warnings(c)
+        return check_files(c), disk_warnings(c)
 
     one = disk_use(config()).one_bytes
     disk(1.5 * one)
