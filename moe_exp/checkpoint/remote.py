@@ -22,9 +22,10 @@ from moe_exp.checkpoint.format.folders import MANIFEST, Manifest
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.config import Config, problem
 from moe_exp.data.stage import check_free_disk
+from moe_exp.host.files import write_atomically
 from moe_exp.host.object_store import Store, StoredFile, fetch, send
 from moe_exp.host.progress import progress
-from moe_exp.runs.records import read_metrics
+from moe_exp.runs.records import iter_metrics
 from moe_exp.runs.run_folder import LATEST, RunFolder
 
 logger = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ def ahead_problem(config: Config) -> str:
         return ""
     # one that this folder has had: a rollback went back past it
     if any(
-        one.get("event") == "checkpoint" and one["iteration"] == there for one in read_metrics(run.metrics)
+        one.get("event") == "checkpoint" and one["iteration"] == there for one in iter_metrics(run.metrics)
     ):
         return ""
     fix = f"remove {run.checkpoints} to continue from {there}, or give another RUN_NAME"
@@ -123,7 +124,8 @@ def _small_files(run: RunFolder) -> Iterator[Path]:
 
 def _prune(config: Config, store: Store, newest: int) -> None:
     names = list(store.files())
-    there = [one for one in _complete(names) if one <= newest]
+    complete = _complete(names)
+    there = [one for one in complete if one <= newest]
     losses: dict[int, float] = {}
     if config.keep_best:
         for one in there:
@@ -131,8 +133,9 @@ def _prune(config: Config, store: Store, newest: int) -> None:
             if (loss := Manifest.parse(content, store.url).valid_loss) is not None:
                 losses[one] = loss
     rules = {"last": config.keep_last, "every": config.keep_every, "best": config.keep_best}
-    kept = {_folder_name(one) for one in set(there) - set(which_to_remove(there, losses, **rules))}
-    # What is newer is of an attempt that was given up; what is not complete, of a copy that was.
+    # Newer ones are of an attempt that was given up, or the only good copies of what is damaged here: they
+    # stay until the run has passed them, as in its own folder. What is not complete will not be.
+    kept = {_folder_name(one) for one in set(complete) - set(which_to_remove(there, losses, **rules))}
     gone = {name.partition("/")[0] for name in names if re.match(r"iter_\d{7,}/", name)} - kept
     for folder in sorted(gone):
         inside = [name for name in names if name.startswith(f"{folder}/")]
@@ -191,7 +194,7 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
         Its folder here.
 
     Raises:
-        ValueError: there is none; it does not fit on the disk; or what came is damaged, and was removed.
+        ValueError: there is none; it does not fit on the disk; or files came damaged, and were removed.
         ConnectionError: the store keeps failing.
     """
     store, iteration = find_there(url.rstrip("/"))
@@ -210,12 +213,19 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     check_free_disk(partial, manifest.num_bytes - there, f"the checkpoint {store.url}")
     with progress(f"fetch {store.url}", manifest.num_bytes) as advance:
         fetch(store, files, partial, advance)
-    (partial / MANIFEST).write_bytes(content)
-    for line in folders.damages(partial, manifest.files):
-        shutil.rmtree(partial)
-        raise ValueError(
-            f"{store.url}: what came is damaged, {line}. Fix: call it again, or name an older one."
-        )
+    write_atomically(partial / MANIFEST, content.decode())
+    damaged = []
+    for name, entry in manifest.files.items():
+        for line in folders.damages(partial, {name: entry}):
+            damaged.append(line)
+            (partial / name).unlink(missing_ok=True)  # so that only this file is fetched again
+    if damaged:
+        more = f" (and {len(damaged) - 1} more files)" if len(damaged) > 1 else ""
+        fix = f"call it again; if it is damaged there, too, remove {store.url}"
+        raise ValueError(f"{store.url}: what came is damaged, {damaged[0]}{more}. Fix: {fix}.")
+    for other in checkpoints.glob(f"iter_*{_FETCHED}"):  # which an earlier call has not completed
+        if other != partial:
+            shutil.rmtree(other, ignore_errors=True)
     folders.publish(partial, iteration)
     logger.info("fetched the checkpoint at iteration %d from %s", iteration, store.url)
     return final

@@ -148,7 +148,7 @@ class CheckpointWriter:
         """On rank 0: publishes the checkpoint and prunes, or removes what there is of the new one."""
         num_bytes = 0
         try:
-            if not (error := "; ".join(written.error for written in all_written if written.error)):
+            if not (error := "; ".join(dict.fromkeys(one.error for one in all_written if one.error))):
                 num_bytes = _complete(pending, all_written)
                 folders.publish(pending.partial, pending.iteration)
                 self._published.add(pending.iteration)

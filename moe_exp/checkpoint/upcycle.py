@@ -32,6 +32,7 @@ from torch import Tensor
 from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.format.sharded_load import load_sharded
 from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
 from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
@@ -56,25 +57,6 @@ def shard_of(expert: int, granularity: int) -> int:
     return expert % granularity
 
 
-def split_mlp(mlp: Mapping[str, Tensor], *, granularity: int, gated: bool) -> list[dict[str, Tensor]]:
-    """Splits a dense MLP into `granularity` shards whose outputs add up to its own. `mlp` has `weight1` [W,
-    D], `weight2` [D, F] and perhaps `bias1` [W] and `bias2` [D], which is whole in every shard; W is F, or 2F
-    if `gated`, a gate half and an up half.
-    """
-    shards: list[dict[str, Tensor]] = [{} for _ in range(granularity)]
-    for name, tensor in mlp.items():
-        if name == "bias2":
-            parts = [tensor] * granularity
-        else:
-            _, axis, halves = _DENSE[name]
-            whole = tensor.chunk(halves if gated else 1, dim=axis)
-            pieces = [half.chunk(granularity, dim=axis) for half in whole]
-            parts = [torch.cat(part, dim=axis) for part in zip(*pieces, strict=True)]
-        for shard, part in zip(shards, parts, strict=True):
-            shard[name] = part
-    return shards
-
-
 def experts_of(
     shards: Mapping[int, Mapping[str, Tensor]],
     experts: Sequence[int],
@@ -82,9 +64,9 @@ def experts_of(
     granularity: int,
     weights_sum: float,
 ) -> dict[str, Tensor]:
-    """The tensors of some experts, by their numbers in the whole layer, from shards of `split_mlp` by number.
-    `weights_sum` is c, what the router weights of a token add up to. Returns `weight1` [L, W/G, D], `weight2`
-    [L, D, F/G], and the biases if the MLP has them, for L experts.
+    """The tensors of some experts, by their numbers in the whole layer, from shards of the dense MLP by their
+    numbers. `weights_sum` is c, what the router weights of a token add up to. Returns `weight1` [L, W/G, D],
+    `weight2` [L, D, F/G], and the biases if the MLP has them, for L experts.
     """
     factors = {"weight2": granularity / weights_sum, "bias2": 1 / weights_sum}
     chosen = [shards[shard_of(expert, granularity)] for expert in experts]
@@ -111,6 +93,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
             f"UPCYCLE_FROM={config.upcycle_from}: has no checkpoint. Fix: name the checkpoints folder of a"
             " dense run."
         )
+    find_source(folder, checksums=config.verify_checkpoint)  # refuses what is damaged
     dense = read_common(folder).get("config")
     if dense is None:
         raise ValueError(

@@ -24,7 +24,6 @@ Facts = dict[str, object]
 OTHER_OPTIMIZER_FLAG = ", or ALLOW_OTHER_OPTIMIZER=true to continue with moments of zero"
 _HINTS = {
     "router_bias_update_rate": "set it over 0 (1e-12 keeps the bias as it is) or ROUTER_BIAS_RULE=quantile",
-    "rope_seq_len": "set ROPE_ORIGINAL_SEQ_LEN as it was",
     "moe_layer_freq": "set MOE_LAYER_FREQ and FIRST_K_DENSE as they were",
 }
 

@@ -288,6 +288,8 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
     if manifest in there:
         store.remove(manifest)
     if not is_published and not (begun in there and store.read(begun) == content):
+        for name in same:  # of another manifest, or unknown: a call that continues this one would keep them
+            store.remove(name)
         store.write(begun, content)
         same = set()
 

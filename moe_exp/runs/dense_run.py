@@ -8,16 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, problem
+from moe_exp.config.model_changes import model_changes
 from moe_exp.runs.run_folder import LATEST
-
-# Settings shared with the dense model whose weights are used.
-_DENSE_FIELDS = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_heads", "num_query_groups", "vocab_size",
-    "activation", "normalization", "norm_epsilon", "qk_norm", "qk_norm_scope", "add_bias_linear", "qkv_bias",
-    "rotary_base", "rotary_fraction", "rope_scaling", "rope_scaling_factor", "rope_original_seq_len",
-    "tie_embeddings", "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim",
-    "qk_pos_emb_head_dim", "v_head_dim",
-)  # fmt: skip
 
 
 def dense_checkpoint(c: Config) -> Path | None:
@@ -42,18 +34,6 @@ def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
                 "name a run with USE_MOE=false",
             )
         ]
-    pairs = [(name, getattr(c, name), dense[name]) for name in _DENSE_FIELDS if name in dense]
-    if "head_dim" in dense and not c.multi_latent_attention:
-        pairs.append(
-            ("head_dim", c.kv_channels, dense["head_dim"] or dense["hidden_size"] // dense["num_heads"])
-        )
-    return [
-        problem(
-            name,
-            ours,
-            f"the dense run UPCYCLE_FROM={c.upcycle_from} has {theirs}",
-            f"set {name.upper()}={theirs}",
-        )
-        for name, ours, theirs in pairs
-        if ours != theirs
-    ]
+    source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"
+    shapes, functions = model_changes(c.model_copy(update={"use_moe": False}), dense, source)
+    return [change.problem(source) for change in shapes + functions]

@@ -57,12 +57,15 @@ def test_retention_there(url, tmp_path):
     assert iterations_there(url) == ["iter_0000200", "iter_0000300"]
     # one that was not copied to its end
     Store(f"{url}/runs/run/checkpoints/iter_0000250").write("metadata.json", b"half")
-    # back to 100: what is newer there is of an attempt that was given up
+    # Back to 100, as what is newer is damaged here, or was given up: the good copies stay.
     shutil.rmtree(run.checkpoints)
     save(run, 100, valid_loss=1.0)
     send_checkpoint(config, 100)
-    assert iterations_there(url) == ["iter_0000100"]
+    assert iterations_there(url) == ["iter_0000100", "iter_0000200", "iter_0000300"]
     assert newest_there(f"{url}/runs/run/checkpoints") == 100
+    save(run, 310, valid_loss=1.5)
+    send_checkpoint(config, 310)
+    assert iterations_there(url) == ["iter_0000200", "iter_0000310"]
 
 
 def test_a_fetch_that_is_killed_loses_no_history(url, tmp_path, monkeypatch):
@@ -86,7 +89,29 @@ def test_a_fetch_that_is_killed_loses_no_history(url, tmp_path, monkeypatch):
     Store(f"{url}/runs/run/checkpoints/iter_0000100").write("metadata.json", b"y")
     with pytest.raises(ValueError, match="what came is damaged"):
         fetch_run(config)
-    assert not list(run.checkpoints.glob("iter_*"))
+    assert not list(run.checkpoints.glob("iter_???????"))
+
+
+def test_only_what_came_damaged_is_fetched_again(url, tmp_path, monkeypatch):
+    config, run = run_with_checkpoints(url, tmp_path)
+    save(run, 100)
+    large = run.checkpoints / "iter_0000100" / "__0_0.distcp"
+    large.write_bytes(b"weights")
+    Manifest(100, entries_of(large.parent), {}).write(large.parent)
+    send_checkpoint(config, 100)
+    shutil.rmtree(run.path)
+    there = Store(f"{url}/runs/run/checkpoints/iter_0000100")
+    there.write("metadata.json", b"y")
+    abandoned = run.checkpoints / "iter_0000050.fetched"
+    abandoned.mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"metadata\.json: has changed"):
+        fetch_run(config)
+    there.write("metadata.json", b"x")
+    fetched, download = [], Store.download
+    monkeypatch.setattr(Store, "download", lambda self, *a: (fetched.append(a[0]), download(self, *a)))
+    fetch_run(config)
+    assert fetched == ["metadata.json"] and large.read_bytes() == b"weights"
+    assert not abandoned.exists()
 
 
 def test_a_run_that_has_gone_on_elsewhere_is_not_turned_back(url, tmp_path):

@@ -5,6 +5,7 @@ layout.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from helpers.layers.references import formula
 from helpers.ranks import RankError, free_port, run_on_ranks
 from helpers.whole_runs import SMALL, EndedRun, Runs
-from moe_exp.config import load_config
+from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.layers.dispatcher import LocalDispatcher
@@ -23,6 +24,7 @@ from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.runs.dense_run import dense_problems
 
 HIDDEN, FFN, TOKENS = 16, 24, 50
 
@@ -42,11 +44,22 @@ def _dense(x_TD: Tensor, mlp: dict[str, Tensor], activation: str) -> Tensor:
     return torch.nn.functional.linear(formula(activation, hidden_TW), mlp["weight2"], mlp.get("bias2"))
 
 
+def split_mlp(mlp: dict[str, Tensor], *, granularity: int, gated: bool) -> list[dict[str, Tensor]]:
+    """Splits a dense MLP into shards whose outputs add up to its own: `weight1` [W, D], `weight2` [D, F] and
+    perhaps `bias1` [W] and `bias2` [D], which is whole in every shard. W is F, or 2F with gate and up halves.
+    """
+    parts = {"bias2": [mlp["bias2"]] * granularity} if "bias2" in mlp else {}
+    for name in mlp.keys() - {"bias2"}:
+        axis = 1 if name == "weight2" else 0
+        halves = mlp[name].chunk(2 if gated and axis == 0 else 1, dim=axis)
+        pieces = [half.chunk(granularity, dim=axis) for half in halves]
+        parts[name] = [torch.cat(part, dim=axis) for part in zip(*pieces, strict=True)]
+    return [{name: those[shard] for name, those in parts.items()} for shard in range(granularity)]
+
+
 @pytest.mark.parametrize("activation", ["swiglu", "clamped_swiglu", "squared_relu"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_shards_add_up_to_the_mlp(activation, bias):
-    from moe_exp.checkpoint.upcycle import split_mlp
-
     mlp, x_TD = _mlp(ACTIVATIONS[activation][1], bias), _random(TOKENS, HIDDEN, seed=5)
     shards = split_mlp(mlp, granularity=4, gated=ACTIVATIONS[activation][1])
     total = sum(_dense(x_TD, shard, activation) for shard in shards)
@@ -56,7 +69,7 @@ def test_shards_add_up_to_the_mlp(activation, bias):
 
 
 def test_shards_by_hand():
-    from moe_exp.checkpoint.upcycle import experts_of, split_mlp, virtual_group_router
+    from moe_exp.checkpoint.upcycle import experts_of, virtual_group_router
 
     # Two hidden units with a gate: rows 0 and 1 are the gate, 2 and 3 what it multiplies.
     mlp = {
@@ -94,7 +107,7 @@ ROUTERS = {
 )
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 def test_layer_computes_the_dense_mlp(activation, num_experts, topk, granularity, router):
-    from moe_exp.checkpoint.upcycle import experts_of, shard_of, split_mlp, virtual_group_router
+    from moe_exp.checkpoint.upcycle import experts_of, shard_of, virtual_group_router
 
     if num_experts // router.get("num_groups", 1) % granularity:
         pytest.skip("refused: a group of experts does not hold whole virtual groups")
@@ -421,6 +434,19 @@ def test_main_weights_are_those_of_the_dense_run(distributed, dense, session_run
     assert change == 0
 
 
+def test_a_damaged_dense_checkpoint_is_refused(dense, session_runs: Runs, tmp_path):
+    checkpoints = tmp_path / "dense/checkpoints"
+    shutil.copytree(dense(False).folder.checkpoints, checkpoints)
+    path = max(checkpoints.glob("iter_*/*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    settings = {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir), "gpus_per_node": 1}
+    settings |= {"upcycle_from": str(checkpoints)}
+    with pytest.raises(RankError, match="has changed since it was written"):
+        run_on_ranks(1, changed_by_a_step_of_size_0, SETTINGS | settings, free_port(), join=False)
+
+
 def test_files_are_checked_before_anything_is_built(dense, session_runs: Runs, tmp_path):
     places = {"run_dir": str(tmp_path), "data_dir": str(session_runs.data_dir), "gpus_per_node": 1}
     checkpoints = str(dense(False).folder.checkpoints)
@@ -433,9 +459,27 @@ def test_files_are_checked_before_anything_is_built(dense, session_runs: Runs, t
     assert line.startswith(f"UPCYCLE_FROM={tmp_path}: has no checkpoint. Fix: ")
     (line,) = problems(upcycle_from=checkpoints, normalization="LayerNorm")
     assert (
-        line == f"NORMALIZATION=LayerNorm: the dense run UPCYCLE_FROM={checkpoints} has RMSNorm. Fix: set"
-        " NORMALIZATION=RMSNorm."
+        line == f"NORMALIZATION=LayerNorm: the dense run UPCYCLE_FROM={checkpoints} has"
+        " NORMALIZATION=RMSNorm. Fix: set NORMALIZATION=RMSNorm."
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ({"rope_original_seq_len": 0}, []),  # the default of yarn
+        ({"yarn_beta_fast": 64, "yarn_mscale": 0.7}, ["YARN_BETA_FAST", "YARN_MSCALE"]),
+        ({"rope_original_seq_len": 8192}, ["ROPE_ORIGINAL_SEQ_LEN"]),
+        ({"ffn_hidden_size": 64, "hidden_size": 48}, ["HIDDEN_SIZE", "HEAD_DIM", "FFN_HIDDEN_SIZE"]),
+        ({"activation": "gelu"}, ["ACTIVATION"]),
+    ],
+)
+def test_both_models_compute_the_same(settings, names):
+    yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0}
+    dense = Config(gpus_per_node=1, use_moe=False, rope_original_seq_len=4096, **yarn)
+    moe = Config(gpus_per_node=1, upcycle_from="dense", **yarn).model_copy(update=settings)
+    lines = dense_problems(moe, dense.model_dump())
+    assert [line.partition("=")[0] for line in lines] == names
 
 
 def test_an_moe_run_is_no_source(session_runs: Runs, tmp_path):

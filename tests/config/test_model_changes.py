@@ -14,6 +14,7 @@ import torch
 
 from helpers.checkpoint.legs import MODEL, Leg, build_job, run_legs, write_data
 from helpers.ranks import RankError, free_port, run_on_ranks
+from moe_exp.checkpoint.format.keys import _differ_by_padding
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.model_changes import refuse_other_model
 
@@ -204,6 +205,16 @@ def test_nothing_is_loaded_of_another_model(source):
     assert found == (expected, True)
     assert outcomes[1] == found
     assert {path: path.stat().st_mtime_ns for path in source.rglob("*")} == files
+
+
+@pytest.mark.parametrize(
+    ("stored", "is_same"),
+    [(256, True), (129, True), (128, False), (128 * 64, True), (256 + 128 * 64, False), (151936, False)],
+)
+def test_vocabularies_that_differ_by_padding_alone(stored, is_same):
+    """Of a model with 256 rows: Megatron-LM's have up to 128 * TP more."""
+    assert _differ_by_padding((stored, 32), (256, 32)) == is_same
+    assert not _differ_by_padding((stored, 48), (256, 32))
 
 
 def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):

@@ -109,9 +109,21 @@ def test_what_a_stopped_copy_has_sent_is_not_complete_and_not_sent_again(url, tm
     (tmp_path / "a").write_text("A")
     assert send(store, files, "manifest.json", b"2", silent)
     assert sent[3:] == ["a", "b", "c"] and store.read("a") == b"A" and store.read("manifest.json") == b"2"
+    # stopped while it replaces files of the same sizes: none of the old ones counts as sent
+    for name in "abc":
+        (tmp_path / name).write_text(name.upper() if name != "a" else "x")
+    monkeypatch.setattr(Store, "upload", upload_or_stop)
+    with pytest.raises(KeyboardInterrupt):
+        send(store, files, "manifest.json", b"3", silent)
+    monkeypatch.setattr(
+        Store, "upload", lambda self, path, name: (sent.append(name), upload(self, path, name))
+    )
+    del sent[:]
+    assert send(store, files, "manifest.json", b"3", silent) and sent == ["c"]
+    assert [store.read(name) for name in "abc"] == [b"x", b"B", b"C"]
     # a file that has gone from there
     store.remove("b")
-    assert send(store, files, "manifest.json", b"2", silent) and sent[6:] == ["b"]
+    assert send(store, files, "manifest.json", b"3", silent) and sent[1:] == ["b"]
 
 
 @pytest.mark.parametrize(

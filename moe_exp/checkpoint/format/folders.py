@@ -40,8 +40,9 @@ def iteration_folder(checkpoints: Path, iteration: int) -> Path:
 
 
 def iteration_of(folder: Path) -> int:
-    """The iteration in the name of a checkpoint's folder."""
-    return int(folder.name.removeprefix("iter_"))
+    """The iteration in the name of a checkpoint's folder; 0 if it has another name."""
+    number = folder.name.removeprefix("iter_")
+    return int(number) if number.isdecimal() else 0
 
 
 def latest_iteration(checkpoints: Path) -> int | None:

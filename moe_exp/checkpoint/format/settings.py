@@ -22,6 +22,12 @@ _LAYOUT: dict[str, Any] = {
 }  # fmt: skip
 
 
+def saved_tokenizer(folder: Path) -> str:
+    """`tokenizer_fingerprint` of the tokenizer that a run was trained with; empty if it is not recorded."""
+    order = (read_common(folder).get("progress") or {}).get("sample_order") or {}
+    return order.get("tokenizer") or ""
+
+
 def saved_config(folder: Path, **changes: Any) -> Config:
     """The settings in an iteration's folder, for one rank; `changes` replace fields of Config. Raises a
     ValueError if it is damaged or not of this package, or `changes` cannot be.

@@ -21,6 +21,8 @@ from moe_exp.config import problem
 from moe_exp.host.files import write_json
 from moe_exp.runs.provenance import package_versions
 
+_MOST_SHARD_BYTES = 5 * 10**9  # of tensors in a file
+
 PROVENANCE = "provenance.json"
 _NEVER_DIFFERS = {"architectures", "model_type"}  # of the fields without an effect on the numbers
 
@@ -40,7 +42,6 @@ def average_folders(
     target: Path,
     weights: Sequence[float],
     *,
-    max_shard_bytes: int = 5 * 10**9,
     progress: Progress = no_progress,
 ) -> int:
     """Writes a folder with the average of the weights; returns their bytes.
@@ -53,7 +54,6 @@ def average_folders(
         sources: folders, each with config.json and safetensors files.
         target: folder to make.
         weights: one for each source, with a sum of 1.
-        max_shard_bytes: of tensors per file.
     """
     check_target(target)
     with ExitStack() as opened:
@@ -61,7 +61,7 @@ def average_folders(
         entries = _entries(folders)
         num_bytes = sum(entry.num_bytes for entry in entries)
         with new_folder(target, num_bytes=num_bytes) as partial:
-            shards = opened.enter_context(closing(ShardWriter(partial, entries, max_bytes=max_shard_bytes)))
+            shards = opened.enter_context(closing(ShardWriter(partial, entries, max_bytes=_MOST_SHARD_BYTES)))
             with progress("averaging", num_bytes) as advance:
                 for entry in entries:
                     shards.add(entry.name, _averaged(folders, weights, entry.name))

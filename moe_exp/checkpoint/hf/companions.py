@@ -22,7 +22,7 @@ _KEPT = (*_TOKENS, "max_position_embeddings")  # fields that survive an import a
 
 
 def copy_tokenizer(source: Path, target: Path) -> bool:
-    """Copies the tokenizer's files from a folder, or a tokenizer.json; returns whether there were any. Adds a
+    """Copies the tokenizer's files from a folder, or a tokenizer.json; returns whether that was there. Adds a
     missing tokenizer_config.json with the usual end-of-text token: without it transformers guesses the class
     from the model's and knows no end of text, which lm_eval needs to begin one.
     """
@@ -36,7 +36,16 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
         eod = _usual_eod(_added_tokens(found["tokenizer.json"]))
         facts = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eod} if eod else {})
         write_json(target / "tokenizer_config.json", facts)
-    return bool(found)
+    return "tokenizer.json" in found
+
+
+def check_tokenizer(path: Path) -> None:
+    """Raises a ValueError unless `path` is a tokenizer.json, or a folder that has one."""
+    if path.is_file():
+        read_json(path)
+    elif not (path / "tokenizer.json").is_file():
+        rule = "has no tokenizer.json"
+        raise ValueError(f"TOKENIZER={path}: {rule}. Fix: name a folder with that file, or the file.")
 
 
 def token_ids(tokenizer: Path | None) -> dict[str, int | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +14,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import Manifest, one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_tokenizer
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.checkpoint.hf.choice import choose_architecture
 from moe_exp.checkpoint.hf.companions import (
+    GENERATION,
     ORIGINAL,
+    check_tokenizer,
     copy_tokenizer,
     kept_fields,
     token_ids,
@@ -26,7 +29,7 @@ from moe_exp.checkpoint.hf.companions import (
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
 from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES
-from moe_exp.checkpoint.hf.plan import Piece, Theirs, misfits, pieces
+from moe_exp.checkpoint.hf.plan import Piece, Theirs, layers_are_stacked, misfits, pieces
 from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
 from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
@@ -38,7 +41,7 @@ from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
-_SINGLE = re.compile(r"^decoder\.layers\.\d+\.|\.experts\.experts\.\d+\.")  # a key for each layer, or expert
+_OF_LAYER, _OF_EXPERT = re.compile(r"^decoder\.layers\.\d+\."), re.compile(r"\.experts\.experts\.\d+\.")
 _MAIN = ("optimizer.state.param.", "optimizer.state.fp32_param.")  # distributed optimizer, plain one
 # Rounding it would change the choice of experts; transformers always keeps it in fp32.
 _NEVER_ROUNDED = "e_score_correction_bias"
@@ -49,7 +52,6 @@ class Exported:
     """Result of an export."""
 
     architecture: str  # of transformers
-    against: Mapping[str, list[str]]  # other architectures to the reasons against them
     num_bytes: int  # of weights
     notes: tuple[str, ...]  # lines for the user
 
@@ -86,6 +88,11 @@ def to_hf(
             raise ValueError(
                 f"{name.upper()}={path}: is not there. Fix: give a path that exists, or leave it out."
             )
+    if tokenizer is not None:
+        check_tokenizer(tokenizer)
+    if like is not None and not any((like / name).is_file() for name in ("config.json", GENERATION)):
+        rule = f"has neither config.json nor {GENERATION}"
+        raise ValueError(f"LIKE={like}: {rule}. Fix: name a Hugging Face folder, or leave it out.")
     if max_shard_bytes < 1:
         raise ValueError(
             f"MAX_SHARD_SIZE={max_shard_bytes}: must be at least 1 byte. Fix: give a size such as 5GB."
@@ -95,7 +102,13 @@ def to_hf(
     config = _config_of(reader)
     choice = choose_architecture(config)
     planned = list(pieces(choice.architecture, config))
-    weights = _Weights(reader, planned, main=main_weights, dtype=TORCH_DTYPES[dtype] if dtype else None)
+    weights = _Weights(
+        reader,
+        planned,
+        main=main_weights,
+        dtype=TORCH_DTYPES[dtype] if dtype else None,
+        are_stacked=layers_are_stacked(config),
+    )
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with progress("converting", weights.num_bytes) as advance:
             shards = ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes)
@@ -114,7 +127,7 @@ def to_hf(
         manifest = Manifest.read(folder)
         iteration = manifest.iteration if manifest else iteration_of(folder, reader.common())
         write_model_card(partial, target.name, facts, source=folder, iteration=iteration)
-    return Exported(name, choice.against, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
+    return Exported(name, weights.num_bytes, tuple(_notes(config, has_tokenizer)))
 
 
 def _config_of(reader: CheckpointReader) -> Config:
@@ -140,7 +153,13 @@ class _Weights:
     """The tensors that a model needs; ValueError if one is missing, unused or of another shape."""
 
     def __init__(
-        self, reader: CheckpointReader, planned: list[Piece], *, main: bool, dtype: torch.dtype | None
+        self,
+        reader: CheckpointReader,
+        planned: list[Piece],
+        *,
+        main: bool,
+        dtype: torch.dtype | None,
+        are_stacked: bool,
     ):
         self.reader, self.planned, self.main, self.dtype = reader, planned, main, dtype
         if main and not any(key.startswith(_MAIN) for key in reader.tensors):
@@ -161,10 +180,10 @@ class _Weights:
         unused = sorted(key for key in of_model - set(needed) if not key.endswith(LOSS_STATE))
         if lists := misfits({"missing": missing, "without a use": unused, "of another shape": shapes}):
             fix = "use another checkpoint of the run"
-            if any(_SINGLE.search(key) for key in unused):
-                fix = (
-                    "stack them first, moe-exp ckpt reshape --weights-only --layers stacked --experts stacked"
-                )
+            if any(_OF_EXPERT.search(key) or (are_stacked and _OF_LAYER.match(key)) for key in unused):
+                layers = "stacked" if are_stacked else "single"  # dense and MoE layers cannot be stacked
+                command = f"moe-exp ckpt reshape --weights-only --layers {layers} --experts stacked"
+                fix = f"stack them first, {command}"
             raise ValueError(f"checkpoint={reader.folder}: tensors {lists}. Fix: {fix}.")
 
     def _stored(self, key: str) -> StoredTensor | None:
@@ -246,7 +265,7 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
     named = config.tokenizer
     if not named:
         with suppress(ValueError):
-            named = find_prepared_text(config).tokenizer
+            named = find_prepared_text(config, saved_tokenizer(folder)).tokenizer
     paths = [Path(named)] if named else []
     if not named and not config.train_data:
         paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")

@@ -273,7 +273,7 @@ def _write_companions(source: Path, partial: Path, target: Path, config: Config)
         if (source / name).is_file():
             shutil.copyfile(source / name, partial / ORIGINAL / name)
     if not copy_tokenizer(source, partial / "tokenizer"):
-        logger.warning("%s: has no tokenizer; TOKENIZER stays empty", source)
+        logger.warning("%s: has no tokenizer.json; TOKENIZER stays empty", source)
         return config
     return config.model_copy(update={"tokenizer": str(target.resolve() / "tokenizer")})
 

@@ -55,8 +55,7 @@ def chosen(path: Path, iteration: int | None = None) -> Path:
 def iteration_of(folder: Path, common: Mapping[str, Any]) -> int:
     """Iteration as stored in the checkpoint, else from the folder name, else 0."""
     own = common.get("progress", {}).get("iteration", common.get("iteration"))
-    number = folder.name.removeprefix("iter_")
-    return int(own) if own is not None else int(number) if number.isdigit() else 0
+    return int(own) if own is not None else folders.iteration_of(folder)
 
 
 def describe(folder: Path) -> dict[str, Any]:
@@ -69,6 +68,9 @@ def describe(folder: Path) -> dict[str, Any]:
         dict(manifest.facts) if manifest else {},
         [one for one in folder.iterdir() if one.is_file()],
     )
+    tokens = progress.get("consumed_tokens")  # older checkpoints have samples alone
+    if tokens is None and samples is not None and "seq_len" in config:
+        tokens = samples * config["seq_len"]
     kept = states(reader) or ["in a form of its layout"] * any(map(is_optimizer, reader.tensors))
     return {
         "path": str(folder),
@@ -76,7 +78,7 @@ def describe(folder: Path) -> dict[str, Any]:
         "written_by": "moe_exp" if "config" in common else "Megatron-LM or another program",
         "format": "torch_dist",
         "samples": samples,
-        "tokens": samples * config["seq_len"] if samples is not None and "seq_len" in config else None,
+        "tokens": tokens,
         "model": model_line(weights, config),
         "parameters": count_parameters(weights),
         "dtypes": dict(Counter(str(tensor.dtype).removeprefix("torch.") for tensor in weights.values())),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -45,6 +46,24 @@ def test_there_and_back(tmp_path, hf_folders, capsys, monkeypatch):
     assert all(value.dtype == torch.bfloat16 for value in weights_of(tmp_path / "back").values())
 
 
+def test_layers_and_experts_of_their_own_are_stacked_by_the_command_that_the_error_has(
+    tmp_path, checkpoints, capsys
+):
+    single = ["--weights-only", "--layers", "single", "--experts", "single"]
+    assert main(["ckpt", "reshape", str(checkpoints["mixtral"]), str(tmp_path / "single"), *single]) == 0
+    assert main(["convert", "to-hf", str(tmp_path / "single"), str(tmp_path / "none")]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and not (tmp_path / "none").exists()
+    advised = re.search(r"stack them first, moe-exp (ckpt reshape) (.*)\.\n", error)
+    command = [*advised[1].split(), str(tmp_path / "single"), str(tmp_path / "stacked"), *advised[2].split()]
+    assert main(command) == 0
+    for source, name in ((tmp_path / "stacked", "hf"), (checkpoints["mixtral"], "expected")):
+        assert main(["convert", "to-hf", str(source), str(tmp_path / name)]) == 0
+    found, expected = weights_of(tmp_path / "hf"), weights_of(tmp_path / "expected")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
 def test_what_a_user_can_mend_is_one_line(tmp_path, hf_folders, capsys):
     assert main(["convert", "from-hf", str(tmp_path / "none"), str(tmp_path / "ours")]) == 1
     assert main(["convert", "to-hf", str(hf_folders["llama"]), str(tmp_path / "back")]) == 1
@@ -55,6 +74,25 @@ def test_what_a_user_can_mend_is_one_line(tmp_path, hf_folders, capsys):
     )
     assert len(lines) == 2
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("flag", ["--tokenizer", "--like"])
+def test_a_folder_without_what_is_sought_in_it_is_refused_first(flag, tmp_path, checkpoints, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/tokenizer.model").write_bytes(b"x")
+    names = [str(checkpoints["mixtral"]), str(tmp_path / "hf"), flag, str(tmp_path / "other")]
+    assert main(["convert", "to-hf", *names]) == 1
+    assert f"{flag[2:].upper()}={tmp_path}/other: has n" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+
+
+def test_a_source_without_tokenizer_json_leaves_tokenizer_empty(tmp_path, hf_folders):
+    shutil.copytree(hf_folders["mixtral"], tmp_path / "theirs")
+    (tmp_path / "theirs/tokenizer.model").write_bytes(b"x")
+    (tmp_path / "theirs/tokenizer.json").unlink(missing_ok=True)
+    assert main(["convert", "from-hf", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert "TOKENIZER" not in (tmp_path / "ours/settings.env").read_text()
+    assert (tmp_path / "ours/tokenizer/tokenizer.model").is_file()
 
 
 def test_settings_of_the_printed_command_are_read(tmp_path):
