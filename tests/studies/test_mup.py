@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 
 import pytest
 
+from moe_exp.commands import mup
 from moe_exp.config import ConfigError, load_config
 from moe_exp.studies.mup import Optimum, best_rate, draw_transfer, growths, moved, optimum, resized
 
@@ -36,6 +38,18 @@ def test_a_width_that_gives_parts_of_heads_is_one_line():
         ConfigError, match=r"^NUM_HEADS=4: in proportion to HIDDEN_SIZE=72 it is 9/2, no whole"
     ):
         resized(load_config(BASE, {}), width=72)
+
+
+def test_a_settings_file_is_below_the_environment_and_above_the_defaults(tmp_path, monkeypatch):
+    (tmp_path / "own.env").write_text("NUM_LAYERS=3\nNUM_EXPERTS=16\nTRAIN_DATA=data/mine\n")
+    monkeypatch.setenv("NUM_EXPERTS", "32")
+    parser = argparse.ArgumentParser()
+    mup.add_commands(parser.add_subparsers())
+    flags = ["--config", str(tmp_path / "own.env"), "--widths", "32,64"]
+    models = mup._models(parser.parse_args(["mup", "check", *flags]), {"SEQ_LEN": "8"})
+    assert models.keys() == {"width"}
+    for width, model in models["width"].items():
+        assert (model.hidden_size, model.num_layers, model.num_experts, model.seq_len) == (width, 3, 32, 8)
 
 
 def test_slopes_by_hand():

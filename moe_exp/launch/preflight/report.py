@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -88,7 +89,8 @@ _FIX = "start the job without it, or set PREFLIGHT=0 to train all the same"
 def passes(config: Config, flags: Mapping[str, Any]) -> bool:
     """PREFLIGHT=1: whether training may start; called by every node's launcher, with the same result on all.
 
-    Node 0 prints the table, adds bad nodes to RUN_DIR/exclude_nodes.txt and writes the event `preflight`.
+    Node 0 prints the table, adds bad nodes to the list of the job (EXCLUDE_FILE, by default
+    RUN_DIR/exclude_nodes.txt), and writes the event `preflight`.
     Slow nodes are warnings, failing ones end the job.
     """
     start = time.monotonic()
@@ -99,7 +101,7 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
         return False
     if config.node_rank == 0:
         print_report(verdict, num_ranks=config.world_size)
-        path = Path(config.run_dir).expanduser() / EXCLUDE_NODES
+        path = Path(os.environ.get("EXCLUDE_FILE") or Path(config.run_dir) / EXCLUDE_NODES).expanduser()
         if added := add_to_list(verdict, path):
             complain(f"{path}: added {', '.join(added)}")
         write_event(config, verdict, time.monotonic() - start, _iteration(config))

@@ -4,8 +4,8 @@ A number is compared with the median of the other nodes' (leave one out: a bad n
 reference). A speed is slow below PREFLIGHT_SLOW times that median, if it is also more than five times the
 others' spread away (median absolute deviation times 1.4826, the standard deviation of a normal distribution)
 or below PREFLIGHT_SLOW times the slowest of them: if all scatter, nobody is named. Latency scatters more and
-is slow from three times as much. Rates between nodes are the best over a node's partners, since a slow
-partner is not its fault.
+is slow from 3 / PREFLIGHT_SLOW times as much. Rates between nodes are the best over a node's partners, since
+a slow partner is not its fault.
 """
 
 from __future__ import annotations

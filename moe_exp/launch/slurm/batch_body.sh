@@ -4,8 +4,7 @@
 # and what comes next.
 #
 # SLURM's warning (--signal=B:) goes to this shell alone, and from here to the launchers alone, by a second
-# step that overlaps the first. `scancel --signal` and `kill` of srun would not do: both reach every process
-# of a step, torchrun among them, which then ends its ranks.
+# step that overlaps the first: `scancel --signal` would reach every process of the step.
 
 say() { printf '%s job %s: %s\n' "$(date '+%F %T')" "$SLURM_JOB_ID" "$*"; }
 
@@ -92,7 +91,7 @@ on_node() {
 # shellcheck disable=SC2329  # called by another shell
 report_exit_code() {
     local pid="$1/$SLURM_NODEID.pid"
-    [ ! -e "$pid" ] || kill -TERM "$(cat "$pid")"
+    [ ! -e "$pid" ] || kill -USR1 "$(cat "$pid")" # not TERM: there is time for a file system that stalls
 }
 
 # shellcheck disable=SC2329  # called by a trap
@@ -103,20 +102,20 @@ stop_launchers() {
     touch "$notes/stop"
     srun --overlap --nodes="$SLURM_NNODES" --ntasks-per-node=1 --export=ALL \
         bash -c "$(declare -f report_exit_code); report_exit_code \"\$@\"" report_exit_code "$notes" ||
-        { say "no second step: all processes get SIGTERM, and have 30 s to save" &&
-            scancel --signal=TERM "$SLURM_JOB_ID.0"; }
+        { say "no second step: all processes get SIGUSR1" && scancel --signal=USR1 "$SLURM_JOB_ID.0"; }
 }
 
 # How the launcher of the first node has ended, which knows how the run has.
 outcome() { cat "$notes/0.code" 2>/dev/null || echo "${1/#0/1}"; }
 
-# A failure without a new checkpoint since the job's start counts; one with it is the first of a new row.
+# Failures in a row with the same newest checkpoint, which stands behind their number.
 count_failure() {
-    local before=0
-    [ "$(newest_checkpoint)" != "$checkpoint_before" ] ||
-        before="$(cat "$slurm_folder/failures" 2>/dev/null || echo 0)"
-    echo $((before + 1)) >"$slurm_folder/failures"
-    cat "$slurm_folder/failures"
+    local number=0 at='' now
+    now="$(newest_checkpoint)"
+    [ ! -r "$slurm_folder/failures" ] || read -r number at <"$slurm_folder/failures"
+    [ "$at" = "$now" ] || number=0
+    echo "$((number + 1)) $now" >"$slurm_folder/failures"
+    echo $((number + 1))
 }
 
 # What has failed may be a file server that is away. SLURM's warning, earlier or meanwhile, ends the wait:

@@ -60,9 +60,9 @@ class RunJob:
 def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     """The text of the sbatch file; raises ConfigError if a control character could start a new line."""
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
-    directives = [f"#SBATCH {_quoted(f'--{option}')}" for option in options]
+    directives = [f"#SBATCH {quoted_option(f'--{option}')}" for option in options]
     # sbatch uses the last of two
-    directives += [f"#SBATCH {_quoted(option)}" for option in job.slurm.extra_options]
+    directives += [f"#SBATCH {quoted_option(option)}" for option in job.slurm.extra_options]
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
     head = ["#!/bin/bash", *directives, written, "set -uo pipefail", ""]
@@ -113,7 +113,7 @@ def _shell(text: object) -> str:
     return shlex.quote(checked_line(str(text)))
 
 
-def _quoted(option: str) -> str:
+def quoted_option(option: str) -> str:
     """Quotes a directive as sbatch parses it."""
     checked_line(option)
     plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
@@ -137,6 +137,7 @@ def _variables(job: RunJob) -> list[str]:
         checked_line(job_environment()),
         *(f"{name}={_shell(value)}" for name, value in values.items()),
         *(f"{name}=({' '.join(map(_word, words))})" for name, words in lists.items()),
+        'export EXCLUDE_FILE="$exclude_file"  # for PREFLIGHT',
     ]
 
 

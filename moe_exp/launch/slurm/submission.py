@@ -138,6 +138,8 @@ def submit(job: RunJob) -> list[str]:
         fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to add jobs behind them"
         rule = f"its jobs {', '.join(there)} are in the queue already"
         raise ValueError(f"{job.run_folder}: {rule}. Fix: {fix}.")
+    if not there:  # a new chain starts without failures
+        (job.folder / "failures").unlink(missing_ok=True)
     script = script_of(job)
     job.folder.mkdir(parents=True, exist_ok=True)
     path = job.folder / f"{datetime.now():%Y%m%d-%H%M%S}.sbatch"

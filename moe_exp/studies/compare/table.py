@@ -160,9 +160,10 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
             continue
         swapped = earlier[0].run.config.use_moe and not later[0].run.config.use_moe
         pairs = zip(earlier, later, strict=True) if swapped else zip(later, earlier, strict=True)
-        found = [
-            compared(one, two) for one, two in pairs if one.recorded.num_records and two.recorded.num_records
-        ]
+        measured = [pair for pair in pairs if all(one.recorded.num_records for one in pair)]
+        # of seeds: one that was cut short has another lowest loss
+        finished = [pair for pair in measured if all(one.status == "finished" for one in pair)]
+        found = [compared(one, two) for one, two in finished or measured]
         known = [one for one in found if not one.reason]
         if len(known) > 1:
             yield _parity_of_seeds(known)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import job_environment, still_there
-from moe_exp.launch.slurm.batch_script import checked_line
+from moe_exp.launch.slurm.batch_script import quoted_option
 from moe_exp.launch.slurm.submission import sbatch_environment
 from moe_exp.studies.child_runs import train_command
 from moe_exp.studies.sweep.cases import Case
@@ -111,9 +111,8 @@ def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) ->
     return "\n".join(
         [
             "#!/bin/bash",
-            *(
-                f"#SBATCH {checked_line(option)}" for option in [*own, *options.sbatch]
-            ),  # sbatch uses the last of duplicates
+            # sbatch uses the last of duplicates
+            *(f"#SBATCH {quoted_option(option)}" for option in [*own, *options.sbatch]),
             job_environment(),
             'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
             f'MASTER_PORT="{port}"',

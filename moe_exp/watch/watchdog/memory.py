@@ -14,6 +14,7 @@ from moe_exp.host.files import read_json, write_json
 
 logger = logging.getLogger(__name__)
 
+_BACK_SECONDS = 1800.0
 EVENT = "event "  # before an event's name: key of a problem that has happened, and cannot end
 
 
@@ -63,14 +64,16 @@ class Memory:
     ) -> tuple[dict[str, str], dict[str, str]]:
         """Problems to report now, and reported problems that are over; texts by key.
 
-        A problem is reported when it appears, and again after `again_seconds` if it is still there, or back.
+        A problem is reported when it appears, and again after `again_seconds` if it is still there. One that
+        was over and is back, or an event that has happened again, waits for `_BACK_SECONDS` at most.
         `confirm` records that they were sent.
         """
         news = {}
         for key, text in found.items():
             known = self.problems.setdefault(key, Reported())
             known.since = known.since or now
-            if not known.reported or now - known.reported >= again_seconds:
+            limit = again_seconds if known.is_open else min(again_seconds, _BACK_SECONDS)
+            if not known.reported or now - known.reported >= limit:
                 news[key] = text
         over = {key: known.text for key, known in self.problems.items() if key not in found and known.is_open}
         for key, known in self.problems.items():

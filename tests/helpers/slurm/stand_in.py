@@ -219,6 +219,10 @@ class StandIn:
         number, process = self.start()
         return number, self.end(number, process)
 
+    def cancel(self, number: int) -> None:
+        """As `scancel`, of a job that waits."""
+        self._set(number, state="CANCELLED")
+
     def _set(self, number: int, **values: Any) -> None:
         part = self.folder / f"{number}.part"
         part.write_text(json.dumps(self.job(number) | values))

@@ -24,10 +24,10 @@ number = len(attempts.read_text().split()) if attempts.exists() else 0
 names = ("NODE_RANK", "MASTER_ADDR", "NNODES", "LR", "RUN_NAME", "LEAK", "NCCL_DEBUG")
 print(*(f"{name}={os.environ.get(name)}" for name in names), os.environ.get("SECRET"), flush=True)
 code = os.environ["WANDB_PROJECT"].split("/")[number]
-def stopped(*_):
-    print("told to stop", flush=True)
+def stopped(number, _):
+    print("told to stop by", signal.Signals(number).name, flush=True)
     sys.exit(75)
-signal.signal(signal.SIGTERM, stopped)
+signal.signal(signal.SIGUSR1, stopped)
 with attempts.open("a") as file:
     file.write(code + " ")
 if code == "wait":

@@ -50,8 +50,9 @@ def test_warning_reaches_the_launchers_and_the_chain_goes_on(chain):
     wait_for(lambda: "wait" in "".join(path.read_text() for path in chain.folder.glob("attempts.0")))
     chain.cluster.warn(number, process)
     assert chain.cluster.end(number, process) == 0
-    assert chain.log("job101.node-b.log").endswith("told to stop\n")
-    assert chain.log("job101.localhost.log").endswith("told to stop\n")
+    # not by SIGTERM, at which ranks that stand still for half a minute would be ended unsaved
+    assert chain.log("job101.node-b.log").endswith("told to stop by SIGUSR1\n")
+    assert chain.log("job101.localhost.log").endswith("told to stop by SIGUSR1\n")
     assert "SLURM's warning: the run saves and ends" in chain.log("job101.log")
     assert chain.cluster.run() == (102, 0)
     assert chain.cluster.states() == ["COMPLETED", "COMPLETED", "CANCELLED"]
@@ -66,6 +67,22 @@ def test_failures_go_back_into_the_queue_until_there_are_too_many_in_a_row(chain
     assert chain.cluster.states() == ["FAILED", "CANCELLED"]
     said = [line.split(", ")[1] for line in chain.log("job101_1.log").splitlines() if "failed with" in line]
     assert [line.split(" of")[0] for line in said] == ["failure 1", "failure 1", "failure 2", "failure 3"]
+
+
+def test_failures_of_another_chain_or_before_a_checkpoint_do_not_count(chain):
+    assert chain.submit("1/1/1/1/1", NNODES=1, NUM_JOBS=1, MAX_FAILURES=2).returncode == 0
+    assert chain.cluster.run() == (101, 1)
+    # a job saved, and was killed before it could forget the failure
+    latest = chain.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+    latest.write_text("500")
+    assert chain.cluster.run() == (101, 1)
+    assert chain.cluster.states() == ["PENDING"]
+    chain.cluster.cancel(101)
+    assert chain.submit("1/1/1/1/1", NNODES=1, NUM_JOBS=1, MAX_FAILURES=2).returncode == 0
+    assert chain.cluster.run() == (102, 1)
+    assert chain.cluster.states()[-1] == "PENDING"
+    assert chain.cluster.run() == (102, 1)
+    assert chain.cluster.states()[-1] == "FAILED"
 
 
 @pytest.mark.parametrize(

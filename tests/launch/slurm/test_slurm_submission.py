@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from helpers.whole_runs import ROOT
 from moe_exp.config import load_config
@@ -41,7 +42,9 @@ def test_a_second_submission_is_refused_and_may_be_put_behind(chain):
     assert (
         again.stderr == f"moe-exp slurm: {chain.folder}: its jobs 101 are in the queue already. Fix: {fix}.\n"
     )
-    assert chain.submit("75", NNODES=1, AFTER="101").returncode == 0
+    (chain.folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    with FileLock(chain.folder / ".lock"):  # as while job 101 runs
+        assert chain.submit("75", NNODES=1, AFTER="101").returncode == 0
     assert chain.cluster.job(103)["options"]["dependency"] == "afterany:101"
     refused = chain.submit("75", NNODES=1, AFTER="101", PARTITION="nowhere")
     assert refused.returncode == 1
@@ -69,6 +72,7 @@ def test_dry_run_prints_the_file_and_submits_nothing(chain):
         assert f"#SBATCH {line}\n" in done.stdout
     assert f'#SBATCH "--output={chain.folder}/slurm/job%A_%a.log"\n' in done.stdout
     assert "modules=(cuda/12.6 nccl)\n" in done.stdout
+    assert '\nexport EXCLUDE_FILE="$exclude_file"' in done.stdout
     assert "\nretry_seconds=0\n" in done.stdout
 
 
@@ -247,7 +251,7 @@ def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypat
     assert re.fullmatch(r"moe-exp slurm: PWD='.*': has a line break, .*\n", printed.err)
 
 
-@pytest.mark.parametrize("quote", [batch_script._quoted, batch_script._shell, batch_script._word])
+@pytest.mark.parametrize("quote", [batch_script.quoted_option, batch_script._shell, batch_script._word])
 def test_quoting_refuses_control_characters(quote):
     for character in "\x00\n\r\x7f\u2028":
         with pytest.raises(ValueError, match="has a line break, or a character that cannot be printed"):

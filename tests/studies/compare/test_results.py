@@ -107,6 +107,8 @@ def test_a_seed_that_was_cut_short_is_in_no_mean(comparison):
     (line,) = (line for line in text.splitlines() if "validation loss against" in line)
     assert re.search(r"[+-]1\.0000 +\|", line) and "[" not in line
     assert "1 finished, 1 timeout" in text
+    # neither of the pairs of one seed: dense at 3.0, which dmoe reaches with three quarters of the tokens
+    assert parity_text(compared(ended[0], ended[1])) in text and "means of 2 seeds" not in text
 
 
 def test_the_report_of_seeds_of_which_one_failed(comparison):

@@ -74,6 +74,10 @@ def test_problems_are_told_together():
     assert lines_of("dense,dmoe", ["logs:LR=1"]) == [
         "VARIANT=logs:LR=1: logs is a file or folder of the comparison itself. Fix: write NAME:SETTING=VALUE."
     ]
+    for setting in ("DATA_STAGES=[]", "DATA_ORDER=dataset", "TEXT_FIELD=t", "EOD_MASK_LOSS=true"):
+        assert (
+            f"{setting.split('=')[0]} is the same for all runs" in lines_of("dmoe,dense", [f"n:{setting}"])[0]
+        )
     assert [one.name for one in make_variants("", ["fine:NUM_EXPERTS=16"], CPU)] == ["dmoe", "dense", "fine"]
     assert lines_of("dense") == [
         "RUNS=dense: a comparison needs at least two. Fix: add another, as in --runs dmoe,dense."

@@ -89,6 +89,9 @@ def test_sizes_scale_by_the_rule():
     assert scaled(base.model_copy(update={"moe_latent_size": 48}), 64)["moe_latent_size"] == 24
     assert half["lr"] == pytest.approx(base.lr * math.sqrt(2), rel=1e-3)
     assert half["min_lr"] == pytest.approx(base.min_lr * math.sqrt(2), rel=1e-2)
+    # The parametrization scales the learning rate.
+    mup = scaled(base.model_copy(update={"parametrization": "mup"}), 64)
+    assert (mup["lr"], mup["min_lr"]) == (base.lr, base.min_lr)
     # An eighth of the parameters in the body and so of the tokens.
     assert half["train_iters"] == pytest.approx(base.train_iters / 8, rel=0.05)
     assert half["warmup_iters"] == pytest.approx(base.warmup_iters / 8, abs=1)

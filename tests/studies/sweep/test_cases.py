@@ -63,6 +63,10 @@ def test_a_case_runs_with_the_settings_that_were_given_and_writes_no_checkpoint(
         LOAD_DIR="x",
         WARMUP_ITERS="500",
         RAMPUP_BATCH_SIZE="4 4 100",
+        SPIKE_ACTION="rollback",
+        DATA_STAGES='[{"from_samples": 160, "seq_len": 32}]',
+        EMA_DECAY="0.9",
+        AVERAGE_EVERY="100",
     )
     config = load_config(case.flags, {})
     assert config == case.config
@@ -75,6 +79,7 @@ def test_a_case_runs_with_the_settings_that_were_given_and_writes_no_checkpoint(
     )
     assert config.log_interval == 1
     assert config.rampup is None
+    assert (config.spike_action, config.data_stages, config.average_every) == ("none", "", 1)
     assert config.warmup_iters == 0
     assert case.problems == ()
     assert (config.run_dir, config.run_name) == (
@@ -234,6 +239,15 @@ def test_a_batch_script_for_two_nodes(tmp_path):
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     for options in (JobOptions(["--gres=gpu:8"], 60, on_gpus=True), JobOptions([], 60, on_gpus=False)):
         assert "#SBATCH --gpus-per-node" not in batch_script(case, files, log, options)
+
+
+def test_paths_with_spaces_and_options_in_quotes(tmp_path, monkeypatch):
+    monkeypatch.chdir((tmp_path / "my runs").mkdir() or tmp_path / "my runs")
+    (case,) = cases(EXECUTOR="slurm", MBSZS="1")
+    files, log = JobFiles.of(Path("jobs"), case.name), Path("log")
+    text = batch_script(case, files, log, JobOptions(["--comment=a b"], 60, on_gpus=False))
+    for option in (f"--chdir={tmp_path}/my runs", f"--output={tmp_path}/my runs/log", "--comment=a b"):
+        assert f'#SBATCH "{option}"\n' in text
 
 
 def test_cases_do_not_see_the_lists(monkeypatch):

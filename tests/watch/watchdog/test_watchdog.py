@@ -38,10 +38,12 @@ def test_a_job_that_ended_at_night_with_nothing_behind_it(dog, run, queue, tmp_p
     assert found(dog, run, 5200.0 + 6 * HOUR) == (set(), set(), missing)  # the end of it, once
     assert found(dog, run, 5300.0 + 6 * HOUR) == (set(), set(), set())
     queue.set("")
-    # back within the six hours: not told
+    # back within half an hour of the last report: not told yet
     assert found(dog, run, 5400.0 + 6 * HOUR) == (missing, set(), set())
+    assert found(dog, run, 6900.0 + 6 * HOUR) == (missing, missing, set())
+    assert found(dog, run, 9000.0 + 6 * HOUR) == (missing, set(), set())  # it is still the same
     text = (tmp_path / "alerts.log").read_text()
-    assert text.count("PROBLEM: no job named big_run runs or waits, at iteration 2,020 of 40,000") == 2
+    assert text.count("PROBLEM: no job named big_run runs or waits, at iteration 2,020 of 40,000") == 3
     assert text.count("over: no job named big_run runs") == 1
     assert "moe-exp: 1 problem in big_run\n" in text
 
