@@ -307,6 +307,8 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
         # What all ranks agree on, by the only collective of the loop itself.
         end = agree_with_all_ranks(job, step, rules.reason(iteration), is_writing=saves.is_writing)
         is_last = bool(end.stop) or iteration == config.train_iters
+        if is_last and not is_logged:  # else no record would have these iterations
+            log(job, progress, interval, metrics, step)
         heartbeat.enter("end" if is_last else "end_of_iteration")
         if end.stop and metrics is not None and iteration < config.train_iters:
             logger.info("the run ends after iteration %d: %s", iteration, faults.stop_in_words(end.stop))

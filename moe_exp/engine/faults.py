@@ -50,7 +50,7 @@ def stop_in_words(reason: str) -> str:
 
 
 class StopSignal:
-    """Whether a signal asked this rank to save and exit; `exchange.end_of_iteration` informs the others."""
+    """Whether a signal asked this rank to save and exit; `interval.end_of_iteration` informs the others."""
 
     def __init__(self) -> None:
         self.reason = ""  # of STOP_REASONS

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from moe_exp.engine.optimizer_classes import MOMENTS, Adam
 from moe_exp.host.gloo import all_gather
+from moe_exp.layers.groups import group_size
 
 # In a parameter group of matrices: the axis split over tensor parallel ranks (-2 or -1), or 0.
 AXIS = "muon_axis"
@@ -110,7 +111,7 @@ class Muon(Adam):
     def _step_matrices(self, waiting: Sequence[_Matrices], ranks: Ranks) -> None:
         for p, _, group in waiting:
             p.mul_(1 - group["lr"] * group["weight_decay"])
-        if _size(ranks.shared) == 1:  # as stored, without copies
+        if group_size(ranks.shared) == 1:  # as stored, without copies
             for p, mean, group in waiting:
                 assert p.grad is not None
                 update = _whole_orthogonalized(p.grad.lerp(mean, self._momentum), group[AXIS], ranks.split)
@@ -147,8 +148,8 @@ def shared_out(costs: Sequence[int], num_ranks: int) -> list[int]:
 def _owned(waiting: Sequence[_Matrices], ranks: Ranks) -> list[list[_Owned]]:
     """What each rank of `ranks.shared` owns, without parameters of which it owns nothing."""
     costs = [_cost(each, ranks.split) for each in waiting for _ in _stacked(each.parameter)]
-    owners = iter(shared_out(costs, _size(ranks.shared)))
-    owned: list[list[_Owned]] = [[] for _ in range(_size(ranks.shared))]
+    owners = iter(shared_out(costs, group_size(ranks.shared)))
+    owned: list[list[_Owned]] = [[] for _ in range(group_size(ranks.shared))]
     for each in waiting:
         found: dict[int, list[int]] = {}
         for index in range(len(_stacked(each.parameter))):
@@ -162,7 +163,7 @@ def _cost(matrices: _Matrices, split: dist.ProcessGroup | None) -> int:
     """Proportional to the operations of `orthogonalized` for one of these matrices."""
     sizes, axis = list(matrices.parameter.shape[-2:]), matrices.group[AXIS]
     if axis:
-        sizes[axis] *= _size(split)
+        sizes[axis] *= group_size(split)
     short, long = sorted(sizes)
     return short * short * (2 * long + short)
 
@@ -212,13 +213,9 @@ def _stacked(x: Tensor) -> Tensor:
     return x.view(-1, *x.shape[-2:])
 
 
-def _size(ranks: dist.ProcessGroup | None) -> int:
-    return dist.get_world_size(ranks) if ranks is not None else 1
-
-
 def _whole_orthogonalized(part: Tensor, axis: int, ranks: dist.ProcessGroup | None) -> Tensor:
     """This rank's part of the orthogonalized whole, scaled to the size of Adam's updates."""
-    world = _size(ranks) if axis else 1
+    world = group_size(ranks) if axis else 1
     whole = part
     if world > 1:
         parts = [torch.empty_like(part) for _ in range(world)]

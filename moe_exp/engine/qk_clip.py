@@ -60,7 +60,9 @@ def clip_attention_logits(
             logits_LH = torch.stack(logits)
             dist.all_reduce(logits_LH, op=dist.ReduceOp.MAX, group=replicas)
             for attention, logits_H in zip(attentions, logits_LH, strict=True):
-                _scale(attention, (threshold / logits_H.clamp(min=threshold)).float())
+                # one that is not finite would erase the head: the loss and its gradient were finite
+                known_H = torch.where(logits_H.isfinite(), logits_H, threshold)
+                _scale(attention, (threshold / known_H.clamp(min=threshold)).float())
         return updated, norm, num_zeros
 
     # On the instance: training calls it.

@@ -206,6 +206,8 @@ def _make_deterministic(config: Config) -> None:
         os.environ.update(deterministic_environment(config, os.environ))
     # Not warn_only, with which torch's attention keeps its non-deterministic backward.
     torch.use_deterministic_algorithms(True)
+    # Every value is written before it is read: to fill new tensors as well costs writes, and changes nothing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def _start_parallel_state(config: Config) -> None:

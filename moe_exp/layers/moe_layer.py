@@ -107,7 +107,9 @@ class MoELayer(nn.Module):
         self.statistics.to(self.router.weight.device)
         return self
 
-    def forward(self, x: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None = None, *, with_loss: bool | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Routes, dispatches, computes and combines.
 
         Args:
@@ -115,6 +117,8 @@ class MoELayer(nn.Module):
                 `batch_dim` counts sequences.
             padding_mask: bool, the shape of `x` without D, True for padding: no expert sees it, and it counts
                 nowhere.
+            with_loss: compute the losses; by default in training, and with gradients. The first pass of a
+                recompute without gradients needs none.
 
         Returns:
             The output in the shape and dtype of `x`, and this rank's share of the weighted auxiliary losses
@@ -125,8 +129,9 @@ class MoELayer(nn.Module):
 
         # Skipped in evaluation, which does not use the losses: for a single token they take a good part of
         # the time.
-        needs_loss = self.is_training or torch.is_grad_enabled()
-        loss = self.auxiliary_loss(decision, x.shape[:-1]) if needs_loss else None
+        if with_loss is None:
+            with_loss = self.is_training or torch.is_grad_enabled()
+        loss = self.auxiliary_loss(decision, x.shape[:-1]) if with_loss else None
 
         x_TD = x.flatten(0, -2) if self.down is None else self.down(x.flatten(0, -2))
         few_kept = self.router.config.score == "relu"  # of a slot per expert
@@ -200,6 +205,7 @@ class MoELayer(nn.Module):
         scores, logits = decision.for_losses()
         num_tokens = tokens_in_group(decision, group)
         counts_E, expert_TK = self._choice_by_score(decision)
+        self.router.count_global(counts_E)
         counts_E = sum_over(counts_E, group)
         topk: Tensor | int = self.router.config.topk
         balance = load_balancing_loss_share(

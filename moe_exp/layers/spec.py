@@ -197,7 +197,7 @@ def decoder_spec(
         use_te: use Transformer Engine's layers around the MoE layer.
         vp_stage: model chunk of an interleaved pipeline.
         projection_norm: normalize queries, and keys, over all heads together.
-        documents: micro-batches come with `Documents` as `packed_seq_params`.
+        own_attention: this package's attention core also with `use_te`, see `te_layer_spec`.
         moe_options: arguments of `moe_submodule_spec`.
 
     Raises:

@@ -193,11 +193,18 @@ class LossGuard:
         begin = spike.first_iteration - MARGIN_ITERATIONS
         skipped = [done for done in self._recent if done.iteration >= begin]
         ranges, first = self._stream(skipped), skipped[0].iteration
+        if self._config.rampup and self._config.data_stages:  # later batches must begin where they did
+            start, stop = ranges[-1]
+            ranges = (*ranges[:-1], (start, stop + -sum(b - a for a, b in ranges) % self._config.gbsz))
         num_before = from_first_rank(lambda: len(read_rollbacks(self._folder)))
         is_over = num_before >= self._config.max_rollbacks
-        done = go_back(
-            self._config, self._folder, progress, iteration=first, samples=ranges, with_skip=not is_over
-        )
+        # First to before `begin`, also if that was before this start: its checkpoint may be damaged, too.
+        for undone in dict.fromkeys((begin, first)):
+            done = go_back(
+                self._config, self._folder, progress, iteration=undone, samples=ranges, with_skip=not is_over
+            )
+            if not isinstance(done, str):
+                break
         if isinstance(done, str):
             self._warn("no rollback: %s; training continues", done)
             self._event("no_rollback", iteration=progress.iteration, reason=done)

@@ -313,6 +313,20 @@ def test_losses_count_the_experts_of_highest_score_whatever_the_bias():
     assert layer.statistics.tokens_per_expert_E[0] == SEQUENCES * LENGTH
 
 
+def test_the_global_loss_counts_by_score_too():
+    router = {"expert_bias": True, "score": "sigmoid", "global_fractions": True}
+    plain, layer = (tiny_layer(losses=(AuxLoss("global_aux_loss", 0.7),), router=router) for _ in range(2))
+    layer.router.expert_bias.copy_(torch.tensor([9.0, 0, 0, 0]))
+    for _ in range(2):  # the second with the fractions of the first
+        expected = plain(TOKENS_BSD)[1]
+        close(layer(TOKENS_BSD)[1], expected)
+        for one in (plain, layer):
+            one.router.end_of_batch()
+    counts = layer.router.global_tokens_per_expert
+    assert torch.equal(counts, plain.router.global_tokens_per_expert) and len(counts.unique()) > 1
+    assert counts.sum() == SEQUENCES * LENGTH * 2 and "global_tokens_per_expert" in layer.router.state_dict()
+
+
 def test_losses_in_a_list_add_up():
     coeffs = {"aux_loss": 0.5, "seq_aux_loss": 0.25, "importance": 2.0}
     layer = tiny_layer(losses=tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items()))

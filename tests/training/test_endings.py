@@ -194,6 +194,14 @@ def test_stop_rules(tmp_path, monkeypatch):
     }
 
 
+def test_a_stop_between_two_log_lines_is_logged(session_runs):
+    settings = {"TRAIN_ITERS": 6, "WARMUP_ITERS": 0, "LOG_INTERVAL": 4, "EVAL_INTERVAL": 0}
+    stopped = session_runs.stopped("between", EXIT_INTERVAL=3, **settings)
+    assert stopped.curve("iteration") == [3]
+    ended = session_runs.succeed("between", EXIT_INTERVAL=0, **settings)
+    assert ended.curve("iteration") == [3, 4, 6]
+
+
 # Kills of random ranks at random moments. Every curve but the times, and what the samples were, have to come
 # out the same.
 CURVES = (

@@ -326,9 +326,39 @@ def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
     )
     guard = LossGuard.__new__(LossGuard)
     guard._config, guard._folder, guard._metrics, guard._skipped = Config(), RunFolder(tmp_path), None, ()
-    guard._recent = [Iteration(7, 24, 4, True, 1.0)]
+    guard._recent = [Iteration(6, 20, 4, True, 1.0), Iteration(7, 24, 4, True, 1.0)]
     guard._roll_back(Namespace(first_iteration=7), Namespace(iteration=7), None)
     assert seen == ["rollback", "list", "go_back", "end_of_iteration"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({}, [(24, 28)]),
+        # batches of the next stage must begin where they did: all that is skipped is a multiple of GBSZ
+        (
+            {"rampup_batch_size": "4 4 80", "data_stages": '[{"from_samples": 160, "seq_len": 64}]'},
+            [(24, 40)],
+        ),
+    ],
+    ids=["no stages", "ramp and stages"],
+)
+def test_a_spike_right_after_a_start_goes_back_to_before_that_start(settings, samples, tmp_path, monkeypatch):
+    calls = []
+
+    def go_back(*_, iteration, samples, with_skip):
+        calls.append((iteration, list(samples)))
+        return "there is no whole checkpoint"
+
+    monkeypatch.setattr("moe_exp.training.loss_guard.from_first_rank", lambda make: 0)
+    monkeypatch.setattr("moe_exp.training.loss_guard.go_back", go_back)
+    guard = LossGuard.__new__(LossGuard)
+    guard._config = Config(gbsz=16, seq_len=32, **settings)
+    guard._folder, guard._metrics, guard._skipped = RunFolder(tmp_path), None, ()
+    guard._recent = [Iteration(7, 24, 4, True, 1.0)]  # the start was at 6
+    guard._roll_back(Namespace(first_iteration=7), Namespace(iteration=7), None)
+    # and if there is none before it, to that of the start
+    assert calls == [(6, samples), (7, samples)]
 
 
 def test_the_loss_scaler_at_work_is_no_bad_step(tmp_path):

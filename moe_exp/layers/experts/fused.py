@@ -157,13 +157,13 @@ class _Experts(torch.autograd.Function):
             weights_R=weights_R,
         )
         dx, dweights, dweight1, dweight2, dbias1, dbias2 = None, None, None, None, None, None
+        trained = zip(ctx.parameters, ctx.needs_input_grad[2:4], strict=True)
+        main1, main2 = (_main_grad(parameter) if needed else None for parameter, needed in trained)
         if ctx.needs_input_grad[3]:
-            dweight2 = _weight_gradient(
-                sums, ctx.parameters[1], dy, weighted_RF, offsets_L1, a_index_R=token_R
-            )
+            dweight2 = sums(dy, weighted_RF, offsets_L1, a_index_R=token_R, out=main2)
         del weighted_RF
         if ctx.needs_input_grad[2]:
-            dweight1 = _weight_gradient(sums, ctx.parameters[0], dhidden_RW, x, offsets_L1, b_index_R=token_R)
+            dweight1 = sums(dhidden_RW, x, offsets_L1, b_index_R=token_R, out=main1)
         if ctx.needs_input_grad[4]:  # a sum over rows is a product with ones
             ones_R1 = dhidden_RW.new_ones(dhidden_RW.size(0), 1)
             dbias1 = weight_grad(ones_R1, dhidden_RW, offsets_L1).squeeze(1)
@@ -172,6 +172,7 @@ class _Experts(torch.autograd.Function):
             dbias2 = weight_grad(weights_R1, dy, offsets_L1, b_index_R=token_R).squeeze(1)
         if ctx.needs_input_grad[0]:
             dx = product(dhidden_RW, weight1_LWD, offsets_L1)
+            del dhidden_RW
             dx = dx if row_TK is None else combine(dx, row_TK)
         if ctx.needs_input_grad[1]:
             if bias2_LD is not None:
@@ -179,6 +180,10 @@ class _Experts(torch.autograd.Function):
             if row_TK is not None:
                 dweights_R = gather_rows(dweights_R, row_TK.flatten()).view(row_TK.shape)
             dweights = dweights_R.to(ctx.weights_dtype)
+        if main2 is not None:
+            dweight2 = _placeholder(ctx.parameters[1])
+        if main1 is not None:
+            dweight1 = _placeholder(ctx.parameters[0])
         return dx, dweights, dweight1, dweight2, dbias1, dbias2, *(None,) * 7
 
 
@@ -191,15 +196,17 @@ def _products(
     return (dy @ bias2_LD.t())[row_R if token_R is None else token_R, expert_R]
 
 
-def _weight_gradient(
-    sums: Any, parameter: Any, a: Tensor, b: Tensor, offsets_L1: Tensor, **indices: Tensor | None
-) -> Tensor | None:
-    """`sums`, a `weight_grad`, added to `main_grad` if any, as in Megatron's tensor_parallel/layers.py."""
-    main_grad = getattr(parameter, "main_grad", None)
+def _main_grad(parameter: Any) -> Tensor | None:
+    """Buffer to which the gradient is added, if any, as in Megatron's tensor_parallel/layers.py."""
+    found: Tensor | None = getattr(parameter, "main_grad", None)
     # Megatron-FSDP creates its buffer on access and does not want the old values. The kernel adds in fp32.
-    if main_grad is None or hasattr(parameter, "__fsdp_param__") or main_grad.dtype != torch.float32:
-        return sums(a, b, offsets_L1, **indices)
-    sums(a, b, offsets_L1, **indices, out=main_grad)
+    if found is None or hasattr(parameter, "__fsdp_param__") or found.dtype != torch.float32:
+        return None
+    return found
+
+
+def _placeholder(parameter: Any) -> Tensor | None:
+    """What the hooks get for a weight whose gradient is in `main_grad`; made last, when memory is free."""
     if not hasattr(parameter, "grad_added_to_main_grad"):
         return None
     parameter.grad_added_to_main_grad = True

@@ -25,23 +25,11 @@ def row_tile_ends(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.const
 
 @jit
 def row_tile(tile, tile_ends, offsets, BLOCK_M: tl.constexpr):
-    """Expert, first row and end of the expert's rows for a row tile in [0, num_row_tiles)."""
+    """Expert, first row and end of the expert's rows for a row tile in [0, last of `tile_ends`)."""
     is_before = tile_ends <= tile
     expert = tl.sum(is_before.to(tl.int32), 0)
     tiles_before = tl.max(tl.where(is_before, tile_ends, 0), 0)
     return expert, tl.load(offsets + expert) + (tile - tiles_before) * BLOCK_M, tl.load(offsets + expert + 1)
-
-
-@jit
-def num_row_tiles(offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """Row tiles of all experts."""
-    return tl.max(row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E), 0)
-
-
-@jit
-def find_row_tile(tile, offsets, num_experts, BLOCK_M: tl.constexpr, BLOCK_E: tl.constexpr):
-    """`row_tile` without the ends of the tiles at hand; a kernel that loops over tiles keeps them."""
-    return row_tile(tile, row_tile_ends(offsets, num_experts, BLOCK_M, BLOCK_E), offsets, BLOCK_M)
 
 
 @jit
@@ -96,9 +84,10 @@ def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "swiglu":
         y = x * tl.sigmoid(x)
     elif ACTIVATION == "squared_relu":
-        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
+        x = tl.where(x < 0.0, 0.0, x)  # unlike a maximum, NaN stays NaN
+        y = x * x
     elif ACTIVATION == "clamped_swiglu":
-        x = tl.where(x > LIMIT, LIMIT, x)  # unlike a minimum, NaN stays NaN
+        x = tl.where(x > LIMIT, LIMIT, x)
         y = x * tl.sigmoid(x * QUICK)
     else:
         tl.static_assert(ACTIVATION == "geglu" or ACTIVATION == "gelu", "no such activation")
@@ -114,7 +103,7 @@ def activate_with_derivative(x, ACTIVATION: tl.constexpr):
         y = x * s
         dy = s + y * (1.0 - s)
     elif ACTIVATION == "squared_relu":
-        positive = tl.maximum(x, 0.0)
+        positive = tl.where(x < 0.0, 0.0, x)
         y = positive * positive
         dy = 2.0 * positive
     elif ACTIVATION == "clamped_swiglu":

@@ -93,6 +93,9 @@ class CausalAttention(nn.Module):
         if self.cp_group.size() > 1:
             num_stripes = len(documents.ranges) // 2
             key, value = (self._gather_sequence(x, num_stripes) for x in (key, value))
+        elif self.use_flash and self.max_logits_H is None:  # all documents, as they lie in the samples
+            q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+            return documents.joined([self._attend_by_flash(q, k, v, documents)], query.size(1))
         queries, keys, values = documents.queries_of(query), documents.keys_of(key), documents.keys_of(value)
         if self.use_flash:
             for q, k in zip(queries, keys, strict=True):
@@ -184,7 +187,7 @@ class CausalAttention(nn.Module):
 
     def _measure(self, query: Tensor, key: Tensor) -> None:
         if self.max_logits_H is not None and self.training:
-            found = largest_logits(query, key) * self.scale
+            found = largest_logits(query, key, self.scale)
             torch.maximum(self.max_logits_H, found, out=self.max_logits_H)
 
     def take_max_logits(self) -> Tensor:
@@ -206,11 +209,12 @@ def _takes_groups(query: Tensor) -> bool:
 
 
 @torch.no_grad()
-def largest_logits(query: Tensor, key: Tensor, *, max_values: int = 1 << 24) -> Tensor:
-    """Largest q k of each head over all pairs that a causal mask leaves, fp32 [H].
+def largest_logits(query: Tensor, key: Tensor, scale: float, *, max_values: int = 1 << 24) -> Tensor:
+    """Largest q k * scale of each head over all pairs that a causal mask leaves, fp32 [H].
 
     Args:
         query: [Sq, B, H, d].
+        scale: of the logits; queries are scaled before the product, which fp16 may not hold otherwise.
         key: [Sk, B, G, d]; the last query sees the last key.
         max_values: products that are in memory at once, if there are more than those of one query.
     """
@@ -219,7 +223,7 @@ def largest_logits(query: Tensor, key: Tensor, *, max_values: int = 1 << 24) -> 
     num_rows = max(1, max_values // (batch * heads * key.size(0)))
     found = query.new_full((groups, heads // groups), -math.inf, dtype=torch.float32)
     for start in range(0, num_queries, num_rows):
-        rows = query[start : start + num_rows]
+        rows = query[start : start + num_rows] * scale
         end = before + start + len(rows)
         grouped = rows.reshape(len(rows), batch, groups, -1, size).permute(1, 2, 3, 0, 4)
         products = grouped.reshape(batch, groups, -1, size) @ keys[..., :end]

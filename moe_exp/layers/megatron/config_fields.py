@@ -32,7 +32,10 @@ REFUSED = {
     "moe_mlp_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
     "moe_paged_stash": ("activations are not kept in pages", "leave it at False"),
     "moe_router_force_biased": ("the router adds no random bias", "leave it at None"),
-    "moe_router_quantile_balancing_ema": ("the router has no quantile balancing", "leave it at 0"),
+    "moe_router_quantile_balancing_ema": (
+        "quantile balancing has no moving average here",
+        'leave it at 0; router={"expert_bias": True, "bias_rule": "quantile"} of decoder_spec selects it',
+    ),
     "moe_shared_expert_glu_interleave_size": ("gates and linear units are two halves", "leave it at None"),
     "moe_token_dropping": ("is not a way to drop", "set moe_expert_capacity_factor"),
     "overlap_moe_expert_parallel_comm": ("its schedule runs parts of Megatron's layer", "leave it at False"),

@@ -338,7 +338,7 @@ class MegatronMoELayer(MegatronMoE):
         return cast(Tensor, tensor_parallel.checkpoint(forward, False, hidden_states))
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
-        output, loss = self._token_layer[0](hidden_states, padding_mask)
+        output, loss = self._token_layer[0](hidden_states, padding_mask, with_loss=torch.is_grad_enabled())
         if loss is not None and self.training:
             # Megatron's schedules set the scale of losses attached this way.
             output = MoEAuxLossAutoScaler.apply(output, loss)

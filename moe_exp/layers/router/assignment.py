@@ -43,13 +43,15 @@ def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
     return before_TK < top_p
 
 
+_MOST_ITERATIONS = 1000  # of Sinkhorn-Knopp; extreme logits converge too slowly
+
+
 def sinkhorn(
     logits_TE: Tensor,
     valid_T: Tensor | None = None,
     *,
     group: ProcessGroup | None = None,
     tolerance: float = 1e-4,
-    max_iterations: int = 1000,
 ) -> Tensor:
     """exp(logits) with rows and columns scaled so that all tokens have equal mass, and all experts.
 
@@ -62,7 +64,6 @@ def sinkhorn(
         valid_T: tokens that are not padding; padding has no mass.
         group: ranks that hold the rest of the micro-batch.
         tolerance: each check synchronizes with the device.
-        max_iterations: limit for extreme logits, with which convergence is too slow.
 
     Returns:
         [T, E], each row proportional to that of the transport plan; its top-k is the assignment.
@@ -75,7 +76,7 @@ def sinkhorn(
     num_tokens = num_tokens.clamp(min=1)
     expert_E = cost_TE.new_ones(cost_TE.size(1))
     token_T = cost_TE.new_ones(cost_TE.size(0))
-    for _ in range(max_iterations):
+    for _ in range(_MOST_ITERATIONS):
         token_T = 1 / (num_tokens * (cost_TE @ expert_E) + 1e-8)
         new_E = 1 / (expert_E.numel() * sum_over(token_T @ cost_TE, group) + 1e-8)
         change = (new_E - expert_E).abs().mean()

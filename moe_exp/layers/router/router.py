@@ -219,6 +219,7 @@ class Router(nn.Module):
         if config.score == "relu":
             slots, tokens = sum_over(self.slots_and_tokens, group).double()
             self.l1_factor *= 1.2 ** torch.sign(slots - tokens * config.topk).float()
+            self.l1_factor.clamp_(1e-20, 1e20)  # of the smallest numbers of fp32 a fifth more is the same
             self.slots_and_tokens.zero_()
         if config.finds_quantiles:
             counts_EB = sum_over(self.gap_counts, group)
@@ -240,12 +241,15 @@ class Router(nn.Module):
             self.global_tokens_per_expert.copy_(sum_over(self.batch_tokens_per_expert, group))
             self.batch_tokens_per_expert.zero_()
 
+    def count_global(self, tokens_per_expert_E: Tensor) -> None:
+        """Counts the slots [E] of a micro-batch for `global_aux_loss`, as the losses count them: by score."""
+        if self.config.global_fractions and self.training and is_counted_forward():
+            self.batch_tokens_per_expert += tokens_per_expert_E.detach()
+
     @torch.no_grad()
     def _count(self, decision: RoutingDecision) -> None:
         if self.config.expert_bias and not self.config.finds_quantiles:
             self.local_tokens_per_expert += decision.tokens_per_expert_E
-        if self.config.global_fractions:
-            self.batch_tokens_per_expert += decision.tokens_per_expert_E
         if self.config.mean_scores_rate:
             scores, _ = decision.for_losses()
             self.batch_scores += scores.sum(dim=0) if scores.dim() == 2 else scores

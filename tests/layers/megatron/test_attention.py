@@ -288,5 +288,12 @@ def test_largest_logits_are_those_that_the_mask_leaves(num_queries, num_keys, he
         )
         for h in range(heads)
     ]
-    found = largest_logits(query, key, max_values=max_values)
-    assert found.tolist() == pytest.approx(expected, rel=1e-6)
+    found = largest_logits(query, key, 0.3, max_values=max_values)
+    assert found.tolist() == pytest.approx([0.3 * value for value in expected], rel=1e-6)
+
+
+def test_largest_logits_in_fp16_hold_products_that_fp16_does_not():
+    query = key = torch.full((3, 1, 2, 128), 30.0, dtype=torch.float16)
+    assert (query[0, 0] @ key[0, 0].t()).isinf().all()  # 128 * 900
+    found = largest_logits(query, key, 128**-0.5)
+    assert found.tolist() == pytest.approx([900 * 128**0.5] * 2, rel=2e-3)

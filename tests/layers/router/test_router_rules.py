@@ -185,24 +185,31 @@ def test_fp64_router():
 # Once per global batch
 
 
-def test_bias_and_global_fractions_move_at_the_end_of_the_batch():
-    router = identity_router(
-        4, 2, score="sigmoid", expert_bias=True, bias_update_rate=0.1, global_fractions=True
-    )
+def test_the_bias_moves_at_the_end_of_the_batch():
+    router = identity_router(4, 2, score="sigmoid", expert_bias=True, bias_update_rate=0.1)
     logits = torch.tensor([[math.log(p / (1 - p)) for p in row] for row in PROBABILITIES])
     router(logits[:6])
     router(logits[6:])
-    assert router.global_tokens_per_expert.tolist() == [0, 0, 0, 0]
+    assert router.expert_bias.tolist() == [0, 0, 0, 0]
     router.end_of_batch()
     # By the two largest of each row: 5, 4, 3 and 8 slots of a mean of 5.
     torch.testing.assert_close(router.expert_bias, torch.tensor([0.0, 0.1, 0.1, -0.1]))
-    assert router.global_tokens_per_expert.tolist() == [5, 4, 3, 8]
     router(logits[:1])
     router.end_of_batch()
     # The first row now: 0.6, 0.5, 0.3 and 0.7.
     torch.testing.assert_close(router.expert_bias, torch.tensor([-0.1, 0.2, 0.2, -0.2]))
-    assert router.global_tokens_per_expert.tolist() == [1, 0, 0, 1]
-    assert set(router.state_dict()) == {"weight", "expert_bias", "global_tokens_per_expert"}
+    assert set(router.state_dict()) == {"weight", "expert_bias"}
+
+
+def test_the_weight_of_l1_comes_back_from_its_smallest_value():
+    router = identity_router(4, 2, score="relu", normalize=False)
+    for _ in range(700):  # no expert at all
+        router(torch.full((1, 4), -1.0))
+        router.end_of_batch()
+    smallest = router.l1_factor.item()
+    router(torch.full((1, 4), 1.0))
+    router.end_of_batch()
+    assert 0 < smallest < 1e-19 and router.l1_factor.item() / smallest == pytest.approx(1.2)
 
 
 def test_the_bias_stays_below_its_step_over_its_decay():
