@@ -226,6 +226,11 @@ def use_model(path):
     model = moe_exp.load_model(path, tokenizer="bytes")
     text = model.generate("ab", max_new_tokens=3)
     assert (text.prompt_tokens, len(text.tokens), model.decode([97, 98])) == ([97, 98], 3, "ab")
+    # one text, not a sequence of letters
+    assert text.text
+    stopped = model.generate("ab", max_new_tokens=3, stop=text.text)
+    assert (stopped.text, stopped.finish_reason) == ("", "stop")
+    assert model.generate("ab", max_new_tokens=3, stop=text.text + "?").text == text.text
     assert model.generate("ab", max_new_tokens=3, temperature=1.0, seed=3) == model.generate(
         "ab", max_new_tokens=3, temperature=1.0, seed=3
     )

@@ -164,11 +164,12 @@ def _score(arguments: argparse.Namespace) -> int:
 
     request = _request(ScoreRequest, arguments)
     plan = plan_scoring(request)
+    is_other_calls = plan.partial.exists()
     try:
         return _run_ranks(plan, request, score)
     finally:
         # another node may be done before rank 0 has published the file
-        if plan.config.world_size > 1 and not plan.config.node_rank:
+        if plan.config.world_size > 1 and not (plan.config.node_rank or is_other_calls):
             plan.partial.unlink(missing_ok=True)
 
 

@@ -104,11 +104,9 @@ class Dispatcher:
     """How tokens get to the ranks of their experts.
 
     Attributes:
-        is_remote: supports experts on several ranks.
         gathers: every rank receives all tokens; else only those for its own experts.
     """
 
-    is_remote: bool = True
     gathers: bool = False
 
 
@@ -116,7 +114,7 @@ DISPATCHERS = {
     "alltoall": Dispatcher(),
     "allgather": Dispatcher(gathers=True),
     "deepep": Dispatcher(),
-    "local": Dispatcher(is_remote=False),
+    "local": Dispatcher(),
 }
 
 

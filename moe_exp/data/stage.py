@@ -331,6 +331,10 @@ def free_disk(folder: Path) -> int:
     return shutil.disk_usage(existing).free
 
 
+class Unfinished(ValueError):
+    """A step that could not be finished for now: what is done stays, and the same call continues."""
+
+
 def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:
     """Whether `what` fits on the disk of `folder`, which need not exist yet.
 
@@ -340,4 +344,4 @@ def check_free_disk(folder: Path, needed_bytes: int, what: str) -> None:
     free_bytes = free_disk(folder)
     if free_bytes < needed_bytes:
         rule = f"has {bytes_text(free_bytes)} free, {what} needs {bytes_text(needed_bytes)}"
-        raise ValueError(f"{folder}: {rule}. Fix: free some space, or choose a folder on another disk.")
+        raise Unfinished(f"{folder}: {rule}. Fix: free some space, or choose a folder on another disk.")

@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from moe_exp.checkpoint.format.folders import iteration_of, one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config
+from moe_exp.checkpoint.format.folders import one_checkpoint
+from moe_exp.checkpoint.format.settings import saved_config, saved_tokenizer
+from moe_exp.checkpoint.format.torch_dist import read_common
+from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
@@ -98,10 +100,11 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         capacity=request.capacity,
         document_mask=False if request.by_document else request.document_mask,
     )
-    tokenizer = _tokenizer(request, saved)
+    trained = saved_tokenizer(folder)
+    tokenizer = _tokenizer(request, saved, trained)
     if problems:
         raise ConfigError(problems)
-    sources = _sources(request, saved, check_ids=check_ids)
+    sources = _sources(request, saved, trained, check_ids=check_ids)
     batch_size = request.batch_size or batch_size_of(
         saved, saved.seq_len, max(map(len, sources)), capacity=request.capacity
     )
@@ -139,10 +142,10 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
     return problems
 
 
-def _tokenizer(request: EvalRequest, saved: Config) -> TextTokenizer | None:
+def _tokenizer(request: EvalRequest, saved: Config, trained: str) -> TextTokenizer | None:
     """None, with a warning, if there is none and none was requested."""
     try:
-        return tokenizer_for(saved, request.tokenizer)
+        return tokenizer_for(saved, request.tokenizer, trained=trained)
     except ValueError as error:
         if request.tokenizer:
             raise
@@ -150,8 +153,8 @@ def _tokenizer(request: EvalRequest, saved: Config) -> TextTokenizer | None:
         return None
 
 
-def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[HeldOut]:
-    prefixes, share = (list(request.data), (0.0, 1.0)) if request.data else _own_data(saved)
+def _sources(request: EvalRequest, saved: Config, trained: str, *, check_ids: bool) -> list[HeldOut]:
+    prefixes, share = (list(request.data), (0.0, 1.0)) if request.data else _own_data(saved, trained)
     cut = Cut(
         saved.seq_len, request.by_document, whole_only=request.capacity, samples=request.samples,
         share=share, share_of_sequences=saved.data_order == "megatron",
@@ -174,9 +177,9 @@ def _sources(request: EvalRequest, saved: Config, *, check_ids: bool) -> list[He
     return sources
 
 
-def _own_data(saved: Config) -> tuple[list[str], Share]:
+def _own_data(saved: Config, trained: str) -> tuple[list[str], Share]:
     """Prefixes of the run's validation data, and the share of their documents."""
-    given, saved = saved, find_prepared_text(saved)
+    given, saved = saved, find_prepared_text(saved, trained)
     share = parse_split(saved.split)[1] if saved.split else None
     if saved.valid_data:
         logger.info("data: %s", "VALID_DATA of the run" if given.valid_data else "held out of TRAIN_DATA")
@@ -220,7 +223,8 @@ def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
         for source, (nats, count, num_bytes) in zip(plan.sources, sums.tolist(), strict=True)
     ]
     usage = [] if counts is None else _usage(plan.config, counts)
-    return Evaluation(str(plan.folder), iteration_of(plan.folder), rows, usage)
+    iteration = iteration_of(plan.folder, read_common(plan.folder))
+    return Evaluation(str(plan.folder), iteration, rows, usage)
 
 
 def _usage(config: Config, counts: RouterCounts) -> list[LayerUsage]:

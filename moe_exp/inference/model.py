@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config
+from moe_exp.checkpoint.format.settings import saved_config, saved_tokenizer
 from moe_exp.config import setting_error
+from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine import runtime
 from moe_exp.host.files import expanded
 from moe_exp.inference.generate import Generated, GenerateRequest, continue_prompts, plan_generation
@@ -122,8 +123,12 @@ class Model:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""
-        return encode(tokenizer_for(saved_config(self.folder), self._tokenizer), text)
+        return encode(self._text_tokenizer(), text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of token ids."""
-        return decoder_of(tokenizer_for(saved_config(self.folder), self._tokenizer))(tokens)
+        return decoder_of(self._text_tokenizer())(tokens)
+
+    def _text_tokenizer(self) -> TextTokenizer:
+        saved, trained = saved_config(self.folder), saved_tokenizer(self.folder)
+        return tokenizer_for(saved, self._tokenizer, trained=trained)

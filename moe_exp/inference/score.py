@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config
+from moe_exp.checkpoint.format.settings import saved_config, saved_tokenizer
 from moe_exp.config import Config, problem
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import bytes_text, expanded
@@ -80,7 +80,7 @@ def plan_scoring(request: ScoreRequest) -> Plan:
         capacity=request.capacity,
         document_mask=request.document_mask,
     )
-    eod_id = _end_of_document(request, saved) if config.document_mask else None
+    eod_id = _end_of_document(request, saved, folder) if config.document_mask else None
     ids = _read_ids(Path(request.tokens), saved.vocab_size)
     if request.batch_size is not None and request.batch_size < 1:
         fix = "give the number of rows at a time"
@@ -103,10 +103,10 @@ def plan_scoring(request: ScoreRequest) -> Plan:
     return plan
 
 
-def _end_of_document(request: ScoreRequest, saved: Config) -> int:
+def _end_of_document(request: ScoreRequest, saved: Config, folder: Path) -> int:
     if (found := request.eod_id) is None:
         try:
-            found = tokenizer_for(saved, "").eod_id
+            found = tokenizer_for(saved, "", trained=saved_tokenizer(folder)).eod_id
         except ValueError as error:
             raise ValueError(problem("eod_id", "", f"has to be given: {error}", "give --eod-id")) from None
     if found is None or not 0 <= found < saved.vocab_size:

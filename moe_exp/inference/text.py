@@ -21,12 +21,14 @@ _CONTEXT_TOKENS = 8  # decoders treat the first piece differently (leading space
 _GIVE = "give --tokenizer, a folder with tokenizer.json or that file"
 
 
-def tokenizer_for(saved: Config, name: str, *, allow_special: bool = False) -> TextTokenizer:
+def tokenizer_for(
+    saved: Config, name: str, *, trained: str = "", allow_special: bool = False
+) -> TextTokenizer:
     """The tokenizer that a model was trained with, or `name`: a tokenizer.json or its folder, a SentencePiece
-    .model file, or `bytes`. `allow_special` parses special tokens in text, such as <s>. ValueError if there
-    is none or it has ids that the model has not.
+    .model file, or `bytes`. `trained`: as of `find_prepared_text`. `allow_special` parses special tokens in
+    text, such as <s>. ValueError if there is none or it has ids that the model has not.
     """
-    path = name or saved.tokenizer or find_prepared_text(saved).tokenizer or _embedded(saved)
+    path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer or _embedded(saved)
     if path != "bytes" and not Path(path).exists():
         raise ValueError(problem("tokenizer", path, "does not exist", _GIVE))
     tokenizer = load_named_tokenizer(path, allow_special=allow_special)

@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from helpers.whole_runs import Runs
+from moe_exp.checkpoint.format.settings import saved_tokenizer
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.data.own_text import preparation
@@ -22,6 +23,7 @@ from moe_exp.data.own_text.settings import (
     text_problems,
     with_prepared_text,
 )
+from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
@@ -119,6 +121,16 @@ def test_an_interrupted_preparation_resumes(place, monkeypatch):
         with_prepared_text(settings())
     (partial,) = place.glob("data/*.partial")
     assert (partial / "tokenizer/tokenizer.json").exists() and not list(place.glob("data/*/text.json"))
+    monkeypatch.setattr(preparation, "tokenize_files", tokenize)
+
+    # what a full disk or a worker that was killed for memory leaves, too
+    def full(*arguments, **options):
+        raise Unfinished("tokenize: a worker process died")
+
+    monkeypatch.setattr(preparation, "tokenize_files", full)
+    with pytest.raises(ConfigError, match="a worker process died"):
+        with_prepared_text(settings())
+    assert (partial / "tokenizer/tokenizer.json").exists()
     monkeypatch.setattr(preparation, "tokenize_files", tokenize)
     (partial / "documents/manifest.json").write_text("{")  # damaged: it begins anew
     used = with_prepared_text(settings())
@@ -221,6 +233,18 @@ def test_a_run_on_a_folder_of_text_is_found_again_by_eval(place, tmp_path):
     assert valid["lm_loss_bits_per_byte"] > 0
     config = load_config(yaml.safe_load(ended.folder.config.read_text()), {})
     assert (config.train_data, config.valid_data, config.tokenizer) == (str(tmp_path / "text"), "", "")
+    # text was added, and prepared for another run: this one keeps its own tokenizer and documents
+    used = find_prepared_text(config)
+    for number in range(12):  # some of them are held out
+        (tmp_path / f"text/z{number}.txt").write_text(f"zyxwvutsrqponm {number} " * 300)
+    other = with_prepared_text(config)
+    assert find_prepared_text(config) == other != used
+    trained = saved_tokenizer(ended.folder.checkpoints / "iter_0000002")
+    assert find_prepared_text(config, trained) == used
+    plan = plan_evaluation(EvalRequest(str(ended.folder.path)))
+    assert [one.prefix for one in plan.sources] == [used.valid_data]
+    with pytest.raises(ValueError, match="is text, and what was made of it"):
+        find_prepared_text(config, "0123456789abcdef")
     (tmp_path / "text").rename(tmp_path / "gone")
     plan = plan_evaluation(EvalRequest(str(ended.folder.path)))
     assert plan.token_bytes is not None and [Path(one.prefix).name for one in plan.sources] == ["valid"]

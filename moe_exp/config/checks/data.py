@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from moe_exp.config.data_stages import DataStage, microbatch_samples, stages_of
 from moe_exp.config.ramp import batch_size_at, ramp_steps
@@ -68,13 +68,20 @@ def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -
         yield f"{rule}; give {max(1, factor) * config.seq_len} or {(factor + 1) * config.seq_len}"
         return
     size, replicas = microbatch_samples(config, stage.seq_len), config.data_parallel_size
-    sizes = {config.gbsz, batch_size_at(config, stage.first_sample)}
-    if size % factor or any(batch % (size * replicas) for batch in sizes):
-        rule = (
-            f"has seq_len={stage.seq_len}, so a sample counts as {factor}, and a batch of {min(sizes)} is no"
-        )
+    steps = ramp_steps(config, total)
+    ends = accumulate(step.samples for step in steps)
+    sizes = {step.batch_size for step, end in zip(steps, ends, strict=True) if end > stage.first_sample}
+    unit = size * replicas * (config.pp if config.vpp else 1)  # Megatron's schedule for VPP
+    if size % factor or (bad := sorted(batch for batch in {config.gbsz, *sizes} if batch % unit)):
+        batch = config.gbsz if size % factor else bad[0]
+        rule = f"has seq_len={stage.seq_len}, so a sample counts as {factor}, and a batch of {batch} is no"
         rule += f" multiple of the {size} samples of a micro-batch times DP={replicas}"
-        yield f"{rule}; set GBSZ to a multiple of {size * replicas}, or MBSZ to one of {factor}"
+        rule += f" times PP={config.pp} (VPP)" if config.vpp else ""
+        if not size % factor and config.gbsz % unit == 0:
+            yield f"{rule}; let the steps of RAMPUP_BATCH_SIZE be multiples of {unit}"
+        else:
+            other = "" if config.vpp else f", or MBSZ to one of {factor}"
+            yield f"{rule}; set GBSZ to a multiple of {unit}{other}"
 
 
 def check_stage_begins(

@@ -95,7 +95,7 @@ def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
         for task_name, task in tasks.items():
             for document in task.eval_docs:
                 for answer in _answers(task, document):
-                    yield task_name, f"{task.doc_to_text(document)} {answer}"
+                    yield task_name, f"{_question(task, document)} {answer}"
     # lm-eval and datasets raise their own types, and many of Python's, for a task or data that is missing
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -105,11 +105,18 @@ def _lm_eval_texts(benchmark: Benchmark) -> Iterator[tuple[str, str]]:
         ) from error
 
 
+def _question(task: Any, document: Any) -> str:
+    """The text before the answer; where the choices are texts (winogrande), `doc_to_text` is their number."""
+    text = task.doc_to_text(document)
+    return str(task.doc_to_choice(document)[text] if isinstance(text, int) else text)
+
+
 def _answers(task: Any, document: Any) -> list[str]:
     """The right answers of a task's document as text."""
     target = task.doc_to_target(document)
     targets = target if isinstance(target, list) else [target]
-    choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" else []
+    is_number = isinstance(task.doc_to_text(document), int)  # then the choices are what comes before
+    choices = task.doc_to_choice(document) if task.OUTPUT_TYPE == "multiple_choice" and not is_number else []
     return [str(choices[one]) if isinstance(one, int) and choices else str(one) for one in targets]
 
 
@@ -185,9 +192,10 @@ def write_contamination_index(benchmarks: Sequence[Benchmark], folder: Path) -> 
             fix = "write question and answer into one text"
             raise ValueError(f"decontaminate={benchmark.given}: {rule}. Fix: {fix}.")
     folder.mkdir(parents=True, exist_ok=True)
-    for task, found in hashes.items():
+    for number, (task, found) in enumerate(hashes.items()):
         tasks[task]["num_ngrams"] = len(found)
-        path = folder / f"{re.sub(r'[^A-Za-z0-9._-]', '_', task)}.index.hashes"
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", task)  # which others may have as well
+        path = folder / f"{name if name == task else f'{name}_{number}'}.index.hashes"
         np.array(sorted(found), dtype=block.config.hash_config.np_descr).tofile(path)
     totals = {name: sum(counts[name] for counts in tasks.values()) for name in ("num_texts", "num_short")}
     totals["num_ngrams"] = len(set().union(*hashes.values()))

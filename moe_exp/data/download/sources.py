@@ -52,7 +52,6 @@ class Source:
         path: file or folder.
         url: file or folder at an object store.
         text_field: column or key with the text.
-        id_field: the one with the document's id, or None if there is none at the top level.
         licence: SPDX name or a few words.
         num_bytes: of the files to download, compressed.
         num_tokens: about; the publisher's count.
@@ -68,7 +67,6 @@ class Source:
     path: Path | None = None
     url: str = ""
     text_field: str = "text"
-    id_field: str | None = "id"
     licence: str = "unknown"
     num_bytes: int | None = None
     num_tokens: int | None = None
@@ -97,14 +95,14 @@ _DCLM = Source(
     "dclm_baseline_1.0", "DCLM-Baseline: Common Crawl, deduplicated and chosen by a classifier",
     repository="mlfoundations/dclm-baseline-1.0",
     revision="a3b142c183aebe5af344955ae20836eb34dcf69b",  # in earlier ones the files were called .jsonl.zstd
-    patterns=("global-shard_*_of_10/local-shard_*_of_10/*.jsonl.zst",), licence="CC BY 4.0", id_field=None,
+    patterns=("global-shard_*_of_10/local-shard_*_of_10/*.jsonl.zst",), licence="CC BY 4.0",
     num_bytes=7_196_105_155_016, num_tokens=4_000 * 10**9, is_exact=True,
     note="27,838 files, about 3 billion documents.",
 )  # fmt: skip
 _SLIMPAJAMA = Source(
     "slimpajama", "SlimPajama-627B: RedPajama, cleaned and deduplicated",
     repository="cerebras/SlimPajama-627B", revision="2d0accdd58c5d5511943ca1f5ff0e3eb5e293543",
-    patterns=("train/*/*.jsonl.zst",), licence="Apache-2.0, and those of its seven parts", id_field=None,
+    patterns=("train/*/*.jsonl.zst",), licence="Apache-2.0, and those of its seven parts",
     num_bytes=895 * 10**9, num_tokens=627 * 10**9,
     note=(
         "The training split; validation/ and test/ (500M tokens each, no text of train/ in them) by"
@@ -113,7 +111,7 @@ _SLIMPAJAMA = Source(
 )  # fmt: skip
 _PYTHON_STDLIB = Source(
     "python_stdlib", "The Python standard library's sources, part of the embedded corpus",
-    licence=PYTHON_STDLIB_LICENSE, num_tokens=3 * 10**6, id_field=None,
+    licence=PYTHON_STDLIB_LICENSE, num_tokens=3 * 10**6,
     note="On every machine with Python: nothing to download.",
 )  # fmt: skip
 _SAMPLE = ("sample/10BT/*.parquet",)

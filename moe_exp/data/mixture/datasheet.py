@@ -19,7 +19,7 @@ from moe_exp.data.convert.named_filters import language_identifier
 from moe_exp.data.documents import Tally, read_objects
 from moe_exp.data.inspect.inspection import documents_with_progress, length_summary
 from moe_exp.data.tokens.files import TokenFiles
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, replacing
 from moe_exp.host.progress import progress
 
 _MOST_HASHES = 20_000_000  # of all sources: of more documents a share is compared
@@ -184,5 +184,6 @@ def _distinct(part: Part, every: int) -> Any:
                 if digest % every == 0:
                     found.append(digest)
     distinct = np.unique(np.frombuffer(found, dtype=np.uint64))
-    np.save(path, distinct)
+    with replacing(path) as file:
+        np.save(file, distinct)
     return distinct

@@ -29,9 +29,10 @@ from moe_exp.data.documents import estimate_line_bytes
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.own_text.sources import TextSource
 from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import sample_texts, tokenize_files
-from moe_exp.data.tokens.tokenizer import load_named_tokenizer
+from moe_exp.data.tokens.tokenizer import load_named_tokenizer, tokenizer_fingerprint
 from moe_exp.data.tokens.tokenizer_training import train_tokenizer
 from moe_exp.host.files import bytes_text, file_hash, read_json, write_json
 from moe_exp.host.progress import progress
@@ -42,7 +43,7 @@ FACTS = "text.json"
 _HELD_OUT, _MOST_HELD_OUT, _FEWEST_HELD_OUT = 0.01, 0.1, 8
 _TOKENIZER_BYTES = 300 * 10**6  # of text that a tokenizer is trained on
 _BYTES_PER_WORKER = 2**24
-_SAMPLE_BYTES = 2**16
+_SAMPLE_BYTES = 2**22  # whose texts are cut to a 16th, which should be longer than most
 _MOST_NAMED = 3
 _MORE = "add more text, or set VALID_DATA to another text"
 
@@ -141,11 +142,16 @@ def known_places(data_dir: Path) -> set[str]:
     return places
 
 
-def find_prepared(source: TextSource, data_dir: Path) -> Prepared:
-    if found := matching(source, data_dir) if source.files else None:
+def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> Prepared:
+    """The preparation that a run was trained on; `trained`: its tokenizer's fingerprint, if that is known."""
+
+    def is_its_own(one: Prepared) -> bool:
+        return not trained or tokenizer_fingerprint(one.tokenizer) == trained
+
+    if source.files and (found := matching(source, data_dir)) and is_its_own(found):
         return found
     for one in _known(source, data_dir):
-        if one.facts["source"] == source.place:
+        if one.facts["source"] == source.place and is_its_own(one):
             logger.warning(
                 "%s=%s: changed since it was prepared; %s is used", source.setting, source.name, one.folder
             )
@@ -234,6 +240,8 @@ def _build_again(source: TextSource, folder: Path) -> Prepared:
     resumes = work.exists()
     try:
         return _build(source, folder, work)
+    except Unfinished:
+        raise
     except BadDocument:
         shutil.rmtree(work, ignore_errors=True)
         raise

@@ -83,10 +83,11 @@ def facts_for_ranks(prepared: Config) -> str:
     return json.dumps({name: getattr(prepared, name) for name in ("train_data", "valid_data", "tokenizer")})
 
 
-def find_prepared_text(config: Config) -> Config:
+def find_prepared_text(config: Config, trained: str = "") -> Config:
     """`with_prepared_text` for a run that was trained: prepares nothing.
 
-    If files have changed since, or are gone, the newest preparation of the same text is used and logged.
+    If files have changed since, or are gone, the newest preparation of the same text is used and logged; with
+    `trained`, the `tokenizer_fingerprint` of the training, the newest with that tokenizer.
 
     Raises:
         ValueError: there is none.
@@ -99,7 +100,7 @@ def find_prepared_text(config: Config) -> Config:
     members = blend_members(config.train_data) + blend_members(config.valid_data)
     if not any(is_known(name) or is_url(name) for _, name in members):
         return config
-    find = partial(find_prepared, data_dir=Path(config.data_dir))
+    find = partial(find_prepared, data_dir=Path(config.data_dir), trained=trained)
     return _resolved(config, find, is_known)
 
 

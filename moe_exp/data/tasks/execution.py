@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from moe_exp.host.devices import num_cores
+
 EXECUTORS = ("local", "slurm", "ray")
 _REPORT_BYTES = 2**20
 
@@ -114,9 +116,7 @@ def in_turn(passes: Sequence[Pass]) -> list[Pass]:
 
 def num_workers(execution: Execution) -> int:
     """Tasks at a time on this machine."""
-    return execution.workers or (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    return execution.workers or num_cores()
 
 
 class Through:

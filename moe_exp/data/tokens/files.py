@@ -6,6 +6,7 @@ have one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -112,6 +113,21 @@ def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
         if isinstance(place, dict) and isinstance(value := place.get(name), int):
             return value
     return None
+
+
+def other_tokenizer(prefixes: Iterable[str]) -> str:
+    """Says that token files were made with different tokenizer files; empty if they were not, or if that is
+    not recorded.
+    """
+    known: dict[str, str] = {}
+    for prefix in prefixes:
+        settings = manifest_of(prefix).get("settings")
+        facts = settings.get("tokenizer") if isinstance(settings, dict) else None
+        if isinstance(facts, dict) and isinstance(found := facts.get("hash"), str):
+            known.setdefault(found, prefix)
+    first, *others = known.values() or [""]
+    rule = f"{first} and {others[0]} were tokenized with different tokenizer.json files" if others else ""
+    return rule and f"{rule}: unless both give the same ids, the model learns two meanings of each"
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +12,13 @@ import numpy as np
 
 from moe_exp.config import setting_error
 from moe_exp.data.stage import check_free_disk, free_disk, run_stage
+from moe_exp.data.tokens.files import manifest_of, other_tokenizer, tokenizer_fact
 from moe_exp.data.tokens.parts import write_all
 from moe_exp.data.tokens.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary, progress
+
+logger = logging.getLogger(__name__)
 
 _COPY_BYTES = 2**22
 
@@ -47,7 +51,11 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
                         advance(len(chunk))
             os.fsync(file.fileno())
         num_documents, num_tokens = _merge_indices(prefixes, paths[1])
-        return stage.finish_files(paths, num_documents=num_documents, num_tokens=num_tokens, dtype=dtype)
+        first = manifest_of(str(prefixes[0]))
+        facts = {name: tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
+        known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
+        known |= {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
+        return stage.finish_files(paths, **known)
 
 
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
@@ -80,6 +88,8 @@ def _check(prefixes: Sequence[Path], output: Path) -> str:
             f"tokens are stored as {' and '.join(f'{dtype} in {prefix}' for dtype, prefix in dtypes.items())}"
         )
         raise setting_error("merge", prefixes[0], rule, "merge shards of one tokenizer")
+    if wrong := other_tokenizer(map(str, prefixes)):
+        logger.warning("merge: %s", wrong)
     return next(iter(dtypes))
 
 

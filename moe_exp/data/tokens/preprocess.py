@@ -25,7 +25,7 @@ from typing import Any
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
 from moe_exp.data.kinds import FILES, TextRule, is_stream
-from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, Stage, Unfinished, check_free_disk, run_stage
 from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.tokens.joined_parts import TASKS, JoinedParts
 from moe_exp.data.tokens.parts import (
@@ -37,6 +37,7 @@ from moe_exp.data.tokens.parts import (
     part_lines,
     plan_parts,
 )
+from moe_exp.host.devices import num_cores
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.processes import worker_context
 from moe_exp.host.progress import print_summary, progress
@@ -154,7 +155,7 @@ def check_backend(backend: str) -> None:
 
 def usable(workers: int) -> int:
     """At most as many as this process has cores."""
-    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    available = num_cores()
     if workers > available:
         what = "%d workers asked for, %d are started: as many as this process has cores"
         logger.info(what, workers, available)
@@ -279,7 +280,7 @@ def _with_dead_worker_named() -> Iterator[None]:
         yield
     except BrokenProcessPool as error:
         fix = "give fewer --workers if the memory was not enough, and call it again: it continues"
-        raise ValueError(f"tokenize: a worker process died. Fix: {fix}.") from error
+        raise Unfinished(f"tokenize: a worker process died. Fix: {fix}.") from error
 
 
 _worker: dict[str, Any] = {}

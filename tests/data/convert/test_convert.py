@@ -17,6 +17,7 @@ from decimal import Decimal
 from functools import cache
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -27,7 +28,7 @@ from helpers.ranks import start_process
 from moe_exp.data import kinds, stage
 from moe_exp.data.convert import convert as convert_module
 from moe_exp.data.convert import steps
-from moe_exp.data.convert.benchmarks import benchmarks_of, write_contamination_index
+from moe_exp.data.convert.benchmarks import _answers, _question, benchmarks_of, write_contamination_index
 from moe_exp.data.convert.convert import ConvertSettings, convert, sort_inputs
 from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.convert.near_duplicates import NearDuplicates
@@ -477,6 +478,28 @@ def test_several_benchmarks_are_counted_each_by_itself(tmp_path):
         benchmarks_of(["/nowhere"])
     with pytest.raises(ValueError, match="is given twice"):
         benchmarks_of([paths[0], paths[0]])
+
+
+def test_names_that_become_the_same_have_an_index_each(tmp_path):
+    texts = [" ".join(f"{first}{number}" for number in range(12)) for first in "ab"]
+    names = ("数学.jsonl", "物理.jsonl")
+    paths = [write_lines(tmp_path / name, [line(text)]) for name, text in zip(names, texts, strict=True)]
+    source = write_lines(tmp_path / "in/a.jsonl", [line(text) for text in (*texts, "clean")])
+    settings = ConvertSettings(decontaminate=benchmarks_of(paths))
+    manifest = convert([source], tmp_path / "x", settings, ONE)
+    assert manifest["filtered"]["contaminated"]["num_documents"] == 2
+
+
+def test_a_task_whose_choices_are_what_comes_before_the_answer():
+    """As winogrande of lm-eval: doc_to_text is the number of the right one."""
+    task = SimpleNamespace(
+        OUTPUT_TYPE="multiple_choice",
+        doc_to_text=lambda document: 1,
+        doc_to_choice=lambda document: ["The cat hid because the dog", "The cat hid because the storm"],
+        doc_to_target=lambda document: "was so loud.",
+    )
+    assert _question(task, {}) == "The cat hid because the storm"
+    assert _answers(task, {}) == ["was so loud."]
 
 
 LM_EVAL = """

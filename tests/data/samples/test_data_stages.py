@@ -176,6 +176,18 @@ def test_what_cannot_be_read(text, rule):
             "counts as 3, and a batch of 8 is no multiple of the 3 samples of a micro-batch times DP=1",
             "set GBSZ to a multiple of 3, or MBSZ to one of 3",
         ),
+        (  # of the ramp's batches after the stage begins, 4, 6 and 8, one is no multiple
+            [{"from_samples": 8, "seq_len": 128}],
+            {"rampup_batch_size": "4 2 40", "mbsz": 1, "gpus_per_node": 2, "gbsz": 8},
+            "counts as 2, and a batch of 6 is no multiple of the 2 samples of a micro-batch times DP=2",
+            "let the steps of RAMPUP_BATCH_SIZE be multiples of 4",
+        ),
+        (
+            [{"from_samples": 80, "seq_len": 256}],
+            {"pp": 2, "vpp": 2, "num_layers": 4, "gpus_per_node": 2, "mbsz": 1, "gbsz": 4},
+            "a batch of 4 is no multiple of the 4 samples of a micro-batch times DP=1 times PP=2 (VPP)",
+            "set GBSZ to a multiple of 8",
+        ),
         (
             [{"from_samples": 80, "train_data": "0.5 a 0.5 b.jsonl"}],
             {},

@@ -31,6 +31,7 @@ from moe_exp.data.documents import Tally, find_inputs, read_documents, read_line
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
+from moe_exp.data.tokens.files import TokenFiles, other_tokenizer
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
 from moe_exp.data.tokens.preprocess import _Workers, dry_run, tokenize_files, tokenized_prefix
@@ -188,6 +189,21 @@ def test_shards_merge_to_the_files_of_a_single_run(texts, how, undisturbed, tmp_
     manifest = merge_token_files(prefixes, tmp_path / "merged")
     assert contents(tmp_path / "merged") == contents(undisturbed[0])
     assert (manifest["num_documents"], manifest["num_tokens"]) == (len(texts), undisturbed[1]["num_tokens"])
+    for name in ("vocab_size", "eod_id"):
+        assert manifest[name] == TokenFiles(str(prefixes[0])).tokenizer_fact(name) is not None
+
+
+def test_shards_of_other_tokenizers_are_noticed(texts, how, tmp_path, caplog):
+    tokenize_files([write(tmp_path / "a.jsonl", jsonl(texts[:5]))], tmp_path / "one", how)
+    tokenize_files([write(tmp_path / "b.jsonl", jsonl(texts[5:9]))], tmp_path / "two", how)
+    assert other_tokenizer([str(tmp_path / "one"), str(tmp_path / "two")]) == ""
+    path = tmp_path / "two.manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["settings"]["tokenizer"]["hash"] = "0" * 32
+    path.write_text(json.dumps(manifest))
+    merge_token_files([tmp_path / "one", tmp_path / "two"], tmp_path / "merged")
+    both = f"{tmp_path}/one and {tmp_path}/two"
+    assert f"{both} were tokenized with different tokenizer.json files" in caplog.text
 
 
 def test_documents_of_several_sequences_merge_as_megatron_merges_them(tmp_path):
