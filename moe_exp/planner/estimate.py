@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from moe_exp.config import Config
-from moe_exp.config.data_stages import microbatch_samples, stages_of
+from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import RampStep, ramp_steps
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.hardware import Hardware
-from moe_exp.planner.prediction import Constants, load_constants
+from moe_exp.planner.prediction import Constants, at_stage, load_constants
 
 _SECONDS_PER_DAY = 86400
 
@@ -91,13 +91,8 @@ def _by_stage(config: Config, steps: list[RampStep]) -> Iterator[tuple[Config, i
         bounds = [consumed, *(begin for begin in begins if consumed < begin < end), end]
         for first, last in pairwise(bounds):
             seq_len = stages[bisect.bisect_right(begins, first)].seq_len
-            factor = seq_len // config.seq_len
-            at = config
-            if factor > 1:
-                mbsz = microbatch_samples(config, seq_len) // factor
-                changes = {"seq_len": seq_len, "mbsz": mbsz, "gbsz": config.gbsz // factor}
-                at = config.model_copy(update=changes)
-            yield at, step.batch_size // factor, (last - first) // step.batch_size
+            factor = max(1, seq_len // config.seq_len)
+            yield at_stage(config, seq_len), step.batch_size // factor, (last - first) // step.batch_size
         consumed = end
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_exp.config import Config
+from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.host.files import read_json
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import MemoryConstants, StageMemory, memory_of
@@ -129,11 +131,25 @@ def kind_of(job: Job, hardware: Hardware) -> str:
     return f"{model}, {narrow if config.fp8 != 'none' else 'bf16'}"
 
 
+def at_stage(config: Config, seq_len: int) -> Config:
+    """The settings in a stage of DATA_STAGES with longer samples, whose batches have as many tokens."""
+    factor = seq_len // config.seq_len
+    if factor <= 1:
+        return config
+    mbsz = microbatch_samples(config, seq_len) // factor
+    return config.model_copy(update={"seq_len": seq_len, "mbsz": mbsz, "gbsz": config.gbsz // factor})
+
+
 def predict(job: Job, hardware: Hardware, constants: Constants | None = None) -> Prediction:
-    """Memory and time of a job; with the constants that came with the package if none are given."""
+    """Memory and time of a job; with the constants that came with the package if none are given. The memory
+    is that of the stage of DATA_STAGES that needs most, the time that of SEQ_LEN.
+    """
     constants = constants or load_constants()
+    longer = {stage.seq_len for stage in stages_of(job.config)} - {job.config.seq_len}
+    jobs = [job, *(replace(job, config=at_stage(job.config, seq_len)) for seq_len in longer)]
+    memory = [memory_of(one, hardware, constants.memory) for one in jobs]
     return Prediction(
-        stages=memory_of(job, hardware, constants.memory),
+        stages=max(memory, key=lambda stages: max(stage.total for stage in stages)),
         time=time_of(job, hardware, constants.time),
         memory_bytes=hardware.memory_bytes,
         memory_error=constants.memory_error,

@@ -70,6 +70,8 @@ def test_devices_beside_each_other(call):
         (["compare-hardware", *MODEL, "--prices", "H100"], "PRICES=H100: must be DEVICE=PRICE"),
         (["compare-hardware", *MODEL, "--prices", "A100=1"], "PRICES=A100=1: A100-80GB is not compared"),
         (["compare-hardware", *MODEL, "--devices", "H1000"], "GPU=H1000: is not a known device"),
+        (["explain", "--preset", "reference", "--gpus", "8", "--tp", "16"], "GPUS_PER_NODE=8: 8 ranks"),
+        (["roofline", "--preset", "reference", "--gpus", "6", "--tp", "3"], "TP=3: does not divide"),
         (["compare-hardware", *RUN], "GPU=H100: has no effect here"),
     ],
 )

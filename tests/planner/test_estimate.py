@@ -7,6 +7,7 @@ from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import time_of
 from moe_exp.planner.estimate import cost_of, speed_of
+from moe_exp.planner.prediction import predict
 
 
 def seconds_at(config, batch_size=None):
@@ -64,6 +65,13 @@ def test_cost_with_stages():
     assert (cost.num_iterations, cost.num_tokens) == (500, 500 * 32 * 2048)
     assert cost.seconds == pytest.approx(100 * seconds_at(config) + 400 * seconds_at(longer))
     assert seconds_at(longer) > seconds_at(config)
+    # the memory is that of the stage that needs most: a micro-batch has at least one sample
+    whole = config.model_copy(update={"mbsz": 1})
+    needed, short, long = (
+        predict(Job.of(one), A100, PRIORS).needed_bytes
+        for one in (whole, whole.model_copy(update={"data_stages": ""}), longer)
+    )
+    assert needed == long > 1.1 * short
 
 
 def test_attention_inside_documents_costs_less():

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from moe_exp.commands.guard import add_json, print_json
-from moe_exp.config import Config, setting_error
+from moe_exp.config import Config, ConfigError, setting_error
+from moe_exp.config.checks.checks import check_config
 
 if TYPE_CHECKING:
     from moe_exp.planner.hardware import Hardware
@@ -42,7 +43,10 @@ def add_views(
     ) -> argparse.ArgumentParser:
         def run(arguments: argparse.Namespace) -> None:
             _refuse_budget(arguments)
-            show(arguments, load(arguments))
+            loaded = load(arguments)
+            if problems := check_config(loaded[0]):
+                raise ConfigError(problems)
+            show(arguments, loaded)
 
         return add(name, about, run)
 

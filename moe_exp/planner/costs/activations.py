@@ -189,8 +189,9 @@ class _Account:
         if self._writes_scores:
             return self._unfused_core()
         log_sums = 4 * config.num_heads
-        # ours gathers keys and values of the whole sequence, and joins the results of two blocks
-        if config.cp > 1:
+        # Ours gathers keys and values of the whole sequence, and joins the results of two blocks; Transformer
+        # Engine's passes them from rank to rank, and keeps this rank's.
+        if config.cp > 1 and not (self._is_fused and not (config.document_mask or config.qk_clip)):
             kept = width * (query + config.cp * (key + value) + result)
             return kept + self._input * result + log_sums
         if self._is_fused or config.multi_latent_attention:

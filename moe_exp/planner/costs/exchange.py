@@ -73,7 +73,7 @@ def skew_of(job: Job, hardware: Hardware, constants: TimeConstants) -> float:
     """Time of experts and exchange with the router's load, by that with tokens spread evenly over experts."""
     config = job.config
     is_padded = config.expert_capacity_factor is not None and config.pad_to_capacity
-    is_even = job.engine.balanced or config.ep == 1 or is_padded
+    is_even = job.engine.balanced or config.ep == 1 or is_padded or config.force_routing == "balanced"
     return constants.skew if hardware.is_recent and not is_even else 1.0
 
 

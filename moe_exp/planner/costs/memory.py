@@ -18,6 +18,7 @@ from moe_exp.planner.hardware import Hardware
 # Transformer Engine (4 MiB), a batch and its mask; 26 to 29 MiB in three of four runs.
 _WORKSPACE_BYTES = 27 * 2**20
 _PROCESS_BYTES = 0.57e9  # Python, torch, megatron-core and the embedded corpus: 0.35e9, and what a step loads
+_SHARE_HELD_BY_MALLOC = 0.1  # of activations, beside what they need: 0.07 to 0.14 in three processes
 _USABLE_SHARE = 0.99  # of a GPU for an allocator: the driver and the context's own pages keep the rest
 _BUCKET_ELEMENTS = 5e8  # of DeepSpeed's buckets: for 16-bit gradients, and with ZeRO for parameters
 
@@ -111,7 +112,8 @@ def memory_of(
         optimizer += per_parameter.table_state * tables[stage]
         buffers = handed_on + min(bucket_bytes, 2.0 * count)
         needed = weights + gradients + optimizer + activations + buffers + overhead
-        cached = _cached(constants.cached_share * activations, usable - needed)
+        share = _SHARE_HELD_BY_MALLOC if on_cpu else constants.cached_share
+        cached = _cached(share * activations, usable - needed)
         held = (weights, gradients, optimizer, activations, buffers, overhead)
         stages.append(StageMemory(*held, cached, workspace))
     return stages
@@ -141,7 +143,9 @@ def expected_imbalance(config: Config, spread: float) -> float:
     spread * sqrt((1 - n/E) / n) times its mean. 0.5 is what rank 0 needed in the first iterations of the
     reference runs, with a balancing loss of 1.44; later it is near 0.
     """
-    return 1 + spread * math.sqrt((config.ep - 1) / config.num_experts) if config.use_moe else 1.0
+    if not config.use_moe or config.force_routing == "balanced":
+        return 1.0
+    return 1 + spread * math.sqrt((config.ep - 1) / config.num_experts)
 
 
 def micro_batches_in_flight(config: Config, num_microbatches: int) -> list[float]:

@@ -170,6 +170,8 @@ def _layer(
     mlp_gathers = (1 + of_experts) * bool(config.shared_expert_size) if is_moe else 1 + forwards
     exchanges = 2 * (1 + of_experts) if is_moe else 0
     again = priced(config, "recompute", repeated)
+    if not config.use_moe and config.recompute in ("selective", "moe_act"):  # then of attention's scores
+        again = repeated["core_attn"]
     if config.recompute != "full":
         again += sum(repeated[name] for name in engine.recompute)
     compute = one.forward + one.backward + again
@@ -302,7 +304,7 @@ def muon_seconds(
 def _shared_seconds(device: Device, shapes: list[tuple[float, float, int]], num_ranks: int) -> float:
     """Seconds of the busiest of the ranks that share the matrices: it has one at least."""
     longest = max((_seconds(device, [(rows, columns, 1)]) for rows, columns, _ in shapes), default=0.0)
-    return max(longest, _seconds(device, shapes) / num_ranks)
+    return max(longest, _seconds(device, shapes) / max(1, num_ranks))
 
 
 def _seconds(device: Device, shapes: list[tuple[float, float, int]]) -> float:

@@ -206,7 +206,13 @@ def calibrate(
         rule = "no row has a measured mem_gb or sec_per_it that can be trusted"
         raise ValueError(f"RUNS: {rule}. Fix: fill one of these columns in.")
     return Calibration(
-        memory=fit(MemoryConstants, with_memory, log_memory_ratio, prior.memory if prior else None),
+        memory=fit(
+            MemoryConstants,
+            with_memory,
+            log_memory_ratio,
+            prior.memory if prior else None,
+            rest=rest.memory if rest else None,
+        ),
         time=fit(
             TimeConstants,
             with_time,

@@ -42,6 +42,7 @@ _REASONS = {
     "etp": "ETP does not divide the expert's width",
     "gbsz": "the global batch is not a multiple of MBSZ*DP",
     "rampup_batch_size": "a step of the batch ramp-up is not a multiple of MBSZ*DP",
+    "data_stages": "a batch of a stage of DATA_STAGES is not a multiple of its micro-batch times DP",
     "vpp": "VPP does not divide the layers of a stage, or micro-batches are no multiple of PP",
     "over_nodes": "TP reaches over nodes",
 }
@@ -119,9 +120,11 @@ def with_layout(config: Config, **layout: Any) -> Config:
 def model_problems(config: Config) -> list[str]:
     """Lines on problems that no layout fixes: training's checks for one GPU."""
     alone: dict[str, Any] = {"nnodes": 1, "gpus_per_node": 1, "node_rank": 0}
+    alone |= {"profile_ranks": "0", "dump_ranks": ""}  # these are of the real number of ranks
     if config.dispatcher == "deepep":  # needs EP > 1; checked with every EP
         alone["dispatcher"] = "alltoall"
-    return check_config(with_layout(config, **alone))
+    of_ranks = [line for line in check_config(config) if line.startswith(("PROFILE_RANKS=", "DUMP_RANKS="))]
+    return check_config(with_layout(config, **alone)) + of_ranks
 
 
 def layout_problems(config: Config) -> list[str]:
@@ -156,13 +159,13 @@ def families(config: Config, space: Space, rejected: Counter[str]) -> Iterator[F
                 if reason := _reason(inner):
                     rejected[reason] += leaves
                 else:
-                    given = {"gbsz": config.gbsz, "rampup_batch_size": config.rampup_batch_size}
+                    given = {name: getattr(config, name) for name in _any_batch(config)}
                     yield _family(inner.model_copy(update=given), space, rejected)
 
 
 def _any_batch(config: Config) -> dict[str, Any]:
     """A batch that suits every layout, for levels above the micro-batch."""
-    return {"gbsz": config.world_size, "rampup_batch_size": ""}
+    return {"gbsz": config.world_size, "rampup_batch_size": "", "data_stages": ""}
 
 
 def _reason(config: Config, fallback: str = "") -> str:

@@ -19,7 +19,7 @@ from helpers.ranks import free_port, in_turn, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.state import Trained
 from moe_exp.config import Config, load_config
-from moe_exp.planner.costs.activations import activations_of
+from moe_exp.planner.costs.activations import Activations, activations_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.memory import (
     MemoryConstants,
@@ -338,9 +338,18 @@ def test_fused_attention_does_not_grow_with_the_square_of_the_sequence():
 
 
 def test_context_parallel_ranks_share_the_sequence():
-    alone, shared = (activations_of(Job.of(reference(use_moe=False, cp=cp))) for cp in (1, 2))
+    def kept(cp: int, **settings: Any) -> Activations:
+        return activations_of(Job.of(reference(use_moe=False, cp=cp, **settings)))
+
+    alone, shared = (kept(cp, qk_clip=100.0) for cp in (1, 2))  # this package's attention
     assert shared.output == alone.output / 2
     assert alone.dense_layer / 2 < shared.dense_layer < alone.dense_layer  # keys and values are gathered
+    assert kept(2).dense_layer == kept(1).dense_layer / 2  # Transformer Engine keeps this rank's
+
+
+def test_routing_that_is_forced_to_be_even_needs_no_room_for_more():
+    assert expected_imbalance(reference(ep=8, force_routing="balanced"), 0.5) == 1.0
+    assert expected_imbalance(reference(ep=8), 0.5) > 1.1
 
 
 # Experts

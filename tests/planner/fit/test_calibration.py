@@ -10,6 +10,7 @@ from statistics import fmean
 import pytest
 
 from moe_exp.planner.costs.constants import OWN, RECENT
+from moe_exp.planner.costs.memory import MemoryConstants
 from moe_exp.planner.costs.timing import TimeConstants, time_of
 from moe_exp.planner.fit.calibration import (
     Calibration,
@@ -100,6 +101,14 @@ def test_without_rows_constants_are_their_priors():
     assert fit(TimeConstants, [], log_time_ratio, prior).constants.matrix_efficiency == pytest.approx(0.5)
     near = fit(TimeConstants, [made(TIMED[0])], log_time_ratio, prior).constants
     assert near.v100_share == pytest.approx(TimeConstants().v100_share)
+
+
+def test_constants_that_no_row_depends_on_are_those_of_the_rest():
+    shipped = load_constants()
+    rows = [run for run in read_runs(MEASURED_RUNS) if run.memory_gib and run.job.measured_by == "allocated"]
+    found = calibrate(rows[:8], rest=shipped).memory.constants
+    assert found.context_bytes == pytest.approx(shipped.memory.context_bytes)
+    assert shipped.memory.context_bytes != pytest.approx(MemoryConstants().context_bytes)
 
 
 def test_dense_runs_of_a_slow_cluster_say_little_about_its_moe_runs():

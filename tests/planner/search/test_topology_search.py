@@ -34,6 +34,10 @@ MODELS = {
     "mixtral": ({"preset": "mixtral-8x7b", "gpus_per_node": 8}, {"nnodes": 4, "gbsz": 128}),
     "latent attention": ({"preset": "deepseek-v3-like", "gpus_per_node": 8}, {"nnodes": 32}),
     "long sequences": (SMALL, {"seq_len": 32768, "nnodes": 2, "num_layers": 4}),
+    "stages": (
+        SMALL,
+        {"nnodes": 2, "gbsz": 64, "data_stages": "[{from_samples: 320000, seq_len: 8192}]"},
+    ),
     "first layers dense": (
         SMALL,
         {"first_k_dense": 3, "num_layers": 9, "num_router_groups": 4, "router_group_topk": 2},
@@ -256,6 +260,13 @@ def test_runner_ups_are_within_two_percent():
     assert result.runner_ups() == near[1:]
     assert result.place_of(best) == 1
     assert result.place_of(10 * best) == 1 + sum(one.seconds < 10 * best for one in result.ranked)
+
+
+def test_ranks_that_only_the_whole_world_has_are_no_problem():
+    config = model(SMALL, nnodes=2, profile_iters="3-4", profile_ranks="0,7", dump_iters="2", dump_ranks="7")
+    assert search(config, A100, constants=PRIORS).ranked
+    with pytest.raises(ConfigError, match="PROFILE_RANKS=8: there is no rank 8"):
+        search(config.model_copy(update={"profile_ranks": "8"}), A100, constants=PRIORS)
 
 
 def test_a_model_that_no_layout_would_mend():
