@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from datetime import datetime
 from html import escape
 from typing import Any
 
@@ -14,6 +13,7 @@ from moe_exp.host.quantities import duration
 from moe_exp.report.comparison import in_words
 from moe_exp.report.page_parts import run_name, table
 from moe_exp.report.run_data import Run
+from moe_exp.runs.records import time_of
 
 FAULTS = ("checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data")
 _MOST_ROWS = 300
@@ -23,7 +23,7 @@ _MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
 
 def events_html(runs: Sequence[Run]) -> str:
     """A timeline per run since its own start, all on one scale, and the events as a table."""
-    timed = [[(when, event) for event in run.events if (when := _time(event)) is not None] for run in runs]
+    timed = [[(when, event) for event in run.events if (when := time_of(event)) is not None] for run in runs]
     spans = [_span(run, events) for run, events in zip(runs, timed, strict=True)]
     longest = max((end - start for start, end in spans), default=0.0)
     if not any(timed):
@@ -75,13 +75,6 @@ def _left_out(events: Sequence[dict[str, Any]], kept: Sequence[dict[str, Any]]) 
 def is_checkpoint(event: dict[str, Any]) -> bool:
     """Whether the event is a saved checkpoint."""
     return event.get("event") == "checkpoint"
-
-
-def _time(event: dict[str, Any]) -> float | None:
-    try:
-        return datetime.fromisoformat(str(event.get("time"))).timestamp()
-    except ValueError:
-        return None
 
 
 def _span(run: Run, events: Sequence[tuple[float, dict[str, Any]]]) -> tuple[float, float]:

@@ -9,9 +9,9 @@ from typing import Any
 from moe_exp.config import Config
 from moe_exp.host.files import write_json
 from moe_exp.runs.curves import draw_loss_curve
-from moe_exp.runs.records import read_metrics
+from moe_exp.runs.records import iter_metrics
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runs.summary import Caller, Status, summarize, summary_text
+from moe_exp.runs.summary import Caller, Status, split_experts, summarize, summary_text
 
 LOSS_CURVE = "loss_curve.png"
 
@@ -37,11 +37,11 @@ def finish_run(
         The status and the summary text, which says what could not be written; None if the run did not get as
         far as its run folder.
     """
-    records = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    records, experts = split_experts(iter_metrics(folder.metrics) if folder.metrics.exists() else [])
     status = status_of_last_start(records, since)
     if status is None:
         return None
-    summary = summarize(config, records, folder, wall_seconds, status, code)
+    summary = summarize(config, records, experts, folder, wall_seconds, status, code)
     text = summary_text(summary, config, caller)
     try:
         write_json(folder.summary, summary)

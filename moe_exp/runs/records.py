@@ -19,10 +19,12 @@ import math
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from moe_exp.host.files import regular, replacing
 
@@ -189,7 +191,12 @@ def append(path: Path, *records: Record) -> None:
 
 def read_metrics(path: Path) -> list[Record]:
     """All records of a metrics.jsonl, without an incomplete last line; FileNotFoundError without a file."""
-    return list(_records(path))
+    return list(_records(path, lambda line: parsed_record(line.decode(errors="replace"))))
+
+
+def iter_metrics(path: Path) -> Iterator[Record]:
+    """Like `read_metrics`, one at a time and with `fast_record`: after weeks the file may have gigabytes."""
+    return _records(path, fast_record)
 
 
 def last_records(path: Path, num_bytes: int = 1 << 20) -> list[Record]:
@@ -211,6 +218,15 @@ def parsed_record(line: str | bytes) -> Record | None:
     return record if isinstance(record, dict) else None
 
 
+def fast_record(line: bytes) -> Record | None:
+    """Like `parsed_record`, in a fifth of the time; integers of more than 64 bits become floats."""
+    try:
+        record = orjson.loads(line)
+    except ValueError:
+        return parsed_record(line.decode(errors="replace"))
+    return record if isinstance(record, dict) else None
+
+
 def time_of(event: Record) -> float | None:
     """Time of an event in seconds since the epoch; None if missing."""
     try:
@@ -219,13 +235,14 @@ def time_of(event: Record) -> float | None:
         return None
 
 
-def _records(path: Path) -> Iterator[Record]:
-    with regular(path).open(encoding="utf-8", errors="replace") as file:
+def _records(path: Path, parse: Callable[[bytes], Record | None]) -> Iterator[Record]:
+    with regular(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
-            record = parsed_record(line)
-            if record is not None and line.endswith("\n"):
+            if not line.endswith(b"\n"):
+                break  # incomplete: being written, or a crash
+            if (record := parse(line)) is not None:
                 yield record
-            elif line.endswith("\n") and line.strip():
+            elif line.strip():
                 logger.warning("%s: line %d is not a record and is left out", path, number)
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import shlex
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
@@ -18,6 +17,7 @@ from pydantic import ValidationError
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
+from moe_exp.runs.records import Record
 from moe_exp.runs.run_folder import RunFolder
 
 Status = Literal["finished", "stopped", "failed"]
@@ -49,9 +49,36 @@ class Caller:
         return " ".join([*given, command, *flags])
 
 
+@dataclass
+class Experts:
+    """Sums of the `experts` of all train records, which may be gigabytes after weeks."""
+
+    last: Sequence[Mapping[str, Any]] = ()  # layers of the last train record
+    slots: dict[tuple[int, int], npt.NDArray[np.float64]] = field(default_factory=dict)
+
+    def add(self, layers: Sequence[Mapping[str, Any]]) -> None:
+        """Takes the layers of the next train record; `slots` sums by layer and number of experts."""
+        self.last = layers
+        for layer in layers:
+            counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
+            key = layer["layer"], len(counts)
+            self.slots[key] = self.slots[key] + counts if key in self.slots else counts
+
+
+def split_experts(records: Iterable[Record]) -> tuple[list[Record], Experts]:
+    """The records without `experts`, and these summed up."""
+    kept, experts = [], Experts()
+    for record in records:
+        if record["kind"] == "train":
+            experts.add(record.get("experts") or [])
+        kept.append({key: value for key, value in record.items() if key != "experts"})
+    return kept, experts
+
+
 def summarize(
     config: Config,
     records: Sequence[Mapping[str, Any]],
+    experts: Experts,
     folder: RunFolder,
     wall_seconds: float,
     status: Status,
@@ -61,7 +88,7 @@ def summarize(
 
     Args:
         config: settings of the latest start.
-        records: from `read_metrics`; may be empty.
+        records, experts: from `split_experts`; may be empty.
         folder: for its checkpoints.
         wall_seconds: of this start, from the launch to the end.
         status: finished (TRAIN_ITERS reached), stopped (asked to end earlier) or failed.
@@ -109,7 +136,7 @@ def summarize(
         "num_starts": sum(
             record["kind"] == "event" and record["event"] in ("start", "resume") for record in records
         ),
-        "expert_balance": _expert_balance([record.get("experts") or [] for record in train]),
+        "expert_balance": _expert_balance(experts),
         "transformers": next(iter(_latest_start(records)), {}).get("transformers"),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
@@ -147,12 +174,11 @@ def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.median(values) if values else None
 
 
-def _expert_balance(records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any] | None:
+def _expert_balance(experts: Experts) -> dict[str, Any] | None:
     """Balance at the last train record: layer with the busiest expert, and number of idle experts; and MaxVio
     of the slots of the whole run.
     """
-    layers = records[-1] if records else []
-    measured = [layer for layer in layers if layer["max_over_mean"] is not None]
+    measured = [layer for layer in experts.last if layer["max_over_mean"] is not None]
     if not measured:
         return None
     worst = max(measured, key=lambda layer: float(layer["max_over_mean"]))
@@ -166,21 +192,16 @@ def _expert_balance(records: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str,
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
         "microbatch_max_over_mean": worst.get("microbatch_max_over_mean"),
-        "run_max_vio": _run_max_vio(records),
+        "run_max_vio": _run_max_vio(experts),
         "dropped_fraction": max(layer["dropped_fraction"] or 0.0 for layer in measured),
         "num_experts": sum(len(layer["tokens_per_expert"]) for layer in measured),
         "dead_experts": dead,
     }
 
 
-def _run_max_vio(records: Sequence[Sequence[Mapping[str, Any]]]) -> float:
+def _run_max_vio(experts: Experts) -> float:
     """Of the layer with the largest."""
-    totals: dict[tuple[int, int], npt.NDArray[np.float64]] = {}
-    for layer in itertools.chain.from_iterable(records):
-        counts = np.asarray(layer["tokens_per_expert"], dtype=np.float64)
-        key = layer["layer"], len(counts)
-        totals[key] = totals[key] + counts if key in totals else counts
-    return max(float(counts.max() / max(counts.mean(), 1e-9)) for counts in totals.values()) - 1
+    return max(float(slots.max() / max(slots.mean(), 1e-9)) for slots in experts.slots.values()) - 1
 
 
 def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_exp.config import Config
+from moe_exp.runs.records import iter_metrics
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runs.summary import Caller, summarize, summary_text
+from moe_exp.runs.summary import Caller, split_experts, summarize, summary_text
 
 
 def train(iteration: int, lm_loss: float | None, **changes: Any) -> dict[str, Any]:
@@ -64,7 +66,7 @@ def config(**settings: Any) -> Config:
 
 
 def test_summary(folder: RunFolder) -> None:
-    summary = summarize(config(), RECORDS, folder, 12.3456, "finished")
+    summary = summarize(config(), *split_experts(RECORDS), folder, 12.3456, "finished")
     assert json.loads(json.dumps(summary, allow_nan=False)) == summary
     assert summary == {
         "status": "finished",
@@ -107,7 +109,7 @@ def test_summary(folder: RunFolder) -> None:
 
 
 def test_text(folder: RunFolder) -> None:
-    text = summary_text(summarize(config(), RECORDS, folder, 12.3, "finished"), config())
+    text = summary_text(summarize(config(), *split_experts(RECORDS), folder, 12.3, "finished"), config())
     assert (
         text
         == f"""Run finished: 4 of 4 iterations in 0:00:12
@@ -130,7 +132,7 @@ What to try next
 
 def test_the_loss_of_averaged_weights_is_in_the_text(folder: RunFolder) -> None:
     records = [r | {"ema_lm_loss": 4.125} if r["kind"] == "valid" else r for r in RECORDS]
-    summary = summarize(config(), records, folder, 12.3, "finished")
+    summary = summarize(config(), *split_experts(records), folder, 12.3, "finished")
     assert summary["last_valid_ema_lm_loss"] == 4.125
     assert "(perplexity 70.10), averaged weights 4.1250\n" in summary_text(summary, config())
 
@@ -139,7 +141,7 @@ def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> 
     given = config(train_iters=60, use_moe=True, run_name="mine", train_data="my data", split="99,1")
     environ = {"RUN_NAME": "mine", "USE_MOE": "true", "TRAIN_DATA": "my data"}
     caller = Caller(".venv/bin/moe-exp", "bash run.sh --train-iters 60", environ)
-    text = summary_text(summarize(given, RECORDS, folder, 12.3, "finished"), given, caller)
+    text = summary_text(summarize(given, *split_experts(RECORDS), folder, 12.3, "finished"), given, caller)
     assert f"  .venv/bin/moe-exp report {folder.path}   #" in text
     assert (
         "  RUN_NAME=mine_dense USE_MOE=false TRAIN_DATA='my data' bash run.sh --train-iters 60   # the dense"
@@ -158,14 +160,16 @@ def test_what_to_try_next_repeats_the_command_of_the_user(folder: RunFolder) -> 
 def test_no_command_is_suggested_that_would_be_refused(folder: RunFolder) -> None:
     upcycled = config(upcycle_from="runs/other/checkpoints", router_score="relu")
     records = [record | {"transformers": None} for record in RECORDS]
-    text = summary_text(summarize(upcycled, records, folder, 12.3, "finished"), upcycled)
+    text = summary_text(summarize(upcycled, *split_experts(records), folder, 12.3, "finished"), upcycled)
     assert "dense" not in text.partition("next")[2] and "to-hf" not in text
     nodes = config(nnodes=2, gpus_per_node=8)
-    assert "--ep" not in summary_text(summarize(nodes, RECORDS, folder, 12.3, "finished"), nodes)
+    assert "--ep" not in summary_text(
+        summarize(nodes, *split_experts(RECORDS), folder, 12.3, "finished"), nodes
+    )
 
 
 def test_a_run_without_records(tmp_path: Path) -> None:
-    summary = summarize(config(), [], RunFolder(tmp_path), 0.5, "failed")
+    summary = summarize(config(), *split_experts([]), RunFolder(tmp_path), 0.5, "failed")
     assert (
         summary["iteration"],
         summary["first_lm_loss"],
@@ -182,7 +186,7 @@ def test_a_run_without_records(tmp_path: Path) -> None:
 def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: RunFolder) -> None:
     records = [RECORDS[0], {"kind": "event", "event": "too_many_bad_steps", "iteration": 5}]
     bad = config(train_iters=9, lr=1e30)
-    text = summary_text(summarize(bad, records, folder, 1.0, "failed", 1), bad)
+    text = summary_text(summarize(bad, *split_experts(records), folder, 1.0, "failed", 1), bad)
     assert text.startswith("Run failed: 5 of 9 iterations")
     assert "  tokens       0 until iteration 0, the last that was logged\n" in text
     assert (
@@ -194,7 +198,8 @@ def test_a_run_that_bad_steps_have_ended_is_not_sent_the_same_way_again(folder: 
 
 def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder) -> None:
     text = summary_text(
-        summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped", 1), config(train_iters=9)
+        summarize(config(train_iters=9), *split_experts(RECORDS), folder, 1.0, "stopped", 1),
+        config(train_iters=9),
     )
     assert (
         "  SAVE_AT_END=true, or a smaller SAVE_INTERVAL than 1000   # exit code 1: SAVE_AT_END=false, and"
@@ -206,7 +211,7 @@ def test_a_stop_that_has_saved_nothing_says_why_its_code_is_1(folder: RunFolder)
 def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
     records = [*RECORDS, {"kind": "event", "event": "hang", "iteration": 4, "folder": "hang/NOW"}]
     text = summary_text(
-        summarize(config(train_iters=9), records, RunFolder(tmp_path), 1.0, "failed", 1),
+        summarize(config(train_iters=9), *split_experts(records), RunFolder(tmp_path), 1.0, "failed", 1),
         config(train_iters=9),
     )
     assert f"  {tmp_path}/hang/NOW/summary.txt   # where every rank was\n" in text
@@ -218,7 +223,8 @@ def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
 
 def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
     text = summary_text(
-        summarize(config(train_iters=9), RECORDS, folder, 1.0, "stopped"), config(train_iters=9)
+        summarize(config(train_iters=9), *split_experts(RECORDS), folder, 1.0, "stopped"),
+        config(train_iters=9),
     )
     assert (
         "Run stopped: 4 of 9 iterations" in text
@@ -228,7 +234,7 @@ def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
 
 def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:
     records = [*RECORDS, train(5, None, nan_iterations=1)]
-    summary = summarize(config(), records, folder, 1.0, "finished")
+    summary = summarize(config(), *split_experts(records), folder, 1.0, "finished")
     assert (
         summary["last_lm_loss"] is None and summary["min_lm_loss"] == 4.0 and summary["nan_iterations"] == 1
     )
@@ -239,9 +245,23 @@ def test_a_loss_that_became_nan_is_not_hidden(folder: RunFolder) -> None:
     )
 
 
+def test_the_experts_of_a_long_run_are_not_kept_in_memory(folder: RunFolder) -> None:
+    layer = {"layer": 1, "tokens_per_expert": [10**6 + expert for expert in range(512)]}
+    line = json.dumps(train(1, 4.0, experts=[layer] * 8)).encode() + b"\n"
+    folder.metrics.write_bytes(line * 500)
+    tracemalloc.start()
+    records, experts = split_experts(iter_metrics(folder.metrics))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(records) == 500 and peak < len(line) * 500 / 10
+    assert experts.slots[1, 512].tolist() == [500 * 8 * (10**6 + expert) for expert in range(512)]
+
+
 def test_a_dense_run_is_sent_to_experts_and_a_given_name_is_not_used_twice(folder: RunFolder) -> None:
     dense = config(use_moe=False, run_name="a")
-    text = summary_text(summarize(dense, [train(1, 8.0, experts=[])], folder, 1.0, "finished"), dense)
+    text = summary_text(
+        summarize(dense, *split_experts([train(1, 8.0, experts=[])]), folder, 1.0, "finished"), dense
+    )
     assert (
         "moe-exp train --use-moe true --run-name a_moe" in text
         and "--ep 2" not in text
@@ -256,6 +276,7 @@ def test_ep_is_offered_only_where_it_fits(folder: RunFolder) -> None:
         ({"ep": 2, "gpus_per_node": 2}, None),
     ]:
         text = summary_text(
-            summarize(config(**settings), RECORDS, folder, 1.0, "finished"), config(**settings)
+            summarize(config(**settings), *split_experts(RECORDS), folder, 1.0, "finished"),
+            config(**settings),
         )
         assert (offer in text) if offer else ("--ep 2" not in text)

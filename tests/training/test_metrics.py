@@ -9,7 +9,7 @@ import os
 import pty
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from moe_exp.checkpoint.hf.choice import exports_as
 from moe_exp.config import Config
 from moe_exp.host.devices import device_label
 from moe_exp.runs import records
-from moe_exp.runs.records import read_metrics
+from moe_exp.runs.records import iter_metrics, read_metrics
 from moe_exp.runs.run_folder import RunFolder, open_run_folder
 from moe_exp.training.console import (
     console_line,
@@ -373,18 +373,24 @@ def test_a_resume_reads_no_more_than_the_end(config: Config, folder: RunFolder, 
     assert [json.loads(line).get("training_seconds") for line in lines[296:]] == [None, pytest.approx(29.6)]
 
 
-def test_read_metrics_is_tolerant(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("read", [read_metrics, lambda path: list(iter_metrics(path))], ids=["all", "fast"])
+def test_reading_is_tolerant(
+    read: Callable[[Path], list[Any]], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text("")
-    assert read_metrics(path) == []
+    assert read(path) == []
     # A last line without its newline may be cut inside a number: 12 of 1234.
     path.write_bytes(b'{"iteration": 1}\nbroken\n\n{"iteration": 2}\n{"iteration": 12}')
-    assert read_metrics(path) == [{"iteration": 1}, {"iteration": 2}]
+    assert read(path) == [{"iteration": 1}, {"iteration": 2}]
     assert "line 2 is not a record" in caplog.text and caplog.text.count("is not a record") == 1
     path.write_bytes(b'{"iteration": 1}\n{"text": "\xc3')
-    assert read_metrics(path) == [{"iteration": 1}]
+    assert read(path) == [{"iteration": 1}]
+    # NaN is not JSON, and text may be cut inside a character
+    path.write_bytes(b'{"iteration": 1, "grad_norm": Infinity}\n{"text": "\xc3"}\n[1]\n')
+    assert read(path) == [{"iteration": 1, "grad_norm": math.inf}, {"text": "\ufffd"}]
     with pytest.raises(FileNotFoundError):
-        read_metrics(tmp_path / "none")
+        read(tmp_path / "none")
 
 
 def test_log_of_rank_0(
