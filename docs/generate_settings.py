@@ -115,6 +115,8 @@ MEGATRON_FLAGS = {
     "lr_groups": "--decoupled-lr --decoupled-min-lr (embedding and output layer)",
     "wsd_decay_iters": "--lr-wsd-decay-iters",
     "wsd_decay_style": "--lr-wsd-decay-style",
+    "parametrization": "mup: --use-mup",
+    "qk_clip": "--qk-clip --qk-clip-threshold",
     "deterministic": "--deterministic-mode",
     "optimizer_state_dtype": "--exp-avg-dtype --exp-avg-sq-dtype",
     "dtype": "--bf16, --fp16",
@@ -138,7 +140,8 @@ This page lists every setting of a training run, with its default, its values an
 same thing. All commands that train, plan or submit a run accept these settings.
 
 ```bash
-export GPUS_PER_NODE=8 USE_MOE=true NUM_EXPERTS=64 TOPK=1 MOE_TYPE=dmoe TP=1 PP=1 VPP=none EP=4
+export PRESET=reference GPUS_PER_NODE=8 USE_MOE=true NUM_EXPERTS=64 TOPK=1 MOE_TYPE=dmoe
+export TP=1 PP=1 VPP=none EP=4
 export LR=0.0006 MIN_LR=0.00006 MBSZ=8 GBSZ=64 TRAIN_ITERS=40000 WARMUP_ITERS=1000 DECAY_ITERS=38000
 bash moe_exp/scripts/run_moe_from_scratch.sh --dry-run
 ```
@@ -168,14 +171,14 @@ moe-exp train --resume runs/NAME                                # continue a run
 moe-exp train --resume runs/NAME --train-iters 20000            # the same, with one change
 ```
 
-`--config FILE` reads settings from a file. The commands `train`, `plan`, `compare`, `sweep` and `slurm`, and
-the scripts that call them, accept it. FILE is one of these:
+`--config FILE` reads settings from a file. The commands `train`, `plan`, `compare`, `ladder`, `mup`, `sweep`
+and `slurm`, and the scripts that call them, accept it. FILE is one of these:
 
 - `config.yaml` of a run, or the run folder that has it.
-- YAML with some settings, in lower or upper case: `num_experts: 64`. A value of YAML's null is not given,
-  except for a setting that can be none. Put lists into quotes: `moe_layer_freq: "[0]*3+[1]*21"`.
+- YAML with some settings, in lower or upper case: `num_experts: 64`. A null value counts as not set, except
+  for settings that accept `none`. Put lists into quotes: `moe_layer_freq: "[0]*3+[1]*21"`.
 - Lines NAME=value, as `moe-exp plan search --export FILE` and `moe-exp convert from-hf` write them. Values
-  are quoted as in a shell. An empty value is not given, as in the environment. Variables such as `$HOME`
+  are quoted as in a shell. An empty value counts as not set, as in the environment. Variables such as `$HOME`
   are not replaced but refused. `set -a; source FILE; set +a` sets the same values in the environment.
 
 Relative paths start at the folder you are in. The settings of a file that belong to SLURM or to a sweep are
@@ -208,7 +211,8 @@ TOKENIZER.
 ## Presets
 
 A preset is a named set of defaults: `PRESET=mixtral-8x7b`. `USE_MOE=false` makes any of them dense. The
-values of the presets are in `moe_exp/config/presets.py`.
+values of the presets are in `moe_exp/config/presets.py`. SLURM jobs have `reference` by default, with
+CPU_NODES=true `cpu`.
 
 {presets}
 
@@ -230,6 +234,8 @@ EP, ETP and CP work on both kinds of machine, so you can try a layout on a lapto
 GPUS_PER_NODE=4 TP=2 PP=2 EP=2 TRAIN_ITERS=20 bash moe_exp/scripts/run_moe_from_scratch.sh
 ```
 
+On a machine with fewer GPUs than ranks, `CUDA_VISIBLE_DEVICES=` in front runs it on the CPU.
+
 With the same MBSZ and GBSZ, the initial weights, the order of the samples and the losses do not depend on
 the layout ([architecture.md](architecture.md#what-makes-a-run-the-same-in-every-layout)). On several nodes,
 run the same command on each node with NNODES, MASTER_ADDR and that node's NODE_RANK; with SLURM see
@@ -240,8 +246,9 @@ run the same command on each node with NNODES, MASTER_ADDR and that node's NODE_
 
 # What docs/settings.md says about each preset.
 PRESET_TEXTS = {
-    "cpu": "4 layers of width 32, 64 experts, top-4: the default without GPUs",
-    "reference": "24 layers of width 512, 64 experts, top-1: the default with GPUs",
+    "cpu": "4 layers of width 32, 64 experts, top-4: the default without GPUs or TRAIN_DATA",
+    "reference": "24 layers of width 512, 64 experts, top-1, 4.37 billion parameters, for 8 GPUs: the "
+    "default with GPUs and TRAIN_DATA",
     "olmoe-1b-7b": "OLMoE, as published",
     "mixtral-8x7b": "Mixtral 8x7B, as published",
     "qwen3-30b-a3b": "Qwen3-30B-A3B, as published",
