@@ -17,13 +17,12 @@ import argparse
 import gc
 import os
 import platform
-import socket
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 from unittest.mock import patch
@@ -42,6 +41,7 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_classes import Adam
 from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler
 from moe_exp.engine.runtime import Runtime, start, stop
+from moe_exp.host.processes import free_port
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.megatron.attention import CausalAttention
@@ -368,12 +368,6 @@ def _table(heading: str, rows: list[tuple[str, float, float]]) -> str:
 
 
 # The command
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as server:
-        server.bind(("localhost", 0))
-        return int(server.getsockname()[1])
 
 
 def config_of(name: str, arguments: argparse.Namespace) -> Config:
