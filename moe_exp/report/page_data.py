@@ -84,7 +84,8 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     )
     best = smoothed(run, unit, window)
     spiked = spikes(train["grad_norm"])[:_MOST_SPIKES]
-    every = slice(None, None, max(1, len(run.valid["iteration"]) // points))
+    step = max(1, (num_valid := len(run.valid["iteration"])) // points)
+    every = slice((num_valid - 1) % step, None, step)  # with the last, which is the latest
     return {
         "name": run.name,
         "kind": run.kind,

@@ -159,6 +159,14 @@ def test_a_printed_loss_is_one_that_was_reached(tmp_path):
     assert 'value="4.04952"' in report_html(runs, loss=4.04952)  # what was asked for stays what it is
 
 
+def test_the_last_of_many_validations_is_on_the_page(tmp_path):
+    (run,) = runs_of(tmp_path, {"a": ([5, 4], 10, 1, DENSE)})
+    for number in (1, 4000, 4001):
+        run.valid = {key: np.arange(1.0, number + 1) for key in run.valid}
+        losses = page_data([run], None)["runs"][0]["valid"]["lm_loss"]
+        assert losses[-1] == number and len(losses) <= 2001
+
+
 def test_a_run_without_a_loss_has_no_say_in_the_unit(tmp_path):
     tokenizers = {name: {"tokenizer": name} | DENSE for name in ("a", "b", "c")}
     runs = runs_of(
