@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import orjson
-
 from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.report.run_status import ended_status
-from moe_exp.runs.records import Record, parsed_record
+from moe_exp.runs.records import Record, fast_record
 from moe_exp.runs.run_folder import RunFolder
 
 LAST_RECORDS = 2000  # losses kept for the plot
@@ -164,11 +162,7 @@ class Follower:
             file.seek(self._offset)
 
     def _take_line(self, line: bytes) -> None:
-        try:
-            record = orjson.loads(line)
-        except orjson.JSONDecodeError:
-            record = parsed_record(line)
-        if isinstance(record, dict):
+        if (record := fast_record(line)) is not None:
             if self.watched.take(record) and self._also:
                 self._also(record)
         elif line.strip():

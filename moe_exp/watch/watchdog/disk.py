@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from moe_exp.watch.watchdog.run import RunView, event_time
 
@@ -37,10 +35,6 @@ class Disk:
         """Time until it is full at this rate; None if it is not filling."""
         rate = self.bytes_per_second or 0.0
         return self.free_bytes / rate if rate > 0 else None
-
-
-def free_bytes(path: Path) -> int:
-    return shutil.disk_usage(path).free
 
 
 def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:

@@ -7,6 +7,7 @@ that checks from cron know of each other.
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.watch.watchdog.alerts import Channel, send_to_all
-from moe_exp.watch.watchdog.disk import disk_of, free_bytes, with_sample
+from moe_exp.watch.watchdog.disk import disk_of, with_sample
 from moe_exp.watch.watchdog.memory import (
     EVENT,
     Memory,
@@ -91,7 +92,8 @@ class Watchdog:
         check = RunCheck(run, path, memory)
         try:
             view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
-            memory.disk = with_sample(memory.disk, now, within(_READ_SECONDS, lambda: free_bytes(run.path)))
+            free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
+            memory.disk = with_sample(memory.disk, now, free)
             queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
             sight = Sight(view, disk_of(view, memory.disk), queue, silent)
             check.found = problems_of(sight, memory, self.limits, run.slurm_name)
