@@ -272,7 +272,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     loaded, held = iteration_in_this_run(job.source, job.folder), uploads.held if uploads else tuple
     saver = CheckpointWriter(config, job.runtime, job.folder.checkpoints, loaded, held)
     saves = CheckpointManager(config, saver, job.trained, metrics, uploads)
-    check_replicas(config, job.runtime, job.trained, progress, metrics)
+    interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
     guard = LossGuard(config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics)
     exit_file = job.folder.exit_file if job.runtime.is_first else None
     rules = faults.StopRules(

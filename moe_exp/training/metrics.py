@@ -19,8 +19,8 @@ from moe_exp.runs.records import (
     append,
     drop_records_after,
     event_record,
+    iter_metrics,
     newest_records,
-    read_metrics,
 )
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.training.console import console_line, progress_line, terminal_line, timers_line, validation_lines
@@ -36,7 +36,9 @@ _PERFORMANCE = (
     "peak_memory_bytes",
 )
 _ADDED = ("training_seconds",)  # to a train record by Metrics itself
-_NOT_A_CURVE = ("kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds")
+_NOT_A_CURVE = (
+    "kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds", "max_attention_logits",
+)  # fmt: skip
 _NOT_A_NUMBER = ("layer", "tokens_per_expert", "aux_losses")  # of a layer
 
 
@@ -60,12 +62,13 @@ class Metrics:
         # First, so that nothing is removed if wandb cannot start.
         self._mirrors = open_wandb(config, folder)
         num_removed = drop_records_after(self._path, start_iteration)
-        read = read_metrics if self._mirrors else newest_records
-        records = read(self._path) if self._path.exists() else []
+        records = newest_records(self._path) if self._path.exists() else []
         self._time = TrainingTime.of(records, start_iteration)
         kept = [record for record in records if record.get("kind") in ("train", "valid")]
-        for record in kept:
-            self._mirror(record)
+        if self._mirrors and self._path.exists():
+            for record in iter_metrics(self._path):  # one at a time: after weeks there may be gigabytes
+                if record.get("kind") in ("train", "valid"):
+                    self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
         self._mirrors += open_prometheus(config)
         facts = {
@@ -162,8 +165,9 @@ class Metrics:
         self._unwritten = []
 
     def _mirror(self, record: Record) -> None:
-        values, axes = curves(record), axes_of(record)
-        self._for_each_mirror(lambda mirror: mirror.write(values, axes))
+        if self._mirrors:
+            values, axes = curves(record), axes_of(record)
+            self._for_each_mirror(lambda mirror: mirror.write(values, axes))
 
     def _for_each_mirror(self, action: Callable[[Mirror], None]) -> None:
         for mirror in list(self._mirrors):
@@ -228,6 +232,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
     for key, value in record.items():
         if key not in _NOT_A_CURVE and value is not None:
             values[f"{'perf' if key in _PERFORMANCE else record['kind']}/{key}"] = float(value)
+    if logits := record.get("max_attention_logits"):
+        values["train/max_attention_logit"] = float(max(logits))
     for name, value in (record.get("aux_losses") or {}).items():
         values[f"moe/{name}"] = float(value)
     values |= {f"perf/{phase}_ms": float(value) for phase, value in (record.get("timers") or {}).items()}

@@ -12,6 +12,7 @@ from helpers.checkpoint.legs import MODEL, Leg, build_job, deviations, run_legs,
 from helpers.ranks import free_port, in_turn, run_on_ranks
 from moe_exp.config import load_config
 from moe_exp.engine.qk_clip import _scale_rows
+from moe_exp.training.metrics import curves
 
 BASE: dict[str, Any] = {"distributed_optimizer": False, "qk_clip": 0.02, "warmup_iters": 0}
 MLA: dict[str, Any] = {
@@ -101,6 +102,15 @@ def test_the_norm_of_a_fused_linear_is_not_scaled():
         _scale_rows(linear, [(torch.tensor([0.5, 0.25]), 2)])
     assert linear.layer_norm_weight.tolist() == [1, 1, 1, 1]
     assert torch.equal(linear.weight, before * torch.tensor([0.5, 0.5, 0.25, 0.25])[:, None])
+
+
+def test_a_run_logs_the_largest_logits(session_runs):
+    settings = {"QK_CLIP": 50, "DISTRIBUTED_OPTIMIZER": False, "TRAIN_ITERS": 2, "WARMUP_ITERS": 0}
+    ended = session_runs.succeed("clipped", LOG_INTERVAL=1, GPUS_PER_NODE=1, EP=1, **settings)
+    logits = ended.curve("max_attention_logits")
+    assert len(logits) == 2 and all(0 < logit < 50 for layers in logits for logit in layers)
+    (record, *_) = ended.records("train")
+    assert curves(record)["train/max_attention_logit"] == pytest.approx(max(record["max_attention_logits"]))
 
 
 def _legs(num_ranks: int, layouts: list[dict[str, Any]], **settings: Any) -> list[Any]:
