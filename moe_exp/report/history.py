@@ -15,7 +15,10 @@ from moe_exp.report.page_parts import run_name, table
 from moe_exp.report.run_data import Run
 from moe_exp.runs.records import time_of
 
-FAULTS = ("checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data")
+FAULTS = (
+    "checkpoint_failed", "upload_failed", "damaged_checkpoint", "other_data", "hang", "too_many_bad_steps",
+    "bad_step", "replicas_differ", "spike",
+)  # fmt: skip
 _MOST_ROWS = 300
 _MOST_MARKS = 150
 _MOST_SAMPLES, _MOST_CHARACTERS = 8, 2000
@@ -133,8 +136,7 @@ def is_fault(event: dict[str, Any]) -> bool:
         name in FAULTS
         or "fault" in name
         or "fail" in name
-        or "spike" in name
-        or event.get("status") == "failed"
+        or "failed" in (event.get("status"), event.get("grade"))
     )
 
 

@@ -329,7 +329,7 @@ def _layer_table(run: Run) -> str:
         "busiest / mean",
         "MaxVio of a batch",
         "dead experts",
-        "dropped tokens",
+        "dropped slots",
         "router entropy",
         "of the largest",
         "weight of the first choice",

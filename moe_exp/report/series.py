@@ -14,7 +14,8 @@ _SPIKE_FEWEST = 10
 
 
 def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
-    """Mean of the finite `values` at (x - window, x], in whole records: at least the record itself.
+    """Mean of the finite `values` at (x - window, x], in whole records: at least the record itself. Each
+    counts by its length in x: one of a few iterations, before a stop, for no more than these.
 
     Args:
         x: increasing.
@@ -25,12 +26,13 @@ def trailing_mean(x: Floats, values: Floats, window: float) -> Floats:
         The means; NaN while the records cover less than `window`, and if no value is finite.
     """
     finite = np.isfinite(values)
-    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(finite)])
+    lengths = np.where(finite, np.diff(x, prepend=begin_of(x)), 0.0)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0) * lengths)])
+    counts = np.concatenate([[0.0], np.cumsum(lengths)])
     ends = np.arange(1, len(x) + 1)
     starts = np.minimum(np.searchsorted(x, x - window, side="right"), ends - 1)
-    num = counts[ends] - counts[starts]
-    means = np.where(num > 0, (sums[ends] - sums[starts]) / np.maximum(num, 1), np.nan)
+    covered = counts[ends] - counts[starts]
+    means = np.where(covered > 0, (sums[ends] - sums[starts]) / np.where(covered > 0, covered, 1), np.nan)
     return np.where(x - begin_of(x) >= window * (1 - 1e-9), means, np.nan)
 
 

@@ -30,7 +30,7 @@ _LOSSES = (("train", "lm_loss", "training loss"), ("valid", "lm_loss", "validati
 _EXPERTS = (
     ("max_over_mean", "busiest expert over the mean"),
     ("dead_fraction", "share of dead experts"),
-    ("dropped_fraction", "share of dropped tokens"),
+    ("dropped_fraction", "share of dropped slots"),
     ("router_entropy", "router entropy, nats"),
 )
 _SPEED = (

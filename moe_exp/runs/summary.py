@@ -206,10 +206,9 @@ def _run_max_vio(experts: Experts) -> float:
 
 def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:
     """The summary for people: results, where they are and what to try next; no newline at the end."""
-    head = (
-        f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations in"
-        f" {_time(summary['wall_seconds'])}"
-    )
+    head = f"Run {summary['status']}: {summary['iteration']} of {summary['train_iters']} iterations"
+    head += ", this start in" if summary["num_starts"] > 1 else " in"
+    head += f" {_time(summary['wall_seconds'])}"
     next_lines = _next_lines(summary, config, caller or Caller())
     indented = ["  " + line for line in _result_lines(summary)]
     return "\n".join([head, *indented, "What to try next", *("  " + line for line in next_lines)])
@@ -264,7 +263,7 @@ def _balance_text(balance: Mapping[str, Any]) -> str:
     if (run_max_vio := balance.get("run_max_vio")) is not None:
         text += f", MaxVio of the run {run_max_vio:.2f}"
     return text + (
-        f", up to {balance['dropped_fraction']:.1%} of tokens dropped" if balance["dropped_fraction"] else ""
+        f", up to {balance['dropped_fraction']:.1%} of slots dropped" if balance["dropped_fraction"] else ""
     )
 
 

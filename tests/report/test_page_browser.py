@@ -225,18 +225,18 @@ def test_a_run_can_be_hidden(browser, page):
 def test_the_heatmap_follows_its_slider_and_the_keyboard(browser, page):
     browser.open(page)
     text = "document.querySelector('#heat-now .readout').textContent"
-    assert browser(text) == "iteration 40, layer 1, expert 0: 1.88 of its fair share (46.9% of the tokens)"
+    assert browser(text) == "iteration 40, layer 1, expert 0: 1.88 of its fair share (46.9% of the slots)"
     browser("document.querySelector('#heat-now canvas').focus()")
     for key in ("ArrowDown", "ArrowRight", "ArrowRight", "ArrowRight"):
         browser.press(key)
     assert (
-        browser(text) == "iteration 40, layer 2, expert 3: 0.00 of its fair share (0.0% of the tokens, dead)"
+        browser(text) == "iteration 40, layer 2, expert 3: 0.00 of its fair share (0.0% of the slots, dead)"
     )
     browser(
         "slider = document.getElementById('expert-time'); slider.value = 0; slider.dispatchEvent(new"
         " Event('input'))"
     )
-    assert browser(text) == "iteration 1, layer 2, expert 3: 1.00 of its fair share (25.0% of the tokens)"
+    assert browser(text) == "iteration 1, layer 2, expert 3: 1.00 of its fair share (25.0% of the slots)"
     browser("document.getElementById('expert-table-box').open = true")
     assert (
         browser(

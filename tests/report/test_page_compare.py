@@ -39,6 +39,8 @@ def test_trailing_mean():
     assert np.array_equal(trailing_mean(x, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)
     assert np.array_equal(trailing_mean(x, values, 0.5), [1, 2, NAN, 4, 8], equal_nan=True)
     assert trailing_mean(np.array([]), np.array([]), 1).tolist() == []
+    # the second is of one iteration before a stop: it counts a twentieth of the others
+    assert trailing_mean(np.array([20.0, 40, 41]), np.array([2.0, 2, 23]), 21)[-1] == pytest.approx(3)
     # A run from LOAD_DIR counts on from what its checkpoint had consumed: its first records cover no window
     # either.
     assert np.array_equal(trailing_mean(x + 100, values, 2), [NAN, 1.5, 2, 4, 6], equal_nan=True)

@@ -112,12 +112,12 @@ def test_text(folder: RunFolder) -> None:
     text = summary_text(summarize(config(), *split_experts(RECORDS), folder, 12.3, "finished"), config())
     assert (
         text
-        == f"""Run finished: 4 of 4 iterations in 0:00:12
+        == f"""Run finished: 4 of 4 iterations, this start in 0:00:12
   lm loss      8.0000 -> 4.5000 (lowest 4.0000 at iteration 3)
   validation   4.2500 (perplexity 70.10)
   tokens       4,000 (10,000 tokens/s, 100.0 ms per iteration)
   experts      the busiest takes 2.00 times its share (layer 2, 2.50 in a micro-batch), \
-1 of 4 got no token, MaxVio of the run 0.50, up to 5.0% of tokens dropped
+1 of 4 got no token, MaxVio of the run 0.50, up to 5.0% of slots dropped
   trouble      0 iterations without a finite loss, 1 skipped
   checkpoints  2, the newest is checkpoints/iter_0000004
   run folder   {folder.path}

@@ -196,7 +196,7 @@ Report.Experts = class {
   tell(time, layer, expert) {
     const share = this.share(time, layer, expert), part = (100 * share) / this.experts.num_experts;
     const dead = share < 0.01 ? ", dead" : "";
-    return `${this.period(time)}, layer ${this.experts.layers[layer]}, expert ${expert}: ${share.toFixed(2)} of its fair share (${part.toFixed(1)}% of the tokens${dead})`;
+    return `${this.period(time)}, layer ${this.experts.layers[layer]}, expert ${expert}: ${share.toFixed(2)} of its fair share (${part.toFixed(1)}% of the slots${dead})`;
   }
 
   draw() {

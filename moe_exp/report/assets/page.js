@@ -62,11 +62,11 @@
     balance: { title: "Load-balancing loss (1 is even)", series: ofRuns("load_balancing_loss"), smooth: true },
     z_loss: { title: "Router z-loss", series: ofRuns("z_loss"), smooth: true },
     worst: { title: "Busiest expert of all layers, times the mean", series: ofRuns("experts/max_over_mean"), smooth: true },
-    dropped: { title: "Dropped tokens, mean of the layers", series: ofRuns("experts/dropped_fraction"), smooth: true, show: percent, zero: true },
+    dropped: { title: "Dropped slots, mean of the layers", series: ofRuns("experts/dropped_fraction"), smooth: true, show: percent, zero: true },
     entropy: { title: "Router entropy, mean of the layers, nats", series: ofRuns("experts/router_entropy"), smooth: true },
     dead: { title: "Dead experts (under 1% of the fair share), mean of the layers", series: ofRuns("experts/dead_fraction"), show: percent, zero: true },
     "layer-entropy": { title: "Router entropy by layer, nats", series: ofLayers("router_entropy") },
-    "layer-dropped": { title: "Dropped tokens by layer", series: ofLayers("dropped_fraction"), show: percent, zero: true },
+    "layer-dropped": { title: "Dropped slots by layer", series: ofLayers("dropped_fraction"), show: percent, zero: true },
     "layer-worst": { title: "Busiest expert by layer, times the mean", series: ofLayers("max_over_mean") },
     "layer-top1": { title: "Router weight of the first choice by layer", series: ofLayers("top1_weight") },
   };
