@@ -6,7 +6,8 @@
 #
 # Expected time: a few minutes, depending on the network. torch stays as it is: it was built for the image's CUDA.
 set -euo pipefail
-root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+export PIP_CONSTRAINT="" # of NVIDIA's images: it pins other versions than setup.py
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." >/dev/null && pwd -P)"
 python="${PYTHON:-python3}"
 extras="${EXTRAS:-train,data}"
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from moe_exp.host.devices import num_cores
+from moe_exp.host.devices import count_gpus, num_cores
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -332,7 +332,9 @@ def device_rows() -> list[list[str]]:
         what = f"{gpu.name}, {gpu.total_memory / 2**30:.1f} GiB, compute capability {gpu.major}.{gpu.minor}"
         rows.append([f"cuda:{index}", what])
     build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build"
-    rows = rows or [["GPU", f"none that torch can use ({build}): runs use the processor and gloo"]]
+    gpus = count_gpus()
+    end = f"runs are refused, as this host has {gpus}" if gpus else "runs use the processor and gloo"
+    rows = rows or [["GPU", f"none that torch can use ({build}): {end}"]]
     page_bytes, num_pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     rows.append(["CPU", f"{num_cores()} cores for this process, of {os.cpu_count()}"])
     return [*rows, ["memory", f"{page_bytes * num_pages / 2**30:.1f} GiB"]]

@@ -48,9 +48,26 @@ def driver_version() -> str:
 
 def torch_has_cuda() -> bool:
     """Whether the installed torch is built with CUDA, without importing it."""
+    return re.search(r"^cuda\b.*= *None$", _torch_version_file(), re.MULTILINE) is None
+
+
+def _torch_version_file() -> str:
     spec = importlib.util.find_spec("torch")
-    text = Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
-    return re.search(r"^cuda\b.*= *None$", text, re.MULTILINE) is None
+    return Path(spec.origin).with_name("version.py").read_text() if spec and spec.origin else ""
+
+
+def cuda_problem() -> str:
+    """Why torch's CUDA cannot use this host's driver or GPUs; empty if nothing is known against it."""
+    found = re.search(r"^cuda\b.*= *'((\d+)\.[\d.]+)'$", _torch_version_file(), re.MULTILINE)
+    if found is None or not (driver := driver_version()):
+        return ""
+    if int(driver.partition(".")[0]) < int(found[2]):
+        return f"is built for CUDA {found[1]}, and this host's driver supports CUDA {driver}"
+    oldest = compute_capability()
+    if int(found[2]) >= 13 and oldest < (7, 5):
+        which = f"{oldest[0]}.{oldest[1]}"
+        return f"is built for CUDA {found[1]}, which has no code for compute capability {which}"
+    return ""
 
 
 @functools.cache

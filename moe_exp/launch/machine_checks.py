@@ -27,7 +27,7 @@ from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
-from moe_exp.host.devices import compute_capability, count_gpus, torch_has_cuda
+from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
 from moe_exp.host.files import bytes_text, is_url, read_yaml
 from moe_exp.launch.room import disk_problems
 from moe_exp.launch.torchrun_job import port_problem
@@ -71,9 +71,10 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
 def _devices(c: Config) -> Iterator[str]:
     gpus = count_gpus()
     has = f"this host has {gpus} GPU{'s' if gpus > 1 else ''}"
-    if gpus and not torch_has_cuda():
-        rule = f"is a build without CUDA, and {has}"
-        fix = "install torch with CUDA, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+    without = "" if not gpus or torch_has_cuda() else f"is a build without CUDA, and {has}"
+    if gpus and (rule := without or cuda_problem()):
+        fix = "install torch with CUDA" + ("" if without else " for it")
+        fix += ", or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         yield problem("torch", importlib.metadata.version("torch"), rule, fix)
     if 0 < gpus < c.gpus_per_node:
         fix = f"set GPUS_PER_NODE to at most {gpus}, or CUDA_VISIBLE_DEVICES= to run on the CPU"

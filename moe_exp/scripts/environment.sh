@@ -15,7 +15,7 @@
 # pip's own variables (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS) and files say where packages come from.
 # Without them, a machine without GPUs gets torch from PyTorch's index of CPU builds, if that answers.
 
-_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+_root="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." >/dev/null && pwd -P)" # cd prints what CDPATH finds
 _venv="$_root/.venv"
 _count_gpus="from moe_exp.host.devices import count_gpus"
 _cpu_index=https://download.pytorch.org/whl/cpu
@@ -129,6 +129,7 @@ _build() ( # in a subshell, which holds the lock until it ends
     _ready "$@" && exit 0
     [ -w "$_root" ] ||
         _fail "$_root is read-only, so .venv cannot be made. Fix: activate an environment that meets setup.py"
+    [ ! -e "$_venv" ] || [ -w "$_venv" ] || _fail "$_venv belongs to somebody else. Fix: remove it as its owner"
     rm -f "$_venv"/moe-exp-stamp*
     "$_venv/bin/python" -m pip --version >/dev/null 2>&1 || _new_venv
     _install "$@"
@@ -174,6 +175,7 @@ _install() {
         torch='from importlib.metadata import version; print(version("torch"))'
         torch="torch==$("$_venv/bin/python" -c "$torch")"
         pins=("$torch")
+        export PIP_CONSTRAINT="" # of NVIDIA's images: it pins other versions than setup.py
     elif [ -n "$lacks_torch" ]; then
         torch="$(grep '^torch==' constraints.txt || echo torch)" # without a pin: the newest
         if _wants_cpu_build && _say "installing $torch, a CPU build from $_cpu_index" &&
@@ -194,12 +196,13 @@ _install() {
 # pip install, with its own progress on a terminal; elsewhere a line for each package of a megabyte or more.
 _pip() {
     local pip=("$_venv/bin/python" -m pip install --no-compile --disable-pip-version-check) line
+    local -x PIP_USER=0 PIP_ROOT_USER_ACTION=ignore # not outside .venv, where a site's settings may point
     if [ -t 2 ]; then
-        PIP_ROOT_USER_ACTION=ignore "${pip[@]}" "$@" >&2
+        "${pip[@]}" "$@" >&2
         return
     fi
     {
-        PIP_ROOT_USER_ACTION=ignore "${pip[@]}" --progress-bar off "$@" 2> >(grep -v '^WARNING: ' >&2) ||
+        "${pip[@]}" --progress-bar off "$@" 2> >(grep -v '^WARNING: [^R]' >&2) || # but that it is retrying
             printf '%s\n' "failed with $?"
     } | {
         while IFS= read -r line; do
@@ -216,7 +219,10 @@ _pip() {
 _wants_cpu_build() {
     local ask="import sys, urllib.request as u; u.urlopen(sys.argv[1] + '/torch/', timeout=5).close()" config
     [ "$(uname)" = Linux ] || return 1
-    if "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then return 1; fi
+    # whatever this call is to use: .venv stays
+    if env -u CUDA_VISIBLE_DEVICES "$_venv/bin/python" -c "import sys; $_count_gpus; sys.exit(not count_gpus())"; then
+        return 1
+    fi
     if command -v sbatch >/dev/null && [ "${CPU_NODES:-false}" = false ]; then
         _say "no GPU here, but jobs run on other nodes: torch with CUDA (with CPU_NODES=true without it)"
         return 1

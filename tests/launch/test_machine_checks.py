@@ -112,6 +112,28 @@ def test_more_ranks_than_gpus(here, monkeypatch):
     assert check_machine(here(gpus_per_node=2)) == []
 
 
+@pytest.mark.parametrize(
+    ("cuda", "driver", "capability", "text"),
+    [
+        ("'13.0'", "12.4", (9, 0), "is built for CUDA 13.0, and this host's driver supports CUDA 12.4"),
+        ("'12.8'", "12.4", (7, 0), ""),
+        ("'13.0'", "13.0", (7, 0), "is built for CUDA 13.0, which has no code for compute capability 7.0"),
+        ("'13.0'", "13.1", (7, 5), ""),
+        ("None", "12.4", (9, 0), ""),
+        ("'13.0'", "", (9, 0), ""),
+    ],
+)
+def test_a_driver_or_gpu_that_is_too_old_for_torch(cuda, driver, capability, text, here, monkeypatch):
+    monkeypatch.setattr(devices, "_torch_version_file", lambda: f"cuda: Optional[str] = {cuda}\n")
+    monkeypatch.setattr(devices, "driver_version", lambda: driver)
+    monkeypatch.setattr(devices, "compute_capability", lambda: capability)
+    assert devices.cuda_problem() == text
+    monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 1)
+    monkeypatch.setattr("moe_exp.launch.machine_checks.torch_has_cuda", lambda: True)
+    lines = [line for line in check_machine(here()) if line.startswith("TORCH=")]
+    assert [text in line for line in lines] == [True] * bool(text)
+
+
 def test_torch_without_cuda_beside_gpus(here, monkeypatch):
     assert devices.torch_has_cuda() == (torch.version.cuda is not None)
     monkeypatch.setattr("moe_exp.launch.machine_checks.count_gpus", lambda: 2)
