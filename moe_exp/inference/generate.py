@@ -177,6 +177,8 @@ def continue_prompts(
                     result.finish_reason = "stop"
                     break
         _grow(result, stream.finish(), show)
+        if stream.stopped:  # also by what was held back, as it ended in part of a character
+            result.finish_reason = "stop"
         yield result
         logger.info("%s", clock) if stage.rank.is_first else None  # after the caller has ended the line
 
