@@ -91,8 +91,9 @@ def _by_stage(config: Config, steps: list[RampStep]) -> Iterator[tuple[Config, i
         bounds = [consumed, *(begin for begin in begins if consumed < begin < end), end]
         for first, last in pairwise(bounds):
             seq_len = stages[bisect.bisect_right(begins, first)].seq_len
-            factor = max(1, seq_len // config.seq_len)
-            yield at_stage(config, seq_len), step.batch_size // factor, (last - first) // step.batch_size
+            at = at_stage(config, seq_len)
+            factor = at.seq_len // config.seq_len
+            yield at, step.batch_size // factor, (last - first) // step.batch_size
         consumed = end
 
 

@@ -191,7 +191,7 @@ class _Account:
         log_sums = 4 * config.num_heads
         # Ours gathers keys and values of the whole sequence, and joins the results of two blocks; Transformer
         # Engine's passes them from rank to rank, and keeps this rank's.
-        if config.cp > 1 and not (self._is_fused and not (config.document_mask or config.qk_clip)):
+        if config.cp > 1 and (not self._is_fused or config.document_mask or config.qk_clip):
             kept = width * (query + config.cp * (key + value) + result)
             return kept + self._input * result + log_sums
         if self._is_fused or config.multi_latent_attention:
