@@ -98,7 +98,7 @@ class Config(ModelSettings):
     cp: NumRanks = layout(1, "context parallel size")
     distributed_optimizer: bool = layout(True, "shard the optimizer state over data-parallel ranks")
     overlap: Literal["auto", "true", "false"] = layout(
-        "auto", "overlap gradient reduce and parameter gather; auto: with GPUs"
+        "auto", "overlap gradient reduce and parameter gather; auto: with several GPUs per stage"
     )
     recompute: Literal["none", "moe_act", "selective", "full"] = layout(
         "none",

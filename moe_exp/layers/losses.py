@@ -222,10 +222,10 @@ def z_loss_share(
         logits: router logits of this rank's tokens, [T, E]; or their log-sum-exp, [T].
         valid_T: tokens that are not padding; None for all.
     """
-    squares_T = (torch.logsumexp(logits, dim=-1) if logits.dim() == 2 else logits).square()
+    log_sums_T = torch.logsumexp(logits, dim=-1) if logits.dim() == 2 else logits
     if valid_T is not None:
-        squares_T = squares_T * valid_T
-    return squares_T.sum() / _num_tokens(logits, num_tokens, group)
+        log_sums_T = log_sums_T * valid_T
+    return torch.dot(log_sums_T, log_sums_T) / _num_tokens(logits, num_tokens, group)
 
 
 def _summed(scores: Tensor) -> Tensor:

@@ -236,7 +236,7 @@ class MoELayer(nn.Module):
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
         weighted = [shares[loss.kind] * self._coefficient(loss) for loss in settings.losses if loss.coeff]
         weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
-        return torch.stack(weighted).sum() if weighted else None
+        return sum(weighted[1:], weighted[0]) if weighted else None
 
     def _coefficient(self, loss: AuxLoss) -> Tensor | float:
         return loss.coeff * self.router.l1_factor if loss.kind == "l1" else loss.coeff

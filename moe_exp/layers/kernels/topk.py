@@ -350,13 +350,10 @@ def router_topk(
     }
     if not runs_kernel(logits_TE) or logits_TE.dtype == torch.float64:
         return router_topk_torch(logits_TE, topk, **options, bias_E=bias_E, valid_T=valid_T)
-    expert_TK, weights_TK, lse_T, sums, counts = _RouterTopK.apply(
+    expert_TK, weights_TK, lse_T, score_sums_E, other_sums, counts = _RouterTopK.apply(
         logits_TE, bias_E, valid_T, topk, *options.values()
     )
-    num_experts = logits_TE.size(1)
-    return TopK(
-        expert_TK, weights_TK, lse_T, sums[:num_experts], counts[0], counts[1], *sums[num_experts:].detach()
-    )
+    return TopK(expert_TK, weights_TK, lse_T, score_sums_E, counts[0], counts[1], *other_sums)
 
 
 class _RouterTopK(torch.autograd.Function):
@@ -368,19 +365,20 @@ class _RouterTopK(torch.autograd.Function):
         expert_TK, weights_TK, lse_T, sums, counts = _topk_forward(logits_TE, bias_E, valid_T, *options)
         ctx.save_for_backward(logits_TE, valid_T, expert_TK)
         ctx.options = options
-        ctx.mark_non_differentiable(expert_TK, counts)
+        score_sums_E, other_sums = sums.split([logits_TE.size(1), 2])
+        ctx.mark_non_differentiable(expert_TK, other_sums, counts)
         ctx.set_materialize_grads(False)
-        return expert_TK, weights_TK, lse_T, sums, counts
+        return expert_TK, weights_TK, lse_T, score_sums_E, other_sums, counts
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         logits_TE, valid_T, expert_TK = ctx.saved_tensors
-        _, dweights_TK, dlse_T, dsums, _ = grads
+        _, dweights_TK, dlse_T, dscore_sums_E, *_ = grads
         if dweights_TK is None:
             dweights_TK = logits_TE.new_zeros(expert_TK.shape)
         dlogits_TE = _topk_backward(
-            logits_TE, valid_T, expert_TK, dweights_TK, dlse_T, dsums, *ctx.options[1:]
+            logits_TE, valid_T, expert_TK, dweights_TK, dlse_T, dscore_sums_E, *ctx.options[1:]
         )
         return dlogits_TE, *[None] * (2 + len(ctx.options))
 
@@ -436,7 +434,7 @@ def _topk_backward(
     expert_TK: Tensor,
     dweights_TK: Tensor,
     dlse_T: Tensor | None,
-    dsums: Tensor | None,
+    dscore_sums_E: Tensor | None,
     score: str,
     pre_softmax: bool,
     normalize: bool,
@@ -450,10 +448,10 @@ def _topk_backward(
     _backward_kernel[(cdiv(num_tokens, blocks["BLOCK_T"]),)](
         logits_TE, logits_TE if valid_T is None else valid_T.contiguous(), expert_TK,
         dweights_TK.contiguous(), logits_TE if dlse_T is None else dlse_T.contiguous(),
-        logits_TE if dsums is None else dsums.contiguous(), dlogits_TE, num_tokens, num_experts,
-        logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score, PRE_SOFTMAX=pre_softmax,
-        NORMALIZE=normalize, HAS_VALID=valid_T is not None, HAS_DLSE=dlse_T is not None,
-        HAS_DSCORES=dsums is not None, **blocks,
+        logits_TE if dscore_sums_E is None else dscore_sums_E.contiguous(), dlogits_TE, num_tokens,
+        num_experts, logits_TE.stride(0), scaling_factor, TOPK=expert_TK.size(1), SCORE=score,
+        PRE_SOFTMAX=pre_softmax, NORMALIZE=normalize, HAS_VALID=valid_T is not None,
+        HAS_DLSE=dlse_T is not None, HAS_DSCORES=dscore_sums_E is not None, **blocks,
     )  # fmt: skip
     return dlogits_TE
 

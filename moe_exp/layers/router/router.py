@@ -355,12 +355,17 @@ class Router(nn.Module):
         )
 
 
+_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # from torch 2.8 on, with CUDA
+
+
 class _LinearIn(torch.autograd.Function):
     """x W^T in `dtype`. Keeps `x` as it came, as others do: autograd would keep a copy in `dtype` as well."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
+        if x_TD.is_cuda and _HAS_OUT_DTYPE and x_TD.dtype == weight_ED.dtype != dtype == torch.float32:
+            return torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)  # products in bf16 are exact in fp32
         return nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
     @staticmethod
