@@ -237,6 +237,7 @@ def measure(config: Config, contender: str, rank: Runtime, arguments: argparse.N
     on_gpu = rank.device.type == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()  # what Megatron's hooks may still hold of the contender before
     step, note = BUILD[contender](config, rank)
     losses = [step() for _ in range(WARMUP)]
     times = [elapsed_ms([step], rank.device) for _ in range(arguments.steps)]
@@ -247,7 +248,7 @@ def measure(config: Config, contender: str, rank: Runtime, arguments: argparse.N
         "contender": contender, "note": note, "num_layers": config.num_layers, "first_loss": losses[0],
         "ms": milliseconds, "range_ms": [min(times), max(times)],
         "tflops": flops_per_iteration(config, config.gbsz) / milliseconds / 1e9,
-        "peak_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
+        "peak_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None,
     }  # fmt: skip
 
 

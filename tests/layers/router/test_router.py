@@ -196,6 +196,25 @@ def test_low_precision_input_is_routed_in_fp32(dtype):
     assert router.weight.grad.dtype == dtype
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_of_low_precision_on_a_gpu_are_in_fp32(dtype):
+    router = Router(RouterConfig(hidden_size=2048, num_experts=64, topk=8), dtype=dtype).cuda()
+    x_TD = torch.randn(300, 2048, dtype=dtype, device="cuda", requires_grad=True)
+    logits_TE = router._logits(x_TD)
+    expected_TE = x_TD.double() @ router.weight.double().t()
+    assert logits_TE.dtype == torch.float32
+    assert (logits_TE - expected_TE).norm() < 1e-5 * expected_TE.norm()
+    dlogits_TE = torch.randn_like(logits_TE)
+    for actual, expected in zip(
+        torch.autograd.grad(logits_TE, (x_TD, router.weight), dlogits_TE),
+        torch.autograd.grad(expected_TE, (x_TD, router.weight), dlogits_TE.double()),
+        strict=True,
+    ):
+        assert (actual.double() - expected).norm() < 4e-3 * expected.norm()
+
+
 def test_expert_bias_counts_tokens_in_training_only():
     router = identity_router(4, 2, score="sigmoid", expert_bias=True)
     logits = logits_of_sigmoid(PROBABILITIES)
