@@ -93,7 +93,9 @@ def measure_group(ranks: Sequence[int], device: torch.device, twin: int | None =
 def _affordable(device: torch.device, size: int) -> tuple[int, int]:
     """Transfer size and repeats that are short enough on this group's links, the same on all ranks."""
     probe = torch.zeros(_PROBE_BYTES // 4 // size * size, device=device)
-    dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True).wait()
+    first = dist.all_to_all_single(torch.empty_like(probe), probe, async_op=True)
+    assert first is not None  # torch returns None only to ranks outside the group
+    first.wait()  # of one collective of each kind, see measure_group
     taken = _best(lambda: dist.all_to_all_single(torch.empty_like(probe), probe), device, _FEWEST)
     slowest = torch.tensor([taken], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)

@@ -92,6 +92,7 @@ class AllToAll(_OneByOne):
         )
 
         def wait() -> Tensor:
+            assert work is not None  # torch returns None only to ranks outside the group
             work.wait()
             return out
 
