@@ -3,7 +3,7 @@
 #
 #   bash tests/run.sh                       # without the tests marked slow
 #   bash tests/run.sh --all                 # everything
-#   bash tests/run.sh --gpu                 # the experts and their kernels, on a GPU of this machine
+#   bash tests/run.sh --gpu                 # experts, kernels, router and timers, on one GPU of this machine
 #   bash tests/run.sh --python 3.12         # that Python, of PATH or pyenv, in an environment of its own: .venv-3.12
 #   bash tests/run.sh -k router tests/      # other arguments go to pytest
 #

@@ -328,9 +328,9 @@ def _decoder_spec(
 
 
 def _ddp_config(config: Config) -> DistributedDataParallelConfig:
-    has_replicas = config.world_size > config.pp  # else buckets only cost the host time
+    has_peers = config.world_size > config.pp  # on its stage; else buckets only cost the host time
     overlap = (
-        has_replicas and torch.cuda.is_available() if config.overlap == "auto" else config.overlap == "true"
+        has_peers and torch.cuda.is_available() if config.overlap == "auto" else config.overlap == "true"
     )
     return DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,

@@ -9,7 +9,7 @@ from helpers.whole_runs import SMALL
 from moe_exp.config import load_config
 from moe_exp.engine import runtime
 from moe_exp.engine.backends import backends_of
-from moe_exp.engine.model import moe_options
+from moe_exp.engine.model import _ddp_config, moe_options
 from moe_exp.layers import kernel_choice as choice
 from moe_exp.layers.kernel_choice import KernelFailure
 
@@ -91,3 +91,20 @@ def test_gpus_that_torch_cannot_use_are_no_reason_to_train_on_the_cpu(monkeypatc
         "cannot use them: The NVIDIA driver on your system is too old (found version 12040). Fix: install a"
         " build of torch for this driver (CUDA 12.4), or set CUDA_VISIBLE_DEVICES= to run on the CPU."
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "has_gpu", "expected"),
+    [
+        ({"gpus_per_node": 2}, True, True),
+        ({"gpus_per_node": 2}, False, False),
+        ({"gpus_per_node": 1}, True, False),
+        ({"gpus_per_node": 2, "pp": 2}, True, False),
+        ({"gpus_per_node": 1, "overlap": "true"}, False, True),
+        ({"gpus_per_node": 2, "overlap": "false"}, True, False),
+    ],
+)
+def test_nothing_overlaps_where_a_rank_has_nobody_to_exchange_with(monkeypatch, settings, has_gpu, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    found = _ddp_config(load_config(SMALL | settings, {}))
+    assert found.overlap_grad_reduce == found.overlap_param_gather == expected

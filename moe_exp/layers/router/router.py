@@ -355,17 +355,14 @@ class Router(nn.Module):
         )
 
 
-_HAS_OUT_DTYPE = hasattr(torch.ops.aten.mm, "dtype")  # from torch 2.8 on, with CUDA
-
-
 class _LinearIn(torch.autograd.Function):
     """x W^T in `dtype`. Keeps `x` as it came, as others do: autograd would keep a copy in `dtype` as well."""
 
     @staticmethod
     def forward(ctx: Any, x_TD: Tensor, weight_ED: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x_TD, weight_ED)
-        if x_TD.is_cuda and _HAS_OUT_DTYPE and x_TD.dtype == weight_ED.dtype != dtype == torch.float32:
-            return torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)  # products in bf16 are exact in fp32
+        if _sums_in(dtype, x_TD, weight_ED):
+            return torch.mm(x_TD, weight_ED.t(), out_dtype=dtype)
         return nn.functional.linear(x_TD.to(dtype), weight_ED.to(dtype))
 
     @staticmethod
@@ -378,3 +375,12 @@ class _LinearIn(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             dweight_ED = (dlogits_TE.t() @ x_TD.to(dlogits_TE.dtype)).to(weight_ED.dtype)
         return dx_TD, dweight_ED, None
+
+
+def _sums_in(dtype: torch.dtype, x_TD: Tensor, weight_ED: Tensor) -> bool:
+    """Whether torch multiplies 16-bit numbers, whose products are exact in fp32, with sums in `dtype`: from
+    2.8 on, on NVIDIA's GPUs, and under torch.compile only in later versions.
+    """
+    is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
+    is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
+    return is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling()

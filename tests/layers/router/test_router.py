@@ -204,7 +204,7 @@ def test_logits_of_low_precision_on_a_gpu_are_in_fp32(dtype):
     x_TD = torch.randn(300, 2048, dtype=dtype, device="cuda", requires_grad=True)
     logits_TE = router._logits(x_TD)
     expected_TE = x_TD.double() @ router.weight.double().t()
-    assert logits_TE.dtype == torch.float32
+    assert torch.equal(logits_TE, torch.mm(x_TD, router.weight.t(), out_dtype=torch.float32))
     assert (logits_TE - expected_TE).norm() < 1e-5 * expected_TE.norm()
     dlogits_TE = torch.randn_like(logits_TE)
     for actual, expected in zip(
