@@ -25,10 +25,13 @@ from moe_exp.layers.kernels.fp8.quantize import (
     quantize_rows,
     quantize_rows_torch,
 )
+from moe_exp.layers.kernels.launch import INTERPRETED
 
 COUNTS = (0, 5, 131, 1, 0)  # two blocks of 128 rows, and the other experts around them
 ROUNDING = 2**-4  # of a value in e4m3, relative
 INT, FP32 = torch.int32, torch.float32
+# Hopper's tensor cores keep about 14 bits of a sum of e4m3 products; one value rounded otherwise is 2e-2
+LIMIT = 1e-5 if INTERPRETED else 5e-3
 
 
 def spread(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -135,7 +138,7 @@ def product_args(width, depth, *, dtype=FP32, bias=False, transposed=False):
 def test_grouped_matmul_against_its_twin(width, depth, options):
     args, last = product_args(width, depth, **options), sum(COUNTS)
     expected = products.grouped_matmul_torch(*args)[:last]
-    assert error(products.grouped_matmul(*args)[:last], expected) < 1e-5
+    assert error(products.grouped_matmul(*args)[:last], expected) < LIMIT
 
 
 @needs_kernels
@@ -148,11 +151,11 @@ def test_weight_grad_against_its_twin(sizes, dtype):
     args, options = (a, b, offsets_of(COUNTS)), {"b_index_R": tokens_of_rows(num_rows, 18, seed=3)}
     dw_LMN = products.weight_grad(*args, **options)
     assert dw_LMN.dtype == dtype and not dw_LMN[[0, 4]].any()
-    assert error(dw_LMN, products.weight_grad_torch(*args, **options)) < (1e-5 if dtype == FP32 else 1e-2)
+    assert error(dw_LMN, products.weight_grad_torch(*args, **options)) < (LIMIT if dtype == FP32 else 1e-2)
     before = drawn(*dw_LMN.shape, dtype=FP32, seed=5)
     main_grad, expected = before.clone(), before.clone()
     assert products.weight_grad(*args, **options, out=main_grad) is main_grad
-    assert error(main_grad, products.weight_grad_torch(*args, **options, out=expected)) < 1e-5
+    assert error(main_grad, products.weight_grad_torch(*args, **options, out=expected)) < LIMIT
     assert torch.equal(main_grad[[0, 4]], before[[0, 4]])  # experts without rows
 
 
