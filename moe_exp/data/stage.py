@@ -157,9 +157,9 @@ def run_stage(
     with _locked(output):
         done = read_json(_manifest_path(output, is_folder=is_folder), start_over=start_over)
         begun = read_json(folder / RUNNING, start_over=start_over)
-        # killed right at its end
-        if begun is not None and done is not None and begun.get("id", 0) == done.get("id"):
-            shutil.rmtree(folder)
+        # killed right at its end: of the folder, which it removed, RUNNING may be gone already
+        if done is not None and (begun is None or begun.get("id", 0) == done.get("id")):
+            shutil.rmtree(folder, ignore_errors=True)
             begun = None
         resumes = begun is not None and not start_over and _difference(begun, key) is None
         if done is not None and not start_over and not resumes:

@@ -131,6 +131,13 @@ class TestBothKinds:
         make(output, source, start_over=True, is_folder=is_folder)
         assert made_file(output, is_folder).read_text() == "made"
 
+    def test_killed_while_it_removes_its_folder_the_next_call_does(self, tmp_path, source, is_folder):
+        output = tmp_path / "out"
+        make(output, source, is_folder=is_folder)
+        (partial(output) / "made").mkdir(parents=True)  # RUNNING had gone first
+        assert make(output, source, is_folder=is_folder)[1]
+        assert not partial(output).exists()
+
     def test_killed_while_it_publishes_nothing_is_lost(self, tmp_path, source, is_folder):
         """SIGKILL at every rename and removal of the publishing; what had a name before has content
         afterwards.

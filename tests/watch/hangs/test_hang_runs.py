@@ -132,7 +132,7 @@ def test_rank_that_is_killed_is_named_by_torchrun(runs: Runs):
 
 
 def test_stacks_on_demand_leave_the_run_as_it_is(runs: Runs):
-    settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 60}
+    settings = {"GPUS_PER_NODE": 2, "EP": 2, "TRAIN_ITERS": 200}  # seconds after the second request, too
     process = runs.start("asked", **settings)
     for iteration in (3, 20):
         runs.wait_for_iteration("asked", process, iteration, timeout=LONG)
