@@ -20,35 +20,41 @@ Arguments that mean the same in every function:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from moe_exp.config.choices import LOSSES
+from moe_exp.config.choices import LOSSES, Loss
 from moe_exp.layers.groups import group_size, sum_over
+from moe_exp.layers.router.decision import RoutingDecision
+
+# A loss of your own: takes the decision and the ranks that hold the rest of the micro-batch (None: this rank
+# holds all of it), and returns this rank's share as the functions below do, a scalar.
+LossFunction = Callable[[RoutingDecision, ProcessGroup | None], Tensor]
 
 
 @dataclass(frozen=True)
 class AuxLoss:
-    """One balancing loss of a layer.
+    """One auxiliary loss of a layer.
 
     Args:
         kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per
             global batch, `importance`, `phi_balancing` against a moving average, `l1` of ReLU scores, or
-            `entropy` of the scores.
+            `entropy` of the scores; or a LossFunction.
         coeff: weight in the sum of losses; of `l1` at the start.
 
     Raises:
         ValueError: for an unknown kind or a negative coefficient.
     """
 
-    kind: str
-    coeff: float
+    kind: str | LossFunction
+    coeff: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.kind not in LOSSES:
+        if isinstance(self.kind, str) and self.kind not in LOSSES:
             raise ValueError(
                 f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSSES)}, or none."
             )
@@ -56,6 +62,16 @@ class AuxLoss:
             raise ValueError(
                 f"aux_loss_coeff={self.coeff}: is negative, which rewards imbalance. Fix: use 0 for none."
             )
+
+    @property
+    def name(self) -> str:
+        """Name of the loss in the statistics: its kind, or the name of its function."""
+        return self.kind if isinstance(self.kind, str) else getattr(self.kind, "__name__", repr(self.kind))
+
+    @property
+    def needs(self) -> Loss:
+        """Scores and state of the router that the loss needs."""
+        return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
 
 
 def load_balancing_loss_share(

@@ -4,8 +4,9 @@ ranks. Shape suffixes in `moe_exp.layers`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from moe_exp.layers.capacity import (
     without_dropped,
 )
 from moe_exp.layers.groups import group_size, max_over
-from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.losses import AuxLoss, LossFunction
 from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept
 
 
@@ -38,7 +39,7 @@ class MoESettings:
         drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
         token_rounding: of a dropless layer in training: rows that the slots of each expert in a micro-batch
             are rounded down to a multiple of, see capacity.keep_full_tiles; 0 for no rounding.
-        losses: balancing losses with their coefficients.
+        losses: auxiliary losses with their coefficients; a LossFunction alone has the coefficient 1.
         z_loss_coeff: weight of the z-loss; 0 for none.
         batch_dim: which of the two leading dimensions of the input counts sequences: 0 for [B, S, D], 1 for
             Megatron's [S, B, D].
@@ -52,7 +53,7 @@ class MoESettings:
     pad_to_capacity: bool = False
     drop_policy: str = "probs"
     token_rounding: int = 0
-    losses: tuple[AuxLoss, ...] = ()
+    losses: Sequence[AuxLoss | LossFunction] = ()
     z_loss_coeff: float = 0.0
     batch_dim: int = 0
 
@@ -79,11 +80,17 @@ class MoESettings:
                 f"token_rounding={self.token_rounding}: {rule}. Fix: set it to 0, or to a tile, 128, of a"
                 " dropless layer."
             )
-        kinds = [loss.kind for loss in self.losses]
-        if len(set(kinds)) < len(kinds):
+        names = [loss.name for loss in self.aux_losses]
+        if len(set(names)) < len(names):
             raise ValueError(
-                f"aux_loss_type={','.join(kinds)}: names a loss twice. Fix: add up their coefficients."
+                f"aux_loss_type={','.join(names)}: names a loss twice. Fix: add up their coefficients, or"
+                " rename the function."
             )
+
+    @cached_property
+    def aux_losses(self) -> tuple[AuxLoss, ...]:
+        """`losses`, each with its coefficient."""
+        return tuple(loss if isinstance(loss, AuxLoss) else AuxLoss(loss) for loss in self.losses)
 
 
 @dataclass(frozen=True)

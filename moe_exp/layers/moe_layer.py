@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from moe_exp.config.choices import LOSSES
 from moe_exp.layers.dispatcher import Dispatcher
 from moe_exp.layers.experts import Experts, RoutedTokens
 from moe_exp.layers.groups import sum_over
@@ -37,7 +36,7 @@ from moe_exp.layers.statistics import MoEStatistics
 
 def needs_scores(losses: Iterable[AuxLoss]) -> bool:
     """Whether a loss needs the router's scores of all tokens and experts, not only their sums."""
-    return any(LOSSES[loss.kind].needs_scores for loss in losses)
+    return any(loss.needs.needs_scores for loss in losses)
 
 
 class MoELayer(nn.Module):
@@ -84,20 +83,22 @@ class MoELayer(nn.Module):
         context_stripes: int = 1,
     ):
         super().__init__()
-        for loss in settings.losses:
-            _check_router_keeps(LOSSES[loss.kind].state, loss.kind, router)
+        for loss in settings.aux_losses:
+            _check_router_keeps(loss.needs.state, loss.name, router)
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.settings, self.shared = settings, shared
         if (down is None) != (up is None):
             raise ValueError("down, up: only one is given. Fix: pass both projections, or neither.")
         self.down, self.up = down, up
-        router.needs_scores = needs_scores(settings.losses)  # else its kernel may run, which has only sums
+        router.needs_scores = needs_scores(
+            settings.aux_losses
+        )  # else its kernel may run, which has only sums
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.capacity = MicrobatchCapacity(
             settings, router.config, microbatch_group, context_parallel_size, context_stripes
         )
         self.statistics = MoEStatistics(
-            router.config.num_experts, [loss.kind for loss in settings.losses], router.weight.device
+            router.config.num_experts, [loss.name for loss in settings.aux_losses], router.weight.device
         )
         self.timers: PhaseTimers | None = None
 
@@ -231,12 +232,27 @@ class MoELayer(nn.Module):
             ),
             "entropy": lambda: entropy_loss_share(scores, num_tokens=num_tokens, group=group),
         }
-        shares = {loss.kind: share_of[loss.kind]() for loss in settings.losses}
+        shares = {
+            loss.name: share_of[loss.kind]()
+            if isinstance(loss.kind, str)
+            else self._own_share(loss, decision)
+            for loss in settings.aux_losses
+        }
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
-        weighted = [shares[loss.kind] * self._coefficient(loss) for loss in settings.losses if loss.coeff]
+        weighted = [shares[loss.name] * self._coefficient(loss) for loss in settings.aux_losses if loss.coeff]
         weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
         return sum(weighted[1:], weighted[0]) if weighted else None
+
+    def _own_share(self, loss: AuxLoss, decision: RoutingDecision) -> Tensor:
+        assert not isinstance(loss.kind, str)
+        share = loss.kind(decision, self.microbatch_group)
+        if share.dim():
+            rule = f"returned a tensor of shape {list(share.shape)}"
+            raise ValueError(
+                f"losses={loss.name}: {rule}. Fix: return this rank's share of the loss, a scalar."
+            )
+        return share
 
     def _coefficient(self, loss: AuxLoss) -> Tensor | float:
         return loss.coeff * self.router.l1_factor if loss.kind == "l1" else loss.coeff

@@ -4,10 +4,11 @@ For Megatron users: replace Megatron's own MoE spec by `moe_submodule_spec()`; t
 from TransformerConfig. In `layers/`, only this file and `megatron/` import megatron.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from moe_exp.layers.losses import AuxLoss, LossFunction
 from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.megatron.attention_parts import (
     LatentAttention,
@@ -19,8 +20,10 @@ from moe_exp.layers.megatron.moe_parts import (
     MegatronExperts,
     MegatronMoELayer,
     MegatronRouter,
+    router_in_megatron,
 )
 from moe_exp.layers.megatron.norm import Norm
+from moe_exp.layers.router import Router
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
@@ -56,6 +59,8 @@ def moe_submodule_spec(
     *,
     dispatcher: str = "auto",
     router: Mapping[str, Any] | None = None,
+    router_class: type[Router] = MegatronRouter,
+    losses: Sequence[AuxLoss | LossFunction] = (),
     min_capacity: int = 0,
     token_rounding: int = 0,
     fp8: bool = False,
@@ -67,6 +72,8 @@ def moe_submodule_spec(
         backend: grouped GEMM of the experts, see grouped_gemm.choose_backend.
         dispatcher: `local`, `alltoall`, `allgather`, `deepep`, `auto` (local if EP = ETP = 1, else alltoall).
         router: fields of RouterConfig that TransformerConfig does not have.
+        router_class: a subclass of Router, as in a program without Megatron, or of MegatronRouter.
+        losses: auxiliary losses beside those of TransformerConfig, such as functions of your own.
         min_capacity: minimum number of slots that an expert takes.
         token_rounding: see MoESettings.
         fp8: the `triton` backend computes in e4m3, see Experts; `config.fp8` is Transformer Engine's.
@@ -87,6 +94,7 @@ def moe_submodule_spec(
         params={
             "dispatcher": dispatcher,
             "router": router,
+            "losses": losses,
             "min_capacity": min_capacity,
             "token_rounding": token_rounding,
             **latent,
@@ -96,7 +104,7 @@ def moe_submodule_spec(
             shared_experts=ModuleSpec(
                 module=SharedExpertMLP, submodules=MLPSubmodules(linear_fc1=linears[0], linear_fc2=linears[1])
             ),
-            router=MegatronRouter,
+            router=router_in_megatron(router_class),
         ),
         metainfo={"fuse_pre_mlp_layernorm": False},
     )

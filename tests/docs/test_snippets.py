@@ -35,6 +35,9 @@ NOT_TAKEN = ("num_experts", "topk", "run_dir", "run_name")
 def run_block(block: str, folder: Path) -> None:
     """In a process of its own; one of torchrun's variables for one rank, so that it does not start ranks."""
     os.chdir(folder)
+    if block.startswith("# my_parts.py"):
+        Path("my_parts.py").write_text(block)
+    sys.path.insert(0, str(folder))
     sys.stdin = io.StringIO()
     if "moe_exp.train(" in block:
         settings = small_settings(folder, "", tokenizer=folder / "tokenizer.json", vocab_size=384)
@@ -61,4 +64,13 @@ def test_examples_run(page, tmp_path):
 def test_the_examples_are_found():
     assert {"README.md", "docs/library.md", "docs/run_folder.md"} <= set(WITH_BLOCKS)
     layer = [block for block in BLOCKS["README.md"] if "MoELayer(" in block]
-    assert len(layer) == 1 and layer[0] == BLOCKS["docs/library.md"][-1]
+    assert len(layer) == 1 and layer[0] in BLOCKS["docs/library.md"]
+
+
+def test_own_parts_on_two_expert_parallel_ranks(tmp_path):
+    """The examples of a router and a loss of a user's own are scripts for torchrun."""
+    mine, *scripts = (block for block in BLOCKS["docs/library.md"] if "CosineRouter" in block)
+    run_block(mine, tmp_path)
+    assert len(scripts) == 2
+    for script in scripts:
+        run_on_ranks(2, run_block, script, tmp_path, join=False)

@@ -22,12 +22,14 @@ from helpers.layers.layout_job import (
     Groups,
     Layout,
     balancing,
+    confidence,
     part_of_rank,
     run_case,
     run_on_rank,
 )
 from helpers.ranks import RankError, run_on_ranks
 from helpers.relative_error import assert_equal_to
+from moe_exp.layers.losses import AuxLoss
 
 DOUBLE = {torch.float64: 1e-10}
 LIMITS = DOUBLE | {torch.float32: 1e-5}
@@ -67,6 +69,12 @@ CASES = {
     "relu": Case({"score": "relu", **FRACTIONS}, {**ALL_LOSSES, "losses": balancing(l1=0.4, aux_loss=0.1)}),
     "latent experts, padding tokens and capacity": Case(
         FRACTIONS, {**ALL_LOSSES, "capacity_factor": 0.8}, padded=3, latent=6
+    ),
+    "own router and loss, padding tokens and capacity": Case(
+        FRACTIONS,
+        {**ALL_LOSSES, "losses": (*ALL_LOSSES["losses"], AuxLoss(confidence, 0.5)), "capacity_factor": 0.8},
+        padded=5,
+        cosine=True,
     ),
     "sinkhorn": Case({"assignment": "sinkhorn", "topk": 1}, {"z_loss_coeff": 0.05}),
 }

@@ -1,6 +1,6 @@
 """Our router, experts and MoE layer with the interface that Megatron expects."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -10,7 +10,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from moe_exp.config.choices import LOSSES
 from moe_exp.layers.activations import Activation, quick_gelu, squared_relu
 from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
@@ -18,7 +17,7 @@ from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.losses import AuxLoss
+from moe_exp.layers.losses import AuxLoss, LossFunction
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.latent_projections import (
     Linear,
@@ -55,7 +54,7 @@ def device_of_model() -> torch.device:
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
     """Megatron's router settings as ours; `overrides` are fields of RouterConfig."""
-    states = {LOSSES[loss.kind].state for loss in balancing_losses(config)}
+    states = {loss.needs.state for loss in balancing_losses(config)}
     mine = RouterConfig(
         hidden_size=config.hidden_size,
         num_experts=config.num_moe_experts,
@@ -122,8 +121,6 @@ class MegatronRouter(Router):
         )
         self.batch_group = getattr(pg_collection, "tp_dp_cp", None)
         config.init_method(self.weight)
-        # Every tensor parallel rank routes its part of the sequence, so their gradients are summed.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         self.layer_number: int | None = None
 
     def set_layer_number(self, layer_number: int) -> None:
@@ -137,6 +134,21 @@ class MegatronRouter(Router):
     def end_of_global_batch(self) -> None:
         """Updates what Megatron's finalize_model_grads, after which it is called, does not know."""
         self.end_of_own_state(self.batch_group)
+
+
+def router_in_megatron(router_class: type[Router]) -> type[MegatronRouter]:
+    """The router class with what Megatron expects of a router.
+
+    Raises:
+        ValueError: for a class that is not a subclass of Router.
+    """
+    if not (isinstance(router_class, type) and issubclass(router_class, Router)):
+        rule = "is not a subclass of moe_exp.layers.router.Router"
+        raise ValueError(f"router_class={router_class}: {rule}. Fix: derive it from Router.")
+    if issubclass(router_class, MegatronRouter):
+        return router_class
+    # MegatronRouter calls the constructor of `router_class`, with the arguments of Router.
+    return type(router_class.__name__, (MegatronRouter, router_class), {})
 
 
 class MegatronExperts(Experts):
@@ -247,6 +259,7 @@ class MegatronMoELayer(MegatronMoE):
         pg_collection: Any = None,
         dispatcher: str = "auto",
         router: Mapping[str, Any] | None = None,
+        losses: Sequence[AuxLoss | LossFunction] = (),
         min_capacity: int = 0,
         token_rounding: int = 0,
         latent_linear: Any = Linear,
@@ -264,6 +277,9 @@ class MegatronMoELayer(MegatronMoE):
         self.layer_number = layer_number or 0  # until Megatron sets it
         self.tp_group = groups.tp
         self.router = submodules.router(config=config, pg_collection=groups, overrides=router)
+        for weight in self.router.parameters():
+            # Every tensor parallel rank routes its part of the sequence, so their gradients are summed.
+            weight.sequence_parallel = config.sequence_parallel
         num_local_experts = config.num_moe_experts // groups.ep.size()
         self.experts = build_module(submodules.experts, num_local_experts, config, pg_collection=groups)
         self.use_shared_expert = config.moe_shared_expert_intermediate_size is not None
@@ -289,7 +305,7 @@ class MegatronMoELayer(MegatronMoE):
             router=self.router,
             dispatcher=_dispatcher(dispatcher, config, groups),
             experts=self.experts,
-            settings=_settings(config, min_capacity, token_rounding),
+            settings=_settings(config, losses, min_capacity, token_rounding),
             shared=self.shared_experts,
             down=projecting(self.fc1_latent_proj),
             up=projecting(self.fc2_latent_proj),
@@ -354,14 +370,19 @@ class MegatronMoELayer(MegatronMoE):
         self.experts.backward_dw()
 
 
-def _settings(config: TransformerConfig, min_capacity: int, token_rounding: int) -> MoESettings:
+def _settings(
+    config: TransformerConfig,
+    losses: Sequence[AuxLoss | LossFunction],
+    min_capacity: int,
+    token_rounding: int,
+) -> MoESettings:
     return MoESettings(
         capacity_factor=config.moe_expert_capacity_factor,
         min_capacity=min_capacity,
         pad_to_capacity=config.moe_pad_expert_input_to_capacity,
         drop_policy=config.moe_token_drop_policy,
         token_rounding=token_rounding,
-        losses=balancing_losses(config),
+        losses=(*balancing_losses(config), *losses),
         z_loss_coeff=config.moe_z_loss_coeff or 0.0,
         batch_dim=1,
     )

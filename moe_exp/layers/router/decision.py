@@ -41,6 +41,47 @@ class RoutingDecision:
     sums: TopK | None = None
     use_kernels: bool | None = None
 
+    @classmethod
+    def of(
+        cls,
+        expert_TK: Tensor,
+        weights_TK: Tensor,
+        *,
+        scores_TE: Tensor,
+        logits_TE: Tensor,
+        valid_T: Tensor | None = None,
+        used_TK: Tensor | None = None,
+        tokens_per_expert_E: Tensor | None = None,
+        use_kernels: bool | None = None,
+    ) -> RoutingDecision:
+        """The decision for these experts and weights, with its counts; arguments as the attributes.
+
+        Args:
+            used_TK: slots that a token uses, bool; None for all.
+            tokens_per_expert_E: by default, counts the used slots.
+
+        Raises:
+            ValueError: for shapes that do not match.
+        """
+        for name, x, like in (("weights_TK", weights_TK, expert_TK), ("logits_TE", logits_TE, scores_TE)):
+            if x.shape != like.shape:
+                raise ValueError(
+                    f"{name} of shape {list(x.shape)}: should have the shape {list(like.shape)}."
+                )
+        kept_TK = kept_slots(used_TK, valid_T, expert_TK)
+        if tokens_per_expert_E is None:
+            tokens_per_expert_E = count_kept(expert_TK, kept_TK, scores_TE.size(1))
+        return cls(
+            expert_TK=expert_TK,
+            weights_TK=weights_TK,
+            scores_TE=scores_TE,
+            logits_TE=logits_TE,
+            tokens_per_expert_E=tokens_per_expert_E,
+            kept_TK=kept_TK,
+            valid_T=valid_T,
+            use_kernels=use_kernels,
+        )
+
     def for_losses(self) -> tuple[Tensor, Tensor]:
         """Scores and logits, both [T, E], with zero scores for padding; after a routing kernel the sums of
         the scores [E] and the log-sum-exp of the logits [T].

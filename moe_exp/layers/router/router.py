@@ -124,15 +124,29 @@ class Router(nn.Module):
         """Routes tokens; `padding_mask_T` (bool) marks padding, which gets no expert or count."""
         valid_T = None if padding_mask_T is None else ~padding_mask_T
         with torch.autocast(x_TD.device.type, enabled=False):  # autocast would compute the logits in bf16
-            logits_TE = self._logits(x_TD)
-            decision = (
-                self._route_with_kernel(logits_TE, valid_T)
-                if self._takes_kernel(logits_TE)
-                else self._route_with_torch(logits_TE, valid_T)
-            )
+            decision = self.route(self.logits(x_TD), valid_T)
         if self.training and is_counted_forward():
             self._count(decision)
         return decision
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        """Logits [T, E] of tokens [T, D], in fp32 or fp64. A subclass may compute them in another way."""
+        dtype = ROUTER_DTYPES[self.config.dtype]
+        if self.config.jitter and self.training:
+            x_TD = x_TD.to(dtype)
+            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
+        logits_TE: Tensor = _LinearIn.apply(x_TD, self.weight, dtype)
+        return logits_TE
+
+    def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
+        """The decision for tokens with these logits; `valid_T` (bool) are not padding, None for all.
+
+        A subclass that decides in another way returns `RoutingDecision.of(...)`. `forward` then counts the
+        slots for expert bias and losses.
+        """
+        if self._takes_kernel(logits_TE):
+            return self._route_with_kernel(logits_TE, valid_T)
+        return self._route_with_torch(logits_TE, valid_T)
 
     def _takes_kernel(self, logits_TE: Tensor) -> bool:
         """Whether kernels/topk.py routes: on CUDA, if it supports the rule and sums of the scores suffice."""
@@ -177,16 +191,16 @@ class Router(nn.Module):
             is_real_TK = expert_TK < config.num_experts
             used_TK = is_real_TK if counted_TK is None else counted_TK & is_real_TK
         weights_TK = self._weights(raw_TE, log_TE, logits_TE, expert_TK, used_TK)
-        return RoutingDecision(
-            expert_TK=expert_TK,
-            weights_TK=weights_TK,
+        return RoutingDecision.of(
+            expert_TK,
+            weights_TK,
             scores_TE=scores_TE,
             logits_TE=logits_TE,
+            valid_T=valid_T,
+            used_TK=used_TK,
             tokens_per_expert_E=count_kept(
                 expert_TK, kept_slots(counted_TK, valid_T, expert_TK), config.num_outputs
             ),
-            kept_TK=kept_slots(used_TK, valid_T, expert_TK),
-            valid_T=valid_T,
             use_kernels=config.use_kernels,
         )
 
@@ -256,14 +270,6 @@ class Router(nn.Module):
         if self.config.score == "relu":
             self.slots_and_tokens[0] += decision.tokens_per_expert_E.sum()
             self.slots_and_tokens[1] += tokens_in_group(decision, None)
-
-    def _logits(self, x_TD: Tensor) -> Tensor:
-        dtype = ROUTER_DTYPES[self.config.dtype]
-        if self.config.jitter and self.training:
-            x_TD = x_TD.to(dtype)
-            x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
-        logits_TE: Tensor = _LinearIn.apply(x_TD, self.weight, dtype)
-        return logits_TE
 
     def _scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Three tensors [T, E], with which `_choose_experts` makes a fourth, choice, for top-k to rank:

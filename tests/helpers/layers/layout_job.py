@@ -22,13 +22,38 @@ from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, tokens_in_group
 from moe_exp.layers.shared import SharedExpert
 
 HIDDEN, FFN, EXPERTS, SHARED_FFN = 10, 8, 8, 6
 LENGTH, SEQUENCES, MICROBATCHES, BATCHES = 12, 2, 4, 2
 DISPATCHERS = {"alltoall": AllToAllDispatcher, "allgather": AllGatherDispatcher}
 Tensors = dict[str, Tensor]
+
+
+class CosineRouter(Router):
+    """Cosines times a learned scale; all experts of a token have the same weight, their mean score."""
+
+    def __init__(self, config: RouterConfig, **kwargs: Any):
+        super().__init__(config, **kwargs)
+        self.scale = nn.Parameter(torch.full_like(self.weight[0, 0], 4.0))
+
+    def logits(self, x_TD: Tensor) -> Tensor:
+        return self.scale * nn.functional.normalize(x_TD) @ nn.functional.normalize(self.weight).t()
+
+    def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
+        scores_TE = logits_TE.softmax(dim=-1)
+        scores_TK, expert_TK = scores_TE.topk(self.config.topk)
+        weights_TK = scores_TK.mean(dim=1, keepdim=True).expand_as(scores_TK)
+        return RoutingDecision.of(
+            expert_TK, weights_TK, scores_TE=scores_TE, logits_TE=logits_TE, valid_T=valid_T
+        )
+
+
+def confidence(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor:
+    """The largest score, a mean over the tokens of the micro-batch."""
+    scores_TE, _ = decision.for_losses()
+    return scores_TE.amax(dim=1).sum() / tokens_in_group(decision, group)
 
 
 @dataclass(frozen=True)
@@ -51,13 +76,15 @@ class Layout:
 @dataclass(frozen=True)
 class Case:
     """What the layer does; `padded`: how many tokens at the end of the sequences of a micro-batch are
-    padding, at most; `latent`: width of the experts, between projections down and up.
+    padding, at most; `latent`: width of the experts, between projections down and up; `cosine`: routes by
+    CosineRouter.
     """
 
     router: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     padded: int = 0
     latent: int = 0
+    cosine: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,7 +160,8 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
     config = RouterConfig(
         hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2, "dtype": precision} | case.router)
     )
-    router = Router(config, microbatch_group=groups.tp, dtype=dtype)
+    router_class = CosineRouter if case.cosine else Router
+    router = router_class(config, microbatch_group=groups.tp, dtype=dtype)
     sizes = {"num_local_experts": EXPERTS // layout.ep, "ffn_size": FFN // layout.etp}
     sizes["hidden_size"] = case.latent or HIDDEN
     experts = Experts(**sizes, activation="swiglu", backend="loop", dtype=dtype)
@@ -144,6 +172,8 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
         "shared weight2": shared.weight2,
         "shared gate": shared.gate_weight,
     }
+    if isinstance(router, CosineRouter):
+        parameters["scale"] = router.scale
     down = up = None
     if case.latent:
         down = nn.Linear(HIDDEN, case.latent, bias=False, dtype=dtype)

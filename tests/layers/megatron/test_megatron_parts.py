@@ -243,7 +243,7 @@ def test_losses_of_a_transformer_config(kinds, coeffs, expected):
 @pytest.mark.parametrize("policy", ["probs", "position"])
 def test_drop_policy_of_a_transformer_config(policy):
     config = settings(moe_token_drop_policy=policy, moe_expert_capacity_factor=1.0)
-    assert _settings(config, min_capacity=0, token_rounding=0).drop_policy == policy
+    assert _settings(config, (), min_capacity=0, token_rounding=0).drop_policy == policy
 
 
 def test_an_unknown_loss():

@@ -1,0 +1,169 @@
+"""Routers and losses of a user's own, in Megatron's layer: the gradients of one rank in plain torch, on every
+layout.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from helpers.layers.layout_job import CosineRouter, confidence
+from helpers.layers.tiny_moe import random, tiny_layer
+from helpers.ranks import run_on_ranks
+from helpers.relative_error import assert_equal_to
+from moe_exp.layers.dispatcher import LocalDispatcher
+from moe_exp.layers.experts import Experts
+from moe_exp.layers.losses import AuxLoss, entropy_sum
+from moe_exp.layers.microbatch import MoESettings
+from moe_exp.layers.moe_layer import MoELayer
+from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, tokens_in_group
+from moe_exp.layers.spec import MegatronRouter, decoder_spec, moe_submodule_spec
+
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+HIDDEN, FFN, EXPERTS, LENGTH = 16, 12, 4, 8
+TINY = {"num_layers": 2, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
+LOSSES = (AuxLoss(confidence, 0.5),)
+
+
+def config_of(**changes) -> TransformerConfig:
+    settings = TINY | {
+        "moe_ffn_hidden_size": FFN, "moe_router_topk": 2, "gated_linear_unit": True, "add_bias_linear": False,
+        "activation_func": torch.nn.functional.silu, "bias_activation_fusion": False,
+        "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1,
+    }  # fmt: skip
+    return TransformerConfig(**settings | changes)
+
+
+def drawn(name: str, shape: torch.Size) -> Tensor:
+    """Weights of the whole layer."""
+    if name == "scale":
+        return torch.tensor(3.0)
+    return random(*shape, seed={"weight1": 1, "weight2": 2, "weight": 3}[name]).float() * 0.3
+
+
+def tokens(dp_rank: int) -> tuple[Tensor, Tensor]:
+    """A micro-batch [S, 1, D], and the gradient of its output."""
+    return random(LENGTH, 1, HIDDEN, seed=10 + dp_rank).float(), random(LENGTH, 1, HIDDEN, seed=20).float()
+
+
+def in_megatron(tp: int, ep: int) -> dict[str, Tensor]:
+    """Gradients of the router, summed as Megatron sums them, and names of its tensors in a checkpoint."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        expert_model_parallel_size=ep,
+        expert_tensor_parallel_size=1,
+        create_gloo_process_groups=False,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    config = config_of(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, sequence_parallel=tp > 1)
+    spec = moe_submodule_spec("loop", router_class=CosineRouter, losses=LOSSES)
+    layer = build_module(spec, config=config).train()
+    experts, first = EXPERTS // ep, dist.get_rank() % ep * (EXPERTS // ep)
+    with torch.no_grad():
+        for name, weight in layer.router.named_parameters():
+            weight.copy_(drawn(name, weight.shape))
+        for name, weight in layer.experts.named_parameters():
+            weight.copy_(drawn(name, (EXPERTS, *weight.shape[1:]))[first : first + experts])
+    x, grad = (whole.chunk(tp)[dist.get_rank() % tp] for whole in tokens(dist.get_rank() // tp))
+    layer(x.contiguous())[0].backward(grad)
+    for weight in layer.router.parameters():
+        if weight.sequence_parallel:
+            dist.all_reduce(weight.grad, group=parallel_state.get_tensor_model_parallel_group())
+        dist.all_reduce(weight.grad, group=parallel_state.get_data_parallel_group())
+    assert {"router.weight", "router.scale"} <= set(layer.sharded_state_dict())
+    assert isinstance(layer.router, MegatronRouter) and isinstance(layer.router, CosineRouter)
+    return {name: weight.grad for name, weight in layer.router.named_parameters()}
+
+
+def alone(dp: int) -> dict[str, Tensor]:
+    """The same in plain torch on this process."""
+    sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": FFN}
+    experts = Experts(**sizes, activation="swiglu", backend="loop")
+    router = CosineRouter(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, topk=2))
+    layer = MoELayer(
+        router=router,
+        dispatcher=LocalDispatcher(EXPERTS),
+        experts=experts,
+        settings=MoESettings(losses=(AuxLoss("aux_loss", 0.1), *LOSSES), batch_dim=1),
+    )
+    with torch.no_grad():
+        for module in (experts, router):
+            for name, weight in module.named_parameters():
+                weight.copy_(drawn(name, weight.shape))
+    for rank in range(dp):
+        x, grad = tokens(rank)
+        output, loss = layer(x)
+        ((output * grad).sum() + loss).backward()
+    return {name: weight.grad for name, weight in router.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "ranks"), [(1, 1, 1), (1, 2, 2), (2, 2, 2), pytest.param(2, 2, 4, marks=pytest.mark.slow)]
+)
+def test_own_router_and_loss_in_megatron(tp, ep, ranks):
+    expected = alone(ranks // tp)
+    assert all(grad.abs().mean() > 0.01 for grad in expected.values())
+    for found in run_on_ranks(ranks, in_megatron, tp, ep):
+        assert_equal_to(1e-5, found, expected)
+
+
+def own_entropy(decision: RoutingDecision, group: dist.ProcessGroup | None) -> Tensor:
+    return entropy_sum(decision.for_losses()[0]) / tokens_in_group(decision, group)
+
+
+def test_own_function_equals_the_built_in_loss():
+    """Also where the choice differs from the score, and with padding."""
+    router = {"score": "sigmoid", "expert_bias": True}
+    x_TD = random(9, 6, seed=1).requires_grad_()
+    padding_T = torch.arange(9) > 6
+    found = {}
+    for kind in ("entropy", own_entropy):
+        layer = tiny_layer(losses=(AuxLoss(kind, 0.3),), router=router)
+        _, loss = layer(x_TD, padding_T)
+        (grad,) = torch.autograd.grad(loss, layer.router.weight)
+        found[kind] = loss.detach(), grad, layer.statistics.sums[-1]
+    assert layer.statistics.names[-1] == "aux_losses.own_entropy"
+    for mine, theirs in zip(found[own_entropy], found["entropy"], strict=True):
+        assert mine.abs().max() > 0 and torch.equal(mine, theirs)
+
+
+def without_mean(decision: RoutingDecision, group: dist.ProcessGroup | None) -> Tensor:
+    return decision.for_losses()[0].amax(dim=1)
+
+
+@pytest.mark.parametrize(
+    ("losses", "match"),
+    [
+        ([without_mean], r"losses=without_mean: .*\[9\]"),
+        ([confidence, AuxLoss(confidence, 0.1)], "aux_loss_type=confidence,confidence: names a loss twice"),
+    ],
+)
+def test_refused_losses(losses, match):
+    with pytest.raises(ValueError, match=match):
+        tiny_layer(losses=losses)(random(9, 6, seed=1))
+
+
+@pytest.mark.parametrize(
+    "router_class", [torch.nn.Linear, CosineRouter(RouterConfig(8, 4, topk=2)), "cosine"]
+)
+def test_refused_router_class(router_class):
+    with pytest.raises(ValueError, match=r"router_class=.*Router"):
+        decoder_spec(config_of(), router_class=router_class)
+
+
+class NarrowRouter(Router):
+    def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
+        expert_TK = logits_TE.topk(2).indices
+        return RoutingDecision.of(
+            expert_TK, logits_TE.amax(dim=1), scores_TE=logits_TE, logits_TE=logits_TE, valid_T=valid_T
+        )
+
+
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"weights_TK of shape \[5\]"):
+        NarrowRouter(RouterConfig(hidden_size=8, num_experts=4, topk=2))(torch.ones(5, 8))
