@@ -210,6 +210,7 @@ class Config(ModelSettings):
     text_documents: Literal["file", "block"] = data(
         "file", "what a document of a .txt or .md file is: the file, or each block between blank lines"
     )
+    prepend_bos: bool = data(False, "begin every document of text with the BOS of TOKENIZER")
     text_field: str = data("text", "field of .jsonl, column of .parquet and .arrow, with the text")
     split: OptionalNumbers = data(
         "",

@@ -5,15 +5,16 @@ Replicas share the batches as in `score`; sums are in float64 and reduced once a
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config, saved_tokenizer
+from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config, ConfigError, problem
@@ -100,8 +101,8 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         capacity=request.capacity,
         document_mask=False if request.by_document else request.document_mask,
     )
-    trained = saved_tokenizer(folder)
-    tokenizer = _tokenizer(request, saved, trained)
+    order = saved_order(folder)
+    tokenizer, trained = _tokenizer(request, saved, order), order.get("tokenizer") or ""
     if problems:
         raise ConfigError(problems)
     sources = _sources(request, saved, trained, check_ids=check_ids)
@@ -142,10 +143,10 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
     return problems
 
 
-def _tokenizer(request: EvalRequest, saved: Config, trained: str) -> TextTokenizer | None:
+def _tokenizer(request: EvalRequest, saved: Config, order: Mapping[str, Any]) -> TextTokenizer | None:
     """None, with a warning, if there is none and none was requested."""
     try:
-        return tokenizer_for(saved, request.tokenizer, trained=trained)
+        return tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
         if request.tokenizer:
             raise

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config, saved_tokenizer
+from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.config import Config, problem
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine.runtime import Runtime
@@ -82,7 +82,7 @@ def plan_generation(request: GenerateRequest) -> Plan:
     saved = saved_config(folder)
     config = config_for_use(folder, request.layout, dtype=request.dtype or None)
     tokenizer = tokenizer_for(
-        saved, request.tokenizer, trained=saved_tokenizer(folder), allow_special=request.allow_special
+        saved, request.tokenizer, order=saved_order(folder), allow_special=request.allow_special
     )
     seq_len = longest_sample(saved)
     max_positions = request.max_positions or seq_len

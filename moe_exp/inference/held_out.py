@@ -85,6 +85,7 @@ class HeldOut:
             is_first = np.zeros(len(ids) - 1, dtype=bool)
             documents = bounds[np.searchsorted(bounds, begin + 1) : np.searchsorted(bounds, begin + len(ids))]
             is_first[documents - begin - 1] = True
+            is_first |= ids[:-1] == (-1 if token_bytes.bos_id is None else token_bytes.bos_id)
             counts = ids[:-1] != (-1 if masked_id is None else masked_id)
             total += token_bytes.count(ids[1:][counts], is_first[counts])
         return total

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config, saved_tokenizer
+from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.config import setting_error
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.engine import runtime
@@ -130,5 +130,4 @@ class Model:
         return decoder_of(self._text_tokenizer())(tokens)
 
     def _text_tokenizer(self) -> TextTokenizer:
-        saved, trained = saved_config(self.folder), saved_tokenizer(self.folder)
-        return tokenizer_for(saved, self._tokenizer, trained=trained)
+        return tokenizer_for(saved_config(self.folder), self._tokenizer, order=saved_order(self.folder))

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config, saved_tokenizer
+from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.config import Config, problem
 from moe_exp.engine.runtime import Runtime
 from moe_exp.host.files import bytes_text, expanded
@@ -106,7 +106,7 @@ def plan_scoring(request: ScoreRequest) -> Plan:
 def _end_of_document(request: ScoreRequest, saved: Config, folder: Path) -> int:
     if (found := request.eod_id) is None:
         try:
-            found = tokenizer_for(saved, "", trained=saved_tokenizer(folder)).eod_id
+            found = tokenizer_for(saved, "", order=saved_order(folder)).eod_id
         except ValueError as error:
             raise ValueError(problem("eod_id", "", f"has to be given: {error}", "give --eod-id")) from None
     if found is None or not 0 <= found < saved.vocab_size:

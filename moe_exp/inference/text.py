@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from moe_exp.config import Config, problem
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
+from moe_exp.data.tokens.document_ends import DocumentTokens, trained_documents
 from moe_exp.data.tokens.encoders import Encoders
-from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
+from moe_exp.data.tokens.tokenizer import TextTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -22,16 +24,26 @@ _GIVE = "give --tokenizer, a folder with tokenizer.json or that file"
 
 
 def tokenizer_for(
-    saved: Config, name: str, *, trained: str = "", allow_special: bool = False
+    saved: Config, name: str, *, order: Mapping[str, Any] | None = None, allow_special: bool = False
 ) -> TextTokenizer:
-    """The tokenizer that a model was trained with, or `name`: a tokenizer.json or its folder, a SentencePiece
-    .model file, or `bytes`. `trained`: as of `find_prepared_text`. `allow_special` parses special tokens in
-    text, such as <s>. ValueError if there is none or it has ids that the model has not.
+    """The tokenizer that a model was trained with, for documents as in its training.
+
+    Args:
+        saved: settings of the run.
+        name: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`, in place of the run's.
+        order: as of `saved_order`, if the run has one.
+        allow_special: parse special tokens in text, such as <s>.
+
+    Raises:
+        ValueError: no tokenizer is found, it has ids that the model has not, or lacks the token that ends a
+            document.
     """
+    trained = (order or {}).get("tokenizer") or ""
     path = name or saved.tokenizer or find_prepared_text(saved, trained).tokenizer or _embedded(saved)
     if path != "bytes" and not Path(path).exists():
         raise ValueError(problem("tokenizer", path, "does not exist", _GIVE))
-    tokenizer = load_named_tokenizer(path, allow_special=allow_special)
+    documents = trained_documents(saved, order or {})
+    tokenizer = (documents or DocumentTokens()).tokenizer(path, allow_special=allow_special)
     if tokenizer.vocab_size > saved.vocab_size:
         rule = f"has {tokenizer.vocab_size} tokens, the model VOCAB_SIZE={saved.vocab_size}"
         raise ValueError(problem("tokenizer", path, rule, "give --tokenizer, the one of the training"))
@@ -54,9 +66,10 @@ def _embedded(saved: Config) -> str:
 
 
 def encode(tokenizer: TextTokenizer, text: str) -> list[int]:
-    """Token ids as in documents: without tokens for beginning and end."""
+    """Token ids as in documents: with the BOS if these have one, and without an end."""
     ids, _ = Encoders(tokenizer).get("tokenizers")([text])
-    return [int(token) for token in ids]
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    return begin + [int(token) for token in ids]
 
 
 def decoder_of(tokenizer: TextTokenizer) -> Decoder:

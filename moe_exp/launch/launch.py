@@ -19,12 +19,10 @@ from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.parameter_groups import group_lines
 from moe_exp.config.presets import preset_values
-from moe_exp.config.setting_types import as_given, is_prepared_first
+from moe_exp.config.setting_types import as_given
 from moe_exp.config.settings_file import read_settings
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import facts_for_ranks, plan_text, with_prepared_text
-from moe_exp.data.tokens.files import other_tokenizer
-from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.exit_codes import (
     BAD_INPUT,
@@ -43,6 +41,7 @@ from moe_exp.launch.machine_checks import (
     check_files,
     check_machine,
     data_problems,
+    tokenizer_problems,
 )
 from moe_exp.launch.room import disk_warnings, memory_warnings
 from moe_exp.launch.torchrun_job import (
@@ -256,11 +255,9 @@ _STOPPING_UNSAVED = (
 def _warnings(config: Config) -> list[str]:
     """What does not keep a run from starting."""
     lines = [*schedule_warnings(config), *disk_warnings(config), *memory_warnings(config)]
-    if config.train_data and not is_prepared_first(config.train_data):
+    if config.allow_other_data:
         with suppress(ValueError, OSError):  # which the checks of files name
-            if wrong := other_tokenizer(prefix for _, prefix in parse_blend(config.train_data)):
-                fix = "tokenize all of them with one, unless the files are equal in what gives ids"
-                lines.append(problem("train_data", config.train_data, wrong, fix))
+            lines += tokenizer_problems(config)
     return lines
 
 

@@ -19,10 +19,9 @@ from moe_exp.data.samples.order import Change, SampleOrder, order_changes
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
 from moe_exp.data.samples.skipping import Range, merged, stream_number
 from moe_exp.data.samples.stages import StagedSamples
-from moe_exp.data.tokens.document_ends import check_ends, with_document_tokens
+from moe_exp.data.tokens.document_ends import DocumentTokens, check_ends, documents_of, with_document_tokens
 from moe_exp.data.tokens.files import Share, parse_split
 from moe_exp.data.tokens.text_bytes import TokenBytes
-from moe_exp.data.tokens.tokenizer import load_named_tokenizer
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.optimizer_setup import BatchSchedule
 from moe_exp.engine.runtime import Runtime
@@ -157,7 +156,8 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
     if not name:
         return None
     try:
-        table = TokenBytes(load_named_tokenizer(name))
+        documents = documents_of(config.train_data) if config.train_data else DocumentTokens()
+        table = TokenBytes(documents.tokenizer(name))
     except ValueError as error:
         logger.warning("no bits per byte of the validation loss: %s", error)
         return None
@@ -191,7 +191,8 @@ def compare_data(
 
 def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
     later = samples.stage_prints() if isinstance(samples, StagedSamples) else ()
-    order = SampleOrder.of(config, samples.fingerprint(), samples.content(), later)
+    documents = documents_of(config.train_data) if config.train_data else None
+    order = SampleOrder.of(config, samples.fingerprint(), samples.content(), later, documents)
     saved = saved_progress(source) if source else None
     if source is None or saved is None or not saved.consumed_samples:
         return order.facts(), []

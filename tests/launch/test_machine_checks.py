@@ -280,16 +280,22 @@ def test_blend_that_cannot_be_read(here):
 def test_tokenizer(here, tmp_path):
     file = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({f"t{i}": i for i in range(5000)}, unk_token="t0")).save(str(file))
+    with BinIdxWriter(tmp_path / "tokens", vocab_size=4096) as writer:
+        writer.add_document(range(3000))
+    data = {"train_data": str(tmp_path / "tokens"), "eval_interval": 0}
     rule = r"has 5000 tokens, more than VOCAB_SIZE=4096\. Fix: set VOCAB_SIZE to at least 5000\."
-    only_problem(check_files(here(tokenizer=str(file))), rf"TOKENIZER={file}: {rule}")
-    only_problem(check_files(here(tokenizer=str(tmp_path))), rf"TOKENIZER={tmp_path}: {rule}")
-    assert check_files(here(tokenizer=str(file), vocab_size=5000)) == []
+    only_problem(check_files(here(tokenizer=str(file), **data)), rf"TOKENIZER={file}: {rule}")
+    only_problem(check_files(here(tokenizer=str(tmp_path), **data)), rf"TOKENIZER={tmp_path}: {rule}")
+    assert check_files(here(tokenizer=str(file), vocab_size=5000, **data)) == []
+    rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
     only_problem(
-        check_files(here(tokenizer=str(tmp_path / "x"))), rf"TOKENIZER={tmp_path}/x: does not exist\. Fix: .*"
+        check_files(here(tokenizer=str(file), vocab_size=5000)), rf"TOKENIZER={file}: {rule}\. Fix: .*"
     )
+    missing = tmp_path / "x"
+    only_problem(check_files(here(tokenizer=str(missing))), rf"TOKENIZER={missing}: does not exist\. Fix: .*")
     file.write_text("{}")
     only_problem(
-        check_files(here(tokenizer=str(file))),
+        check_files(here(tokenizer=str(file), **data)),
         rf"TOKENIZER={file}: is not a Hugging Face tokenizer\.json .* Fix: .*",
     )
 

@@ -22,10 +22,14 @@ _LAYOUT: dict[str, Any] = {
 }  # fmt: skip
 
 
+def saved_order(folder: Path) -> dict[str, Any]:
+    """`SampleOrder.facts` of the data that a run was trained on; empty if they are not recorded."""
+    return (read_common(folder).get("progress") or {}).get("sample_order") or {}
+
+
 def saved_tokenizer(folder: Path) -> str:
     """`tokenizer_fingerprint` of the tokenizer that a run was trained with; empty if it is not recorded."""
-    order = (read_common(folder).get("progress") or {}).get("sample_order") or {}
-    return order.get("tokenizer") or ""
+    return saved_order(folder).get("tokenizer") or ""
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.checkpoint.hf.model_folder import read_json
-from moe_exp.data.tokens.tokenizer import USUAL_EOD_TOKENS
+from moe_exp.data.tokens.document_ends import DocumentTokens
+from moe_exp.data.tokens.tokenizer import USUAL_EOD_TOKENS, ids_before_text, token_id, token_text
 from moe_exp.host.files import write_atomically, write_json
 
 TOKENIZER_FILES = (
@@ -33,10 +34,52 @@ def copy_tokenizer(source: Path, target: Path) -> bool:
         target.mkdir(exist_ok=True)
         shutil.copyfile(path, target / name)
     if "tokenizer.json" in found and "tokenizer_config.json" not in found:
-        eod = _usual_eod(_added_tokens(found["tokenizer.json"]))
+        eod = _usual_eod(read_json(found["tokenizer.json"]))
         facts = {"tokenizer_class": "PreTrainedTokenizerFast"} | ({"eos_token": eod} if eod else {})
         write_json(target / "tokenizer_config.json", facts)
     return "tokenizer.json" in found
+
+
+def as_in_documents(folder: Path, documents: DocumentTokens) -> dict[str, int]:
+    """Makes a copied tokenizer encode a text as the training's documents, with their BOS or without one, and
+    name their end as its EOS. Returns the ids for config.json and generation_config.json.
+    """
+    content, config = (read_json(folder / name) for name in ("tokenizer.json", "tokenizer_config.json"))
+    eod = None if documents.eod_id is None else token_text(content, documents.eod_id)
+    named: dict[str, Any] = {} if eod is None else {"eos_token": eod}
+    if ids_before_text(content) != ([] if documents.bos_id is None else [documents.bos_id]):
+        bos = None if documents.bos_id is None else token_text(content, documents.bos_id)
+        named |= {} if bos is None else {"bos_token": bos}
+        content["post_processor"] = _post_processor(content["post_processor"], bos, documents.bos_id)
+        write_json(folder / "tokenizer.json", content)
+    if config.get("tokenizer_class") != "PreTrainedTokenizerFast":
+        # Before transformers 5, the classes of some models decided by these, not by the post-processor.
+        named |= {"add_bos_token": documents.bos_id is not None, "add_eos_token": False}
+    write_json(folder / "tokenizer_config.json", config | named)
+    if (path := folder / "special_tokens_map.json").is_file():
+        tokens = {name: token for name, token in named.items() if isinstance(token, str)}
+        write_json(path, read_json(path) | tokens)
+    ids = {"eos_token_id": documents.eod_id if eod is not None else None, "bos_token_id": documents.bos_id}
+    return {name: index for name, index in ids.items() if index is not None}
+
+
+def _post_processor(old: dict[str, Any] | None, bos: str | None, bos_id: int | None) -> dict[str, Any] | None:
+    """Puts the BOS before a text, or nothing, and trims offsets as the old one."""
+    steps = [] if old is None else [old] if old["type"] != "Sequence" else old["processors"]
+    steps = [step for step in steps if step["type"] == "ByteLevel"]
+    if bos is not None:
+        text, begin = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": bos, "type_id": 0}}
+        second = {"Sequence": {"id": "B", "type_id": 1}}
+        tokens = {bos: {"id": bos, "ids": [bos_id], "tokens": [bos]}}
+        steps.append(
+            {
+                "type": "TemplateProcessing",
+                "single": [begin, text],
+                "pair": [begin, text, second],
+                "special_tokens": tokens,
+            }
+        )
+    return {"type": "Sequence", "processors": steps} if len(steps) > 1 else next(iter(steps), None)
 
 
 def check_tokenizer(path: Path) -> None:
@@ -56,8 +99,8 @@ def token_ids(tokenizer: Path | None) -> dict[str, int | None]:
     folder = tokenizer if tokenizer.is_dir() else tokenizer.parent
     if not (folder / "tokenizer.json").is_file():
         return dict.fromkeys(_TOKENS)
-    added = _added_tokens(folder / "tokenizer.json")
-    named: dict[str, Any] = {"eos_token": _usual_eod(added)}
+    content = read_json(folder / "tokenizer.json")
+    named: dict[str, Any] = {"eos_token": _usual_eod(content)}
     if (folder / "tokenizer_config.json").is_file():
         named = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -66,16 +109,13 @@ def token_ids(tokenizer: Path | None) -> dict[str, int | None]:
     ids = {}
     for field in _TOKENS:
         token = named.get(field.removesuffix("_id"))
-        ids[field] = added.get(str(token["content"] if isinstance(token, dict) else token))
+        token = token["content"] if isinstance(token, dict) else token
+        ids[field] = None if token is None else token_id(content, token)
     return ids
 
 
-def _added_tokens(tokenizer_json: Path) -> dict[str, int]:
-    return {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens") or []}
-
-
-def _usual_eod(added: Mapping[str, int]) -> str | None:
-    return next((token for token in USUAL_EOD_TOKENS if token in added), None)
+def _usual_eod(content: Mapping[str, Any]) -> str | None:
+    return next((token for token in USUAL_EOD_TOKENS if token_id(content, token) is not None), None)
 
 
 def kept_fields(folder: Path | None) -> dict[str, Any]:
@@ -86,10 +126,21 @@ def kept_fields(folder: Path | None) -> dict[str, Any]:
     return {name: fields[name] for name in _KEPT if name in fields}
 
 
-def write_generation_config(folder: Path, like: Path | None, fields: Mapping[str, Any]) -> None:
-    """Copies generation_config.json from `like`, or writes greedy decoding with the token ids."""
+def as_trained(trained: Mapping[str, int], old: Mapping[str, Any]) -> dict[str, Any]:
+    """The ids that the training decided, without those that a list of the old ones contains."""
+    lists = {name: ids for name, ids in old.items() if isinstance(ids, list)}
+    return {name: index for name, index in trained.items() if index not in lists.get(name, ())}
+
+
+def write_generation_config(
+    folder: Path, like: Path | None, fields: Mapping[str, Any], trained: Mapping[str, int]
+) -> None:
+    """Copies generation_config.json from `like`, but for the ids that the training decided, or writes greedy
+    decoding with the token ids.
+    """
     if like is not None and (like / GENERATION).is_file():
-        shutil.copyfile(like / GENERATION, folder / GENERATION)
+        old = read_json(like / GENERATION)
+        write_json(folder / GENERATION, old | as_trained(trained, old))
         return
     write_json(folder / GENERATION, {name: fields[name] for name in _TOKENS if fields.get(name) is not None})
 

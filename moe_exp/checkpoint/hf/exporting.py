@@ -14,12 +14,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import Manifest, one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_tokenizer
+from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.checkpoint.hf.choice import choose_architecture
 from moe_exp.checkpoint.hf.companions import (
     GENERATION,
     ORIGINAL,
+    as_in_documents,
+    as_trained,
     check_tokenizer,
     copy_tokenizer,
     kept_fields,
@@ -38,6 +40,7 @@ from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
+from moe_exp.data.tokens.document_ends import trained_documents
 from moe_exp.host.files import write_json
 
 _OPTIMIZER = ("optimizer.", "chained_")
@@ -115,14 +118,18 @@ def to_hf(
             _write_weights(weights, config, shards, advance)
         tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
+        documents, trained = trained_documents(config, saved_order(folder)), {}
+        if has_tokenizer and documents is not None:
+            trained = as_in_documents(partial, documents)
         name, of_torch = choice.architecture.name, str(weights.usual_dtype).removeprefix("torch.")
         beside = folder.parent / ORIGINAL
         like = like or (beside if beside.is_dir() else None)
         # transformers 5 renamed `torch_dtype`, which others still read, to `dtype`
-        fields = fields_of(config, choice.architecture) | token_ids(tokenizer) | kept_fields(like)
+        fields = fields_of(config, choice.architecture) | token_ids(partial) | kept_fields(like)
+        fields |= as_trained(trained, fields)
         fields |= {"dtype": of_torch, "torch_dtype": of_torch}
         write_json(partial / "config.json", fields)
-        write_generation_config(partial, like, fields)
+        write_generation_config(partial, like, fields, trained)
         facts = f"`{name}`, {weights.num_parameters:,} parameters, weights in {of_torch}"
         manifest = Manifest.read(folder)
         iteration = manifest.iteration if manifest else iteration_of(folder, reader.common())
@@ -265,7 +272,7 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
     named = config.tokenizer
     if not named:
         with suppress(ValueError):
-            named = find_prepared_text(config, saved_tokenizer(folder)).tokenizer
+            named = find_prepared_text(config, saved_order(folder).get("tokenizer") or "").tokenizer
     paths = [Path(named)] if named else []
     if not named and not config.train_data:
         paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")

@@ -60,6 +60,7 @@ def _add_tokenize(parser: argparse.ArgumentParser) -> None:
     add("--vocab-file", help="vocab.json of GPT2BPETokenizer")
     add("--merge-file", help="merges.txt of GPT2BPETokenizer")
     add("--append-eod", action="store_true", help="end every document with the end-of-document token")
+    add("--prepend-bos", action="store_true", help="begin every document with the tokenizer's BOS")
     add("--eod-token", help="which one that is, where the tokenizer's files do not say")
     about = "read special tokens that occur in a text as such; they are text otherwise"
     add("--allow-special", action="store_true", help=about)
@@ -117,7 +118,8 @@ def _tokenize(arguments: argparse.Namespace) -> int:
     inputs = find_inputs(arguments.input)
     options = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file", "eod_token")}
     options |= {"model": arguments.tokenizer_model, "allow_special": arguments.allow_special}
-    tokenizer = load_tokenizer(arguments.tokenizer_type, **options)
+    tokenizer = load_tokenizer(arguments.tokenizer_type, prepend_bos=arguments.prepend_bos, **options)
+    tokenizer.log_left_out()
     execution, code = execution_of(arguments), 0
     for json_key in arguments.json_keys:
         output = tokenized_prefix(arguments.output_prefix, json_key)

@@ -105,7 +105,8 @@ class Mixing:
         """
         if not self.mixture.tokenizer:
             return None
-        tokenizer = load_named_tokenizer(self.mixture.tokenizer, eod_token=self.mixture.eod_token)
+        options = {name: getattr(self.mixture, name) for name in ("eod_token", "prepend_bos")}
+        tokenizer = load_named_tokenizer(self.mixture.tokenizer, **options)
         try:
             PartSettings(tokenizer, append_eod=True)
         except ValueError as error:
@@ -157,6 +158,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     shuffled = {name: manifest for name, manifest in made.items() if manifest}
     tokenizer_name = mixing.mixture.tokenizer or str(mixing.folder / "tokenizer")
     tokenizer = tokenizer or _train_tokenizer(mixing, shuffled)
+    tokenizer.log_left_out()
     tokenized = {name: _tokenize(mixing, name, shuffled[name], tokenizer) for name in shuffled}
     parts = _parts(mixing, preparations, shuffled, tokenized)
     for part in parts:

@@ -100,6 +100,7 @@ class Mixture(BaseModel):
         sources: at least one; their names differ.
         tokenizer: folder, tokenizer.json, SentencePiece .model, or name on the hub.
         eod_token: the token that ends a document; by default what the tokenizer's files say.
+        prepend_bos: begin every document with the tokenizer's BOS.
         vocab_size: tokens of a tokenizer that is trained on the sources, in place of `tokenizer`.
         total_tokens: of the training, for `max_epochs` and the number of epochs in the datasheet.
         seed: of the order and of the validation documents.
@@ -112,6 +113,7 @@ class Mixture(BaseModel):
     sources: list[MixedSource] = Field(min_length=1)
     tokenizer: str | None = None
     eod_token: str | None = None
+    prepend_bos: bool = False
     vocab_size: int | None = Field(default=None, ge=258)
     total_tokens: float | None = Field(default=None, gt=0)
     seed: int = 0
@@ -122,6 +124,8 @@ class Mixture(BaseModel):
     def _fits(self) -> Mixture:
         if (self.tokenizer is None) == (self.vocab_size is None):
             raise ValueError("either tokenizer or vocab_size must be given")
+        if self.prepend_bos and self.tokenizer is None:
+            raise ValueError("prepend_bos needs a tokenizer: one that is trained here has no BOS")
         if self.total_tokens is None and any(one.max_epochs for one in self.sources):
             raise ValueError("max_epochs needs total_tokens")
         return self

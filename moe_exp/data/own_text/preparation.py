@@ -267,6 +267,7 @@ def _build(source: TextSource, folder: Path, work: Path) -> Prepared:
         options: dict[str, Any] = {"vocab_size": source.vocab_size, "json_key": source.text_field}
         train_tokenizer(documents["train"], work / "tokenizer", **options, max_bytes=_TOKENIZER_BYTES)
         tokenizer = load_named_tokenizer(str(work / "tokenizer"))
+    tokenizer.log_left_out()
     settings = PartSettings(tokenizer, source.text_field, append_eod=True)
     workers = min(os.cpu_count() or 1, 1 + size // _BYTES_PER_WORKER)
     facts: dict[str, Any] = {

@@ -89,12 +89,15 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
         return []
     tokenizer = None
     if config.tokenizer:
-        tokenizer = loaded(config.tokenizer)
+        tokenizer = loaded(config.tokenizer, prepend_bos=config.prepend_bos)
     elif len(blend_members(config.train_data)) > 1 or not texts:
         rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is not known"
         name, value = ("train_data", config.train_data) if texts else ("valid_data", config.valid_data)
         fix = "set TOKENIZER; moe-exp data train-tokenizer trains one"
         problems.append(problem(name, value, f"{rule}, which needs one tokenizer", fix))
+    if config.prepend_bos and not config.tokenizer:
+        fix = "set TOKENIZER to one with a BOS, or omit PREPEND_BOS"
+        problems.append(problem("prepend_bos", "true", "a tokenizer that is trained here has no BOS", fix))
     others = [name for _, name in blend_members(config.train_data) if not is_text(name)]
     holds_out = not config.valid_data and not config.split
     if texts and others and holds_out and config.eval_interval:
@@ -125,8 +128,8 @@ def _source(
     return TextSource(setting, name, files, config.text_field, rule, tokenizer, vocab_size, holds_out)
 
 
-def loaded(name: str) -> TextTokenizer:
-    tokenizer = load_named_tokenizer(name)
+def loaded(name: str, *, prepend_bos: bool = False) -> TextTokenizer:
+    tokenizer = load_named_tokenizer(name, prepend_bos=prepend_bos)
     if tokenizer.eod_id is None:
         fix = "name one as eos_token in its tokenizer_config.json"
         raise ValueError(problem("tokenizer", name, "names no token that ends a document", fix))

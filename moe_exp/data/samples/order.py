@@ -17,6 +17,7 @@ from typing import Any
 
 from moe_exp.config import Config, problem
 from moe_exp.config.data_stages import stages_of
+from moe_exp.data.tokens.document_ends import DocumentTokens
 from moe_exp.data.tokens.files import manifest_of, parse_split
 from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import parse_blend
@@ -39,6 +40,7 @@ class SampleOrder:
         content: of the tokens (`dataset.content_of`).
         manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
         packing: DOCUMENT_PACKING.
+        eod_id, bos_id: as of `DocumentTokens`; they follow from the files, and are not compared.
         stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
             fingerprint and hash of its files together.
     """
@@ -54,14 +56,21 @@ class SampleOrder:
     content: str = ""
     manifest: str | None = None
     packing: str = "concatenate"
+    eod_id: int | None = None
+    bos_id: int | None = None
     stages: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
     def of(
-        cls, config: Config, fingerprint: str, content: str, stage_prints: Sequence[str] = ()
+        cls,
+        config: Config,
+        fingerprint: str,
+        content: str,
+        stage_prints: Sequence[str] = (),
+        documents: DocumentTokens | None = None,
     ) -> SampleOrder:
         """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: as of
-        `StagedSamples.stage_prints`.
+        `StagedSamples.stage_prints`; `documents`: of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
@@ -76,6 +85,7 @@ class SampleOrder:
             content=content,
             manifest=_manifest(config.train_data),
             packing=config.document_packing,
+            **asdict(documents or DocumentTokens()),
             stages=[
                 {
                     "first_sample": stage.first_sample,
@@ -100,7 +110,7 @@ def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
 def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
     saved = {"packing": "concatenate", **saved}  # the only one before it was a setting
     differing = {name for name, value in facts.items() if name in saved and saved[name] != value}
-    differing -= {"stages"}  # those to come may change, see `order_changes`
+    differing -= {"stages", "eod_id", "bos_id"}  # stages: those to come may change, see `order_changes`
     return differing - {"manifest"} if None in (facts.get("manifest"), saved.get("manifest")) else differing
 
 

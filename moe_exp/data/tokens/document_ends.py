@@ -1,17 +1,64 @@
-"""Documents of token files, for DOCUMENT_MASK and EOD_MASK_LOSS: what ends them, and how long they are. No
-torch.
-"""
+"""Documents of token files: tokens that begin and end them, and how long they are. No torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
 
 from moe_exp.config import Config, problem
+from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.samples.packing import attended_share
-from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.files import TokenFiles, manifest_of, tokenizer_fact
+from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
 from moe_exp.data.tokens.tokens import parse_blend
 
 _FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS=false"
+
+
+@dataclass(frozen=True)
+class DocumentTokens:
+    """Ids with which the documents of a training end (None: not known) and begin (None: no BOS)."""
+
+    eod_id: int | None = None
+    bos_id: int | None = None
+
+    def tokenizer(self, name: str, *, allow_special: bool = False) -> TextTokenizer:
+        """The tokenizer `name`, as of `load_named_tokenizer`, with these tokens.
+
+        Raises:
+            ValueError: it is no tokenizer, or lacks the end of a document.
+        """
+        found = load_named_tokenizer(name, allow_special=allow_special)
+        if self.eod_id not in (None, found.eod_id):
+            if (token := found.token(self.eod_id)) is None:
+                rule = f"has no token {self.eod_id}, with which the documents of the training end"
+                raise ValueError(problem("tokenizer", name, rule, "name the tokenizer of the training"))
+            found = load_named_tokenizer(name, eod_token=token, allow_special=allow_special)
+        return replace(found, bos_id=self.bos_id)
+
+
+def documents_of(blend: str) -> DocumentTokens:
+    """Tokens that the documents of token files end and begin with, by their manifests, which agree."""
+    manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)]
+    found = [{tokenizer_fact(one, name) for one in manifests} for name in ("eod_id", "bos_id")]
+    return DocumentTokens(*(ids.pop() if len(ids) == 1 else None for ids in found))
+
+
+def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
+    """The tokens of the documents that a run was trained on; None if they are not known.
+
+    Args:
+        config: settings of the run.
+        order: `SampleOrder.facts` of its checkpoint; older ones lack the tokens, which the files may have.
+    """
+    if "bos_id" in order:
+        return DocumentTokens(order["eod_id"], order["bos_id"])
+    with suppress(ValueError, OSError):
+        blend = find_prepared_text(config, order.get("tokenizer") or "").train_data
+        return documents_of(blend) if blend else None
+    return None
 
 
 def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:

@@ -107,27 +107,38 @@ class TokenFiles:
 
 
 def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
-    """`vocab_size` or `eod_id` of the tokenizer of token files; None if their manifest lacks it."""
-    settings = manifest.get("settings")
-    for place in (settings.get("tokenizer") if isinstance(settings, dict) else None, manifest):
-        if isinstance(place, dict) and isinstance(value := place.get(name), int):
+    """`vocab_size`, `eod_id` or `bos_id` of the tokenizer of token files; None if their manifest lacks it."""
+    for place in (tokenizer_facts(manifest), manifest):
+        if isinstance(value := place.get(name), int):
             return value
     return None
 
 
+def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
+    """`TextTokenizer.facts` as the manifest of token files, tokenized or merged, has them; else empty."""
+    settings = manifest.get("settings")
+    for place in (settings, manifest):
+        if isinstance(place, dict) and isinstance(facts := place.get("tokenizer"), dict):
+            return facts
+    return {}
+
+
 def other_tokenizer(prefixes: Iterable[str]) -> str:
-    """Says that token files were made with different tokenizer files; empty if they were not, or if that is
-    not recorded.
+    """Says that token files were made with different tokenizer files, or documents begin or end with
+    different tokens; empty if not, or if that is not recorded.
     """
-    known: dict[str, str] = {}
+    known: dict[tuple[Any, ...], str] = {}
     for prefix in prefixes:
-        settings = manifest_of(prefix).get("settings")
-        facts = settings.get("tokenizer") if isinstance(settings, dict) else None
-        if isinstance(facts, dict) and isinstance(found := facts.get("hash"), str):
-            known.setdefault(found, prefix)
-    first, *others = known.values() or [""]
-    rule = f"{first} and {others[0]} were tokenized with different tokenizer.json files" if others else ""
-    return rule and f"{rule}: unless both give the same ids, the model learns two meanings of each"
+        if isinstance((facts := tokenizer_facts(manifest_of(prefix))).get("hash"), str):
+            known.setdefault(tuple(facts.get(name) for name in ("hash", "eod_id", "bos_id")), prefix)
+    (first, one), *others = known.items() or [((), "")]
+    if not others:
+        return ""
+    second, two = others[0]
+    if first[0] == second[0]:
+        return f"the documents of {one} and {two} begin or end with different tokens"
+    rule = f"{one} and {two} were tokenized with different tokenizer.json files"
+    return f"{rule}: unless both give the same ids, the model learns two meanings of each"
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:

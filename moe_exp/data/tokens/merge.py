@@ -12,7 +12,7 @@ import numpy as np
 
 from moe_exp.config import setting_error
 from moe_exp.data.stage import check_free_disk, free_disk, run_stage
-from moe_exp.data.tokens.files import manifest_of, other_tokenizer, tokenizer_fact
+from moe_exp.data.tokens.files import manifest_of, other_tokenizer, tokenizer_fact, tokenizer_facts
 from moe_exp.data.tokens.parts import write_all
 from moe_exp.data.tokens.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
 from moe_exp.host.files import bytes_text
@@ -54,6 +54,8 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         first = manifest_of(str(prefixes[0]))
         facts = {name: tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
         known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
+        if not other_tokenizer(map(str, prefixes)):
+            known["tokenizer"] = tokenizer_facts(first)
         known |= {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
         return stage.finish_files(paths, **known)
 

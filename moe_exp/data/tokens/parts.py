@@ -277,6 +277,9 @@ class PartEncoder:
         ids, lengths = self._without_special(part, batch, ids, lengths, counts.tally)
         if tokenizer.eod_id is not None and tokenizer.allow_special:
             counts.num_eods += int(np.count_nonzero(ids == tokenizer.eod_id))
+        if tokenizer.bos_id is not None:
+            ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths) - lengths, tokenizer.bos_id)
+            lengths = lengths + 1
         if self.settings.append_eod and tokenizer.eod_id is not None:
             ids = np.insert(ids.astype(self.settings.dtype), np.cumsum(lengths), tokenizer.eod_id)
             lengths = lengths + 1

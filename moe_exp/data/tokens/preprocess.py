@@ -340,9 +340,8 @@ class _Estimate:
             sum(path.stat().st_size * (packed if path.suffix in (".gz", ".zst") else 1) for path in inputs)
         )
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
-        self.num_tokens = (
-            int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * settings.append_eod
-        )
+        num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)
+        self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * num_added
         bin_bytes = self.num_tokens * settings.dtype.itemsize
         # While it works, parts that are not joined yet and the one that is are on the disk as well.
         share = min(1.0, (num_apart + 1) * default_part_bytes(inputs) / max(1, self.input_bytes))

@@ -33,7 +33,7 @@ class TokenBytes:
     Attributes:
         inside_V: bytes of every token after another one, int64 [V].
         first_V: bytes of every token as the first of a document, where some decoders take a space away.
-        eod_id: of the token that ends a document, or None.
+        eod_id, bos_id: of the tokens that end and begin a document, or None.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -41,9 +41,10 @@ class TokenBytes:
             tokenizer.kind
         ]
         self.inside_V, self.first_V = make(tokenizer)
-        self.eod_id = tokenizer.eod_id
-        if self.eod_id is not None:
-            self.inside_V[self.eod_id] = self.first_V[self.eod_id] = 0
+        self.eod_id, self.bos_id = tokenizer.eod_id, tokenizer.bos_id
+        for index in (self.eod_id, self.bos_id):
+            if index is not None:
+                self.inside_V[index] = self.first_V[index] = 0
 
     def count(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> int:
         """Bytes of tokens that follow one another.
@@ -63,9 +64,10 @@ class TokenBytes:
         EOD; with `eod_mask_loss` without those after an EOD.
         """
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
-        is_first = before == (-1 if self.eod_id is None else self.eod_id)
+        is_after_end = before == (-1 if self.eod_id is None else self.eod_id)
+        is_first = is_after_end | (before == (-1 if self.bos_id is None else self.bos_id))
         if eod_mask_loss:
-            labels, is_first = labels[~is_first], is_first[~is_first]
+            labels, is_first = labels[~is_after_end], is_first[~is_after_end]
         return self.count(labels, is_first), labels.size
 
 

@@ -1,18 +1,19 @@
 """Tokenizers as the corpus tools use them: their files, vocabulary size and end-of-document token.
 
 What is loaded here encodes the text and nothing else: truncation, padding, dropout and post-processors (which
-add BOS) are taken out, as Megatron encodes with `add_special_tokens=False`. Special tokens that occur in a
-text are text, unless `allow_special` says otherwise. A model whose own vocabulary has the piece, as Unigram
-and WordLevel models do, cannot read `</s>` as text: ids that a text must not give (`special_tokens`) are
-looked for in what every document becomes, and such a document is no document, as a line that is no JSON.
+add BOS) are taken out, as Megatron encodes with `add_special_tokens=False`; `prepend_bos` puts the BOS before
+each document. Special tokens that occur in a text are text, unless `allow_special` says otherwise. A model
+whose own vocabulary has the piece, as Unigram and WordLevel models do, cannot read `</s>` as text: ids that a
+text must not give (`special_tokens`) are looked for in what every document becomes, and such a document is no
+document, as a line that is no JSON.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +52,8 @@ class TextTokenizer:
         eod_id: of the token that ends a document; None if there is none.
         eod_token: its text.
         allow_special: whether special tokens that occur in a text are read as such.
+        bos_id: of the token that every document begins with; None if they begin with their text.
+        bos_token: the token that the tokenizer's own files put before a text, if any.
     """
 
     kind: Literal["huggingface", "sentencepiece", "bytes"]
@@ -60,6 +63,8 @@ class TextTokenizer:
     eod_id: int | None
     eod_token: str | None
     allow_special: bool = False
+    bos_id: int | None = None
+    bos_token: str | None = None
 
     def special_tokens(self) -> dict[int, str]:
         """Id to token of what no text may give, without unknown words; none with `allow_special`."""
@@ -80,9 +85,26 @@ class TextTokenizer:
     def facts(self) -> dict[str, Any]:
         """Facts for a manifest: everything that the tokens depend on."""
         names = ("kind", "vocab_size", "eod_id", "eod_token", "allow_special")
-        return {"hash": xxhash.xxh3_128_hexdigest(self.content)} | {
+        facts = {"hash": xxhash.xxh3_128_hexdigest(self.content)} | {
             name: getattr(self, name) for name in names
         }
+        return facts if self.bos_id is None else facts | {"bos_id": self.bos_id}
+
+    def token(self, index: int) -> str | None:
+        """The token of an id; None for a byte, and for an id that the tokenizer does not have."""
+        if self.kind == "sentencepiece" and 0 <= index < self.vocab_size:
+            import sentencepiece
+
+            return str(sentencepiece.SentencePieceProcessor(model_proto=self.content).id_to_piece(index))
+        return token_text(orjson.loads(self.content), index) if self.kind == "huggingface" else None
+
+    def log_left_out(self) -> None:
+        """Says that documents do not begin with the BOS that the tokenizer's own files put before a text."""
+        if self.bos_token is not None and self.bos_id is None:
+            text = (
+                "tokenizer %s puts %s before a text, documents get none: --prepend-bos (PREPEND_BOS) keeps it"
+            )
+            logger.warning(text, self.name, self.bos_token)
 
 
 def special_token_reason(token: str) -> str:
@@ -98,6 +120,7 @@ def load_tokenizer(
     merge_file: str | Path | None = None,
     eod_token: str | None = None,
     allow_special: bool = False,
+    prepend_bos: bool = False,
 ) -> TextTokenizer:
     """Loads a tokenizer by Megatron's name of its type.
 
@@ -105,15 +128,33 @@ def load_tokenizer(
         tokenizer_type: one of TOKENIZER_TYPES.
         model: for HuggingFaceTokenizer a folder, a tokenizer.json or a name on the hub (HF_ENDPOINT and
             HF_TOKEN are honoured); for SentencePieceTokenizer and Llama2Tokenizer a .model file. Unlike
-            Megatron's, Llama2Tokenizer puts no BOS before a document.
+            Megatron's, Llama2Tokenizer puts a BOS before a document only with `prepend_bos`.
         vocab_file: vocab.json of GPT2BPETokenizer.
         merge_file: merges.txt of GPT2BPETokenizer.
         eod_token: the token that ends a document; by default what the tokenizer's files say.
         allow_special: whether special tokens that occur in a text are read as such.
+        prepend_bos: begin every document with the tokenizer's BOS.
 
     Raises:
-        ValueError: a file is missing or is no tokenizer, or `eod_token` is not in the vocabulary.
+        ValueError: a file is missing or is no tokenizer, or `eod_token` or the BOS is not in the vocabulary.
     """
+    loaded = _load(tokenizer_type, model, vocab_file, merge_file, eod_token, allow_special)
+    if not prepend_bos:
+        return replace(loaded, bos_id=None)
+    if loaded.bos_id is None:
+        fix = "omit --prepend-bos (PREPEND_BOS), or name its bos_token in tokenizer_config.json"
+        raise setting_error("prepend_bos", True, f"the tokenizer {loaded.name} has no BOS", fix)
+    return loaded
+
+
+def _load(
+    tokenizer_type: str,
+    model: str | Path | None,
+    vocab_file: str | Path | None,
+    merge_file: str | Path | None,
+    eod_token: str | None,
+    allow_special: bool,
+) -> TextTokenizer:
     if tokenizer_type not in TOKENIZER_TYPES:
         rule = f"must be one of {', '.join(TOKENIZER_TYPES)}"
         raise setting_error("tokenizer_type", tokenizer_type, rule, "choose one of them")
@@ -127,11 +168,14 @@ def load_tokenizer(
     if tokenizer_type == "HuggingFaceTokenizer":
         path = _tokenizer_json(str(model))
         return _from_json(_read_tokenizer_json(path), str(model), path.parent, eod_token, allow_special)
-    return _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
+    found = _sentencepiece(_existing("tokenizer_model", model), eod_token, allow_special)
+    if tokenizer_type == "Llama2Tokenizer" and found.bos_id is not None:  # Megatron's adds it
+        return replace(found, bos_token=found.token(found.bos_id))
+    return found
 
 
 def load_named_tokenizer(
-    name: str, *, eod_token: str | None = None, allow_special: bool = False
+    name: str, *, eod_token: str | None = None, allow_special: bool = False, prepend_bos: bool = False
 ) -> TextTokenizer:
     """Loads what TOKENIZER names: a tokenizer.json or its folder, a SentencePiece .model file, or `bytes`.
 
@@ -139,9 +183,11 @@ def load_named_tokenizer(
         ValueError: it is no tokenizer.
     """
     if name == "bytes":
-        return load_tokenizer("ByteLevelTokenizer")
+        return load_tokenizer("ByteLevelTokenizer", prepend_bos=prepend_bos)
     kind = "SentencePieceTokenizer" if name.endswith(".model") else "HuggingFaceTokenizer"
-    return load_tokenizer(kind, model=name, eod_token=eod_token, allow_special=allow_special)
+    return load_tokenizer(
+        kind, model=name, eod_token=eod_token, allow_special=allow_special, prepend_bos=prepend_bos
+    )
 
 
 def tokenizer_vocab_size(path: str | Path) -> int:
@@ -259,35 +305,71 @@ def _from_json(
         what = "tokenizer %s: BPE dropout %s is set, switched off here"
         logger.warning(what, name, content["model"]["dropout"])
         content["model"]["dropout"] = None
+    files = {name: _optional_json(folder / name) if folder else {} for name in _HUB_FILES[1:]}
+    bos_token, adds_bos = _bos(content, files)
     content["post_processor"] = None
     eod_id = None
     if eod_token is None:
-        candidates = _eod_candidates(content, folder)
-        eod_token = next((token for token in candidates if _token_id(content, token) is not None), None)
-    elif _token_id(content, eod_token) is None:
+        candidates = _eod_candidates(content, files)
+        eod_token = next((token for token in candidates if token_id(content, token) is not None), None)
+    elif token_id(content, eod_token) is None:
         rule = f"the tokenizer {name} has no such token"
         raise setting_error("eod_token", eod_token, rule, "give one of its tokens")
     if eod_token is not None:
-        eod_id = _token_id(content, eod_token)
+        eod_id = token_id(content, eod_token)
         # Some files have it as an added token that is not special, and then a text could contain it.
         for token in content.get("added_tokens") or []:
             token["special"] |= token["content"] == eod_token
     return TextTokenizer(
-        "huggingface", name, orjson.dumps(content), _vocab_size(content), eod_id, eod_token, allow_special
+        "huggingface",
+        name,
+        orjson.dumps(content),
+        _vocab_size(content),
+        eod_id,
+        eod_token,
+        allow_special,
+        None if bos_token is None else token_id(content, bos_token),
+        bos_token if adds_bos else None,
     )
 
 
-def _eod_candidates(content: dict[str, Any], folder: Path | None) -> Iterator[str]:
-    """Possible end-of-document tokens, the surest first: by the tokenizer's files, then the usual names."""
-    files = {name: _optional_json(folder / name) if folder else {} for name in _HUB_FILES[1:]}
+def _named(files: Mapping[str, dict[str, Any]], field: str) -> Iterator[str]:
+    """Tokens that the tokenizer's files name as `field`."""
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        token = files[name].get("eos_token")
+        token = files[name].get(field)
         if token := token.get("content") if isinstance(token, dict) else token:
             yield token
+
+
+def _bos(content: dict[str, Any], files: Mapping[str, dict[str, Any]]) -> tuple[str | None, bool]:
+    """The token that begins a text, and whether the tokenizer's files put it there."""
+    if ids := ids_before_text(content):
+        return token_text(content, ids[0]), True
+    return next(
+        (token for token in _named(files, "bos_token") if token_id(content, token) is not None), None
+    ), False
+
+
+def ids_before_text(content: Mapping[str, Any]) -> list[int]:
+    """Ids that the post-processor of a tokenizer.json puts before a text."""
+    if not content.get("post_processor") or content["post_processor"]["type"] == "ByteLevel":
+        return []
+    from tokenizers import Tokenizer
+
+    backend = Tokenizer.from_str(orjson.dumps(content).decode())
+    encoded = backend.encode("a")
+    first = next((at for at, special in enumerate(encoded.special_tokens_mask) if not special), None)
+    return list(encoded.ids[:first]) if first is not None else []
+
+
+def _eod_candidates(content: dict[str, Any], files: Mapping[str, dict[str, Any]]) -> Iterator[str]:
+    """Possible end-of-document tokens, the surest first: by the tokenizer's files, then the usual names."""
+    yield from _named(files, "eos_token")
     for name in ("generation_config.json", "config.json"):
         ids = files[name].get("eos_token_id")
         ids = ids if isinstance(ids, list) else [ids]
-        yield from (token["content"] for token in content.get("added_tokens") or [] if token["id"] in ids[:1])
+        if isinstance(first := next(iter(ids), None), int) and (token := token_text(content, first)):
+            yield token
     yield from USUAL_EOD_TOKENS
 
 
@@ -302,7 +384,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _token_id(content: dict[str, Any], token: str) -> int | None:
+def token_id(content: Mapping[str, Any], token: str) -> int | None:
+    """Id of a token in a tokenizer.json, added or of the vocabulary; None if it is not there."""
     for added in content.get("added_tokens") or []:
         if added["content"] == token:
             return int(added["id"])
@@ -310,6 +393,17 @@ def _token_id(content: dict[str, Any], token: str) -> int | None:
     if isinstance(vocab, list):
         return next((index for index, (piece, _) in enumerate(vocab) if piece == token), None)
     return vocab.get(token)
+
+
+def token_text(content: Mapping[str, Any], index: int) -> str | None:
+    """The token of an id, the inverse of `token_id`."""
+    for added in content.get("added_tokens") or []:
+        if added["id"] == index:
+            return str(added["content"])
+    vocab = content["model"]["vocab"]
+    if isinstance(vocab, list):
+        return str(vocab[index][0]) if 0 <= index < len(vocab) else None
+    return next((token for token, known in vocab.items() if known == index), None)
 
 
 def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> TextTokenizer:
@@ -333,7 +427,9 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
     if eod_token is not None and found[1] is None:
         rule = f"the tokenizer {path} has no such piece"
         raise setting_error("eod_token", eod_token, rule, "give one of its pieces")
-    return TextTokenizer("sentencepiece", str(path), content, processor.get_piece_size(), found[1], found[0])
+    bos_id = processor.bos_id() if processor.bos_id() >= 0 else None
+    size = processor.get_piece_size()
+    return TextTokenizer("sentencepiece", str(path), content, size, found[1], found[0], bos_id=bos_id)
 
 
 def _byte_level(eod_token: str | None, allow_special: bool) -> TextTokenizer:

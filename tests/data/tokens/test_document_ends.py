@@ -1,0 +1,198 @@
+"""Tokens that documents end and begin with, from tokenizing to the exported model; one tokenizer a run."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import processors
+from transformers import AutoTokenizer
+
+from helpers.checkpoint.small_job import end_run, small_settings, start_run
+from helpers.whole_runs import SMALL
+from moe_exp import cli
+from moe_exp.checkpoint.format.settings import saved_config, saved_order
+from moe_exp.checkpoint.hf.exporting import to_hf
+from moe_exp.config import Config, load_config
+from moe_exp.data.own_text.settings import with_prepared_text
+from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.merge import merge_token_files
+from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.tokenizer_training import train_bpe
+from moe_exp.inference.generate import GenerateRequest, plan_generation
+from moe_exp.inference.text import tokenizer_for
+from moe_exp.launch.machine_checks import data_problems
+
+TEXTS = [f"The bird number {number} sings, and all others hear it. " * 9 for number in range(60)]
+VOCAB, SPECIAL = 320, ("<|endoftext|>", "</s>", "<s>", "<end>")
+
+
+def save_tokenizer(folder: Path, *, bos: bool = False, texts=TEXTS, **names: str) -> Path:
+    """A byte-level BPE whose files name </s> as the end; with `bos` they begin a text with <s>."""
+    tokenizer = train_bpe(texts, VOCAB, special_tokens=SPECIAL)
+    if bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", SPECIAL.index("<s>"))]
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"} | names
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    return folder
+
+
+def tokenize(folder: Path, name: str, tokenizer: Path, *flags: str) -> str:
+    """Token files of TEXTS by the command; their prefix."""
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
+    (folder / f"{name}.jsonl").write_text(lines)
+    line = [
+        "data",
+        "tokenize",
+        "--input",
+        str(folder / f"{name}.jsonl"),
+        "--output-prefix",
+        str(folder / name),
+    ]
+    line += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tokenizer), "--append-eod"]
+    assert cli.main([*line, "--workers", "1", *flags]) == 0
+    return f"{folder / name}_text_document"
+
+
+def train(folder: Path, data: str, tokenizer: Path) -> Path:
+    """The run folder of two iterations."""
+    settings = small_settings(
+        folder, "run", train_data=data, tokenizer=str(tokenizer), vocab_size=VOCAB, train_iters=2
+    )
+    assert end_run(start_run(settings, folder / "printed"), folder / "printed") == [0]
+    return folder / "run"
+
+
+def iteration(run: Path) -> Path:
+    return run / "checkpoints" / "iter_0000002"
+
+
+@pytest.mark.parametrize(
+    ("flags", "bos"),
+    [
+        (("--eod-token", "<end>"), False),
+        (("--eod-token", "ÿ"), False),  # of the vocabulary, not an added token
+        ((), True),
+        (("--prepend-bos", "--eod-token", "<end>"), True),
+        (("--prepend-bos",), False),  # the tokenizer adds none itself
+    ],
+)
+def test_documents_of_the_training_decide(flags, bos, tmp_path, caplog):
+    """Generation ends and begins as they do, and the exported tokenizer gives the tokens of the training."""
+    folder = save_tokenizer(tmp_path / "tokenizer", bos=bos)
+    data = tokenize(tmp_path, "data", folder, *flags)
+    eod_token = flags[-1] if "--eod-token" in flags else "</s>"
+    left_out = bos and "--prepend-bos" not in flags
+    assert left_out == ("puts <s> before a text, documents get none" in caplog.text)
+    run = train(tmp_path, data, folder)
+
+    files = TokenFiles(data)
+    first, second = files.read(0, files.document_bounds[1]), files.document_bounds[1]
+    tokenizer = plan_generation(GenerateRequest(str(run), prompts=("The bird",))).tokenizer
+    assert (tokenizer.eod_id, tokenizer.eod_token) == (first[-1], eod_token)
+    assert (tokenizer.bos_id is not None) == ("--prepend-bos" in flags)
+    table = TokenBytes(tokenizer)
+    assert table.count(first, np.arange(second) == 0) == len(TEXTS[0].encode())
+
+    done = to_hf(run, tmp_path / "exported")
+    assert done.architecture
+    exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert (exported.eos_token, exported.eos_token_id) == (eod_token, first[-1])
+    assert exported(TEXTS[0]).input_ids == first[:-1].tolist()
+    prompt = plan_generation(GenerateRequest(str(run), prompts=(TEXTS[0],), max_positions=500)).prompt_tokens
+    assert prompt == [first[:-1].tolist()]
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((tmp_path / "exported" / name).read_text())["eos_token_id"] == first[-1]
+
+    # an older checkpoint does not record them: the manifest beside the token files does
+    config, order = saved_config(iteration(run)), saved_order(iteration(run))
+    assert order["eod_id"] == first[-1]
+    older = {name: value for name, value in order.items() if name not in ("eod_id", "bos_id")}
+    assert tokenizer_for(config, "", order=older) == tokenizer
+
+
+def test_text_with_and_without_bos(tmp_path):
+    folder = save_tokenizer(tmp_path / "tokenizer", bos=True)
+    for number, text in enumerate(TEXTS):
+        (tmp_path / f"text{number}.txt").write_text(text)
+    first = {}
+    for prepend in (False, True):
+        config = Config(
+            preset="cpu", train_data=str(tmp_path / "text*.txt"), tokenizer=str(folder), vocab_size=VOCAB,
+            prepend_bos=prepend, data_dir=str(tmp_path / "data"),
+        )  # fmt: skip
+        files = TokenFiles(with_prepared_text(config).train_data)
+        first[prepend] = {int(files.read(begin, begin + 1)[0]) for begin in files.document_bounds[:-1]}
+        assert files.tokenizer_fact("bos_id") == (SPECIAL.index("<s>") if prepend else None)
+    assert first[True] == {SPECIAL.index("<s>")} and not first[False] & first[True]
+
+
+def test_no_bos_to_prepend(tmp_path, capsys):
+    folder = save_tokenizer(tmp_path / "tokenizer", bos_token="<none>")
+    with pytest.raises(AssertionError):
+        tokenize(tmp_path, "data", folder, "--prepend-bos")
+    assert "PREPEND_BOS=True" in capsys.readouterr().err
+
+
+# One tokenizer for all data of a run
+
+
+@pytest.fixture(scope="module")
+def token_files(tmp_path_factory):
+    """Prefixes of token files, and tokenizers of the same size."""
+    place = tmp_path_factory.mktemp("tokens")
+    mine = save_tokenizer(place / "mine")
+    other = save_tokenizer(place / "other", texts=[text[::-1] for text in TEXTS])
+    found = {"mine": mine, "other": other, "data": tokenize(place, "data", mine)}
+    found |= {"valid": tokenize(place, "valid", mine), "alien": tokenize(place, "alien", other)}
+    found["ended"] = tokenize(place, "ended", mine, "--eod-token", "<end>")
+    for name, shards in {"merged": ("data", "valid"), "merged_aliens": ("alien", "alien")}.items():
+        found[name] = str(place / name)
+        merge_token_files([Path(found[shard]) for shard in dict.fromkeys(shards)], Path(found[name]))
+    return {name: str(path) for name, path in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
+        ({"tokenizer": "mine"}, None),
+        ({"tokenizer": "mine", "valid_data": "valid"}, None),
+        ({"train_data": "ended", "tokenizer": "mine"}, None),
+        ({"train_data": "merged", "valid_data": "valid", "tokenizer": "mine"}, None),
+        ({"tokenizer": "other"}, "TOKENIZER=.*/other: is not the tokenizer of .*data_text_document"),
+        ({"train_data": "merged", "tokenizer": "other"}, "TOKENIZER=.*/other: is not the tokenizer"),
+        ({"valid_data": "alien"}, "VALID_DATA=.*alien"),
+        ({"valid_data": "merged_aliens"}, "VALID_DATA=.*merged_aliens"),
+        ({"valid_data": "ended"}, "VALID_DATA=.*ended"),
+        ({"train_data": "1 data 1 alien"}, "TRAIN_DATA=.*alien"),
+        ({"data_stages": "alien"}, "DATA_STAGES=.*alien"),
+    ],
+)
+def test_all_data_are_of_one_tokenizer(settings, refused, token_files):
+    given = {"train_data": "data"} | settings
+    if "data_stages" in given:
+        stage = {"from_samples": 8, "train_data": token_files[given["data_stages"]]}
+        given["data_stages"] = json.dumps([stage])
+    named = {
+        name: " ".join(token_files.get(word, word) for word in value.split())
+        if name != "data_stages"
+        else value
+        for name, value in given.items()
+    }
+    size = {"vocab_size": VOCAB, "seq_len": 16, "gbsz": 4, "mbsz": 2, "gpus_per_node": 1}
+    config = load_config(SMALL | size | named, {})
+    problems = list(data_problems(config))
+    if refused is None:
+        assert problems == []
+    else:
+        (line,) = problems
+        assert re.search(refused, line), line
+        assert "ALLOW_OTHER_DATA=true" in line
+        assert list(data_problems(config.model_copy(update={"allow_other_data": True}))) == []
