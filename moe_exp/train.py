@@ -79,6 +79,7 @@ from moe_exp.training.samples import (
     compare_data,
     compare_stages,
     describe_documents,
+    place_stages,
     read_ahead,
 )
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
@@ -215,13 +216,14 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     folder, source = open_run(config, rank)
 
     # Data, without the samples that rollbacks skip.
-    files = prepared_by_launcher(config)  # token files in place of text
+    checkpoint = source.folder if source else None
+    files = place_stages(prepared_by_launcher(config), folder, checkpoint)  # token files in place of text
     eod_id, document_tokens = describe_documents(files)
     config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
     all_samples, valid_stream = build_data(files)
-    sample_order, changes = compare_data(files, rank, all_samples, source.folder if source else None)
-    samples = samples_without_skips(folder, all_samples, sample_order, source.folder if source else None)
-    compare_stages(config, samples.skipped, source.folder if source else None)
+    sample_order, changes = compare_data(files, rank, all_samples, checkpoint)
+    samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
+    compare_stages(files, samples.skipped, checkpoint)
     batches = BatchSchedule(config)
     measured = bytes_per_token(files, valid_stream) if valid_stream is not None and rank.is_first else None
 

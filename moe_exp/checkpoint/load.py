@@ -8,6 +8,7 @@ import torch
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.keys import CheckpointKeys, check_tensors
+from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
 from moe_exp.checkpoint.format.sharded_load import load_sharded
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.optimizer_state import OptimizerRequest
@@ -24,7 +25,7 @@ from moe_exp.checkpoint.state import (
 )
 from moe_exp.config import Config
 from moe_exp.config.choices import LOSS_STATE
-from moe_exp.config.model_changes import optimizer_change, refuse_other_model
+from moe_exp.config.model_changes import optimizer_change
 from moe_exp.engine.averaged_weights import restart_average
 from moe_exp.engine.runtime import Runtime
 from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
@@ -56,7 +57,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
     folder = one_checkpoint(path)
     common = read_common(folder)
     if "config" in common:
-        _refuse_other_model(config, folder, common)
+        refuse_other_checkpoint(config, folder, common)
     if "progress" not in common:
         load_weights(runtime, folder, trained)
         if config.fingerprints:
@@ -113,15 +114,7 @@ def compare_model(config: Config, folder: Path) -> None:
     """
     common = read_common(folder)
     if "config" in common:
-        _refuse_other_model(config, folder, common)
-
-
-def _refuse_other_model(config: Config, folder: Path, common: dict[str, Any]) -> None:
-    has_optimizer = "progress" in common  # else the checkpoint has weights alone
-    name = f"the checkpoint {folder}"
-    if has_optimizer:
-        name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
-    refuse_other_model(config, common["config"], name, with_optimizer=has_optimizer)
+        refuse_other_checkpoint(config, folder, common)
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:

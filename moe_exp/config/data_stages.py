@@ -14,6 +14,7 @@ rate and batch size continue.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +37,18 @@ class DataStage:
         first_sample: in samples of SEQ_LEN tokens.
         train_data: as TRAIN_DATA.
         seq_len: tokens per sample.
+        from_tokens: where it should begin, if it was given in tokens: `first_sample` is of the next batch.
     """
 
     first_sample: int
     train_data: str
     seq_len: int
+    from_tokens: int | None = None
+
+    @property
+    def place(self) -> str:
+        """Where it begins, in the unit in which it was given."""
+        return f"sample {self.first_sample}" if self.from_tokens is None else f"token {self.from_tokens}"
 
 
 def read_stages(value: object) -> str:
@@ -93,16 +101,29 @@ def _whole(number: int, name: str, value: object) -> int:
 
 
 def stages_of(config: Config) -> list[DataStage]:
-    """TRAIN_DATA and SEQ_LEN from sample 0 on, then the stages of DATA_STAGES."""
+    """TRAIN_DATA and SEQ_LEN from sample 0 on, then the stages of DATA_STAGES. Those in tokens begin with a
+    batch after `with_stage_begins`.
+    """
     stages = [DataStage(0, config.train_data, config.seq_len)]
     for given in json.loads(config.data_stages or "[]"):
-        tokens = given.get("from_tokens", 0)
-        first = given.get("from_samples", -(-tokens // config.seq_len))
-        last = stages[-1]
-        stages.append(
-            DataStage(first, given.get("train_data", last.train_data), given.get("seq_len", last.seq_len))
-        )
+        tokens, last = given.get("from_tokens"), stages[-1]
+        first = given.get("from_samples", -(-(tokens or 0) // config.seq_len))
+        data, seq_len = given.get("train_data", last.train_data), given.get("seq_len", last.seq_len)
+        stages.append(DataStage(first, data, seq_len, tokens))
     return stages
+
+
+def stage_blends(config: Config) -> list[str]:
+    """The blends that DATA_STAGES names, in order."""
+    return [given["train_data"] for given in json.loads(config.data_stages or "[]") if "train_data" in given]
+
+
+def with_stage_blends(config: Config, blends: Sequence[str]) -> str:
+    """DATA_STAGES with other blends in place of `stage_blends`."""
+    left = iter(blends)
+    given = json.loads(config.data_stages or "[]")
+    changed = [stage | ({"train_data": next(left)} if "train_data" in stage else {}) for stage in given]
+    return json.dumps(changed) if changed else ""
 
 
 def microbatch_samples(config: Config, seq_len: int) -> int:

@@ -44,6 +44,7 @@ from moe_exp.launch.machine_checks import (
     tokenizer_problems,
 )
 from moe_exp.launch.room import disk_warnings, memory_warnings
+from moe_exp.launch.source_checks import source_problems, stage_lines
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
@@ -219,7 +220,7 @@ _OF_THE_NODE = ("MASTER_ADDR", "NNODES", "NODE_RANK")
 def _with_text(config: Config) -> Config:
     """`config` with token files and tokenizer in place of the text that its data settings name, if any."""
     prepared = with_prepared_text(config)
-    if prepared is not config and (problems := [*data_problems(prepared)]):
+    if prepared is not config and (problems := [*data_problems(prepared), *source_problems(prepared)]):
         raise ConfigError(problems)
     return prepared
 
@@ -266,7 +267,7 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     print(dry_run_text(config, flags, sources=sources), flush=True)
     problems = check_files(config, with_space=False)
     if not problems:
-        for line in plan_text(config):
+        for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
     _warn([*check_machine(config), *new, *_warnings(config)])

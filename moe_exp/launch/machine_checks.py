@@ -18,13 +18,12 @@ from packaging.version import Version
 
 from moe_exp.checkpoint.remote import ahead_problem, find_there
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
-from moe_exp.config.checks.data import check_stage_begins
 from moe_exp.config.checks.determinism import environment_problems
 from moe_exp.config.choices import EXPERT_BACKENDS
-from moe_exp.config.data_stages import stages_of
+from moe_exp.config.data_stages import stage_blends, stages_of
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import text_problems
+from moe_exp.data.own_text.settings import needs_preparation, text_problems
 from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import (
     Share,
@@ -41,9 +40,10 @@ from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
 from moe_exp.host.files import bytes_text, is_url, read_yaml
 from moe_exp.launch.room import disk_problems
+from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
-from moe_exp.runs.run_folder import LATEST, RunFolder, lock_problems, run_folder_problems
+from moe_exp.runs.run_folder import LATEST, lock_problems, run_folder_problems
 
 
 def check_environment(config: Config) -> list[str]:
@@ -69,8 +69,10 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
     """Data, tokenizer and folders, on every node; `with_space`: and disk space for the run."""
     return [
         *data_problems(config),
+        *_prepend_bos(config),
         *_tokenizer(config),
-        *_load_dir(config),
+        *(load_dir := list(_load_dir(config))),
+        *([] if load_dir else source_problems(config)),
         *_remote_dir(config),
         *_upcycle_from(config),
         *_data_dir(config),
@@ -263,31 +265,24 @@ def data_problems(c: Config) -> Iterator[str]:
     """TRAIN_DATA (or its parts by SPLIT), VALID_DATA, DATA_STAGES: complete, long enough, within the
     vocabulary; text that they name is only checked for what its preparation could not use.
     """
-    # Else the ranks know where they begin.
-    if not c.load_dir and not run_folder_problems(c) and not RunFolder.of(c).checkpoints.exists():
-        yield from check_stage_begins(c)
-    if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data))) and not c.data_stages:
-        fix = "omit it, or give --prepend-bos to moe-exp data tokenize"
-        yield problem("prepend_bos", "true", "TRAIN_DATA and VALID_DATA name no text", fix)
     shares: list[Share | None] = [(0.0, 1.0), None]
     if c.split:
         try:
             shares = parse_split(c.split)[:2]
         except ValueError:
             return  # reported by check_config
-    of_both: list[tuple[str, str, int, Sequence[Share | None]]] = []
-    if is_prepared_first(c.train_data) or is_prepared_first(c.valid_data):
+    if needs_preparation(c):
         yield from text_problems(c)
-    else:
-        of_both = [
-            ("train_data", c.train_data, c.seq_len, shares),
-            ("valid_data", c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
-        ]
-    stages = [stage for stage in stages_of(c)[1:] if stage.train_data and not names_text(stage.train_data)]
-    of_both += [("data_stages", stage.train_data, stage.seq_len, [shares[0], None]) for stage in stages]
+    of_all: list[tuple[str, str, int, Sequence[Share | None]]] = [
+        ("train_data", c.train_data, c.seq_len, shares),
+        ("valid_data", c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
+    ]
+    of_all += [("data_stages", one.train_data, one.seq_len, [shares[0], None]) for one in stages_of(c)[1:]]
     prefixes: dict[str, None] = {}
     are_readable = True
-    for name, blend, seq_len, parts in of_both:
+    for name, blend, seq_len, parts in of_all:
+        if is_prepared_first(blend):
+            continue
         try:
             named = dict.fromkeys(prefix for _, prefix in parse_blend(blend)) if blend else {}
         except ValueError as error:
@@ -312,11 +307,11 @@ def tokenizer_problems(c: Config) -> Iterator[str]:
         if not own.is_file() or not _is_tokenizer_of(c.tokenizer, load_named_tokenizer(str(own)).facts()):
             rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
             yield problem("tokenizer", c.tokenizer, rule, "set TRAIN_DATA, or omit TOKENIZER")
-    blends = {"train_data": c.train_data, "valid_data": c.valid_data}
-    blends |= {"data_stages": " ".join(stage.train_data for stage in stages_of(c)[1:])}
+    blends = [("train_data", c.train_data), ("valid_data", c.valid_data)]
+    blends += [("data_stages", blend) for blend in stage_blends(c)]
     fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if they give the same ids"
     prefixes: list[str] = []
-    for name, blend in blends.items():
+    for name, blend in blends:
         members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
         if wrong := other_tokenizer([*prefixes[:1], *members]):
             yield problem(name, getattr(c, name), wrong, fix)
@@ -360,6 +355,12 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
     if vocab_size and vocab_size > c.vocab_size:
         rule = f"was tokenized with {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
         yield problem(name, prefix, rule, f"set VOCAB_SIZE to at least {vocab_size}")
+
+
+def _prepend_bos(c: Config) -> Iterator[str]:
+    if c.prepend_bos and not any(map(names_text, (c.train_data, c.valid_data, *stage_blends(c)))):
+        fix = "omit it, or give --prepend-bos to moe-exp data tokenize"
+        yield problem("prepend_bos", "true", "TRAIN_DATA, VALID_DATA and DATA_STAGES name no text", fix)
 
 
 def _tokenizer(c: Config) -> Iterator[str]:
@@ -438,7 +439,7 @@ def _data_dir(c: Config) -> Iterator[str]:
     folder, what = Path(c.data_dir), "the embedded corpus (TRAIN_DATA is empty) goes"
     if c.train_data and c.data_order == "megatron":
         what = "the indices of DATA_ORDER=megatron go"
-    elif is_prepared_first(c.train_data) or is_prepared_first(c.valid_data):
+    elif needs_preparation(c):
         what = "the token files of the text, or the parts of those at an object store, go"
     elif c.train_data or any(folder.glob("python_*_torch_*_bpe*/manifest.json")):
         return

@@ -358,10 +358,17 @@ def test_load_dir_is_missing(here, tmp_path):
     for place in (tmp_path / "a", tmp_path / "b" / "checkpoints"):
         place.mkdir(parents=True)
         (place / "latest_checkpointed_iteration.txt").write_text("10")
+        (place / "iter_0000010").mkdir()
+        torch.save({}, place / "iter_0000010" / "common.pt")
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "metadata.json").write_text("{}")
+    torch.save({}, tmp_path / "c" / "common.pt")
     for name in ("a", "b", "c"):
         assert check_files(here(load_dir=str(tmp_path / name))) == []
+    (tmp_path / "c" / "common.pt").unlink()
+    only_problem(
+        check_files(here(load_dir=str(tmp_path / "c"))), rf"{tmp_path}/c/common\.pt: cannot be used.*"
+    )
 
 
 def test_an_expert_backend_whose_package_is_missing(here):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config
+from moe_exp.config.model_changes import refuse_other_model
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,17 @@ def saved_order(folder: Path) -> dict[str, Any]:
 def saved_tokenizer(folder: Path) -> str:
     """`tokenizer_fingerprint` of the tokenizer that a run was trained with; empty if it is not recorded."""
     return saved_order(folder).get("tokenizer") or ""
+
+
+def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, Any]) -> None:
+    """Raises a ConfigError if a checkpoint is of another model or optimizer than `config`. `common`: as of
+    `read_common`.
+    """
+    has_optimizer = "progress" in common  # else the checkpoint has weights alone
+    name = f"the checkpoint {folder}"
+    if has_optimizer:
+        name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
+    refuse_other_model(config, common["config"], name, with_optimizer=has_optimizer)
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
+from typing import Any
 
 from moe_exp.config.data_stages import DataStage, microbatch_samples, stages_of
 from moe_exp.config.ramp import batch_size_at, ramp_steps
-from moe_exp.config.setting_types import blend_members, is_text
+from moe_exp.config.setting_types import blend_members
 from moe_exp.config.settings import Config, problem
 from moe_exp.host.files import is_url
 
@@ -41,26 +43,23 @@ def _all_problems(config: Config) -> Iterator[str]:
         return
     if config.data_order == "megatron":
         yield "DATA_ORDER=megatron has one order for the whole run; set DATA_ORDER=stream"
-    stages, total = stages_of(config), sum(step.samples for step in ramp_steps(config))
+    stages, total = stages_of(with_stage_begins(config)[0]), sum(step.samples for step in ramp_steps(config))
     for number, (before, stage) in enumerate(pairwise(stages), 1):
         for line in _problems(config, before, stage, total):
             yield f"stage {number} {line}"
-        members = [path for _, path in blend_members(stage.train_data)]
-        if bad := [path for path in members if is_text(path)]:
-            fix = "tokenize it with moe-exp data tokenize"
-            yield f"stage {number} has the text {bad[0]}, and a stage takes token files; {fix}"
-        if bad := [path for path in members if is_url(path)]:
+        if bad := [path for _, path in blend_members(stage.train_data) if is_url(path)]:
             fix = "fetch it with moe-exp data pull"
             yield f"stage {number} has {bad[0]}, and a stage takes files on this machine; {fix}"
 
 
 def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -> Iterator[str]:
-    begins = f"begins at sample {stage.first_sample},"
+    begins = f"begins at {stage.place},"
     if stage.first_sample <= before.first_sample:
-        yield f"{begins} the one before at {before.first_sample}; put the stages in order"
+        yield f"{begins} the one before at {before.place}; put the stages in order, at least a batch apart"
         return
     if stage.first_sample >= total:
-        yield f"{begins} and the run ends after {total}; let it begin earlier, or set TRAIN_ITERS higher"
+        end = total if stage.from_tokens is None else f"{total * config.seq_len} tokens"
+        yield f"{begins} and the run ends after {end}; let it begin earlier, or set TRAIN_ITERS higher"
         return
     factor, rest = divmod(stage.seq_len, config.seq_len)
     if rest:
@@ -84,6 +83,43 @@ def _problems(config: Config, before: DataStage, stage: DataStage, total: int) -
             yield f"{rule}; set GBSZ to a multiple of {unit}{other}"
 
 
+def with_stage_begins(
+    config: Config,
+    consumed: int = 0,
+    skipped: Sequence[tuple[int, int]] = (),
+    begun: Sequence[Mapping[str, Any]] = (),
+) -> tuple[Config, list[str]]:
+    """`config` whose stages in tokens begin with the next batch, and a line for each that this moves.
+
+    Args:
+        config: settings.
+        consumed, skipped: as of `check_stage_begins`.
+        begun: the stages that the checkpoint has begun, as of `SampleOrder`; they keep their first sample.
+    """
+    given, lines = json.loads(config.data_stages or "[]"), []
+    for number, (stage, found) in enumerate(zip(given, stages_of(config)[1:], strict=True), 1):
+        if found.from_tokens is None:
+            continue
+        first = -(-found.from_tokens // config.seq_len)
+        old = begun[number - 1] if number <= len(begun) else {}
+        if old.get("from_tokens") == found.from_tokens:
+            first = old["first_sample"]
+        else:
+            left_out = _left_out(skipped, first)
+            if consumed < first - left_out != (begin := _batch_start(config, first - left_out, consumed)):
+                first = begin + batch_size_at(config, begin) + left_out
+        stage["from_samples"] = first
+        if first * config.seq_len != found.from_tokens:
+            token = f"token {first * config.seq_len:,} (sample {first:,})"
+            rule = f"stage {number} begins at {token}, the first batch from {found.place} on"
+            lines.append(f"DATA_STAGES: {rule}")
+    return config.model_copy(update={"data_stages": json.dumps(given) if given else ""}), lines
+
+
+def _left_out(skipped: Sequence[tuple[int, int]], first: int) -> int:
+    return sum(min(end, first) - start for start, end in skipped if start < first)
+
+
 def check_stage_begins(
     config: Config, consumed: int = 0, skipped: Sequence[tuple[int, int]] = ()
 ) -> Iterator[str]:
@@ -98,7 +134,7 @@ def check_stage_begins(
     """
     for number, (before, stage) in enumerate(pairwise(stages_of(config)), 1):
         first = stage.first_sample
-        left_out = sum(min(end, first) - start for start, end in skipped if start < first)
+        left_out = _left_out(skipped, first)
         begin = _batch_start(config, first - left_out, consumed)
         if consumed < first - left_out != begin:
             fits = [begin + left_out, begin + left_out + batch_size_at(config, begin)]

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from moe_exp.config import Config, ConfigError
+from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes
 from moe_exp.data.own_text.preparation import (
@@ -53,6 +54,11 @@ def fitting_vocab_size(config: Config) -> int | None:
     return None
 
 
+def needs_preparation(config: Config) -> bool:
+    """Whether TRAIN_DATA, VALID_DATA or DATA_STAGES name text, or token files at an object store."""
+    return any(map(is_prepared_first, (config.train_data, config.valid_data, *stage_blends(config))))
+
+
 def with_prepared_text(config: Config) -> Config:
     """`config` with token files and tokenizer in place of the text, and of the URLs, that it names; prepares
     what is missing.
@@ -62,16 +68,33 @@ def with_prepared_text(config: Config) -> Config:
     Raises:
         ConfigError: text or DATA_DIR cannot be used; a package is missing.
     """
-    if not (is_prepared_first(config.train_data) or is_prepared_first(config.valid_data)):
+    if not needs_preparation(config):
         return config
     with _as_config_error():
         ensure = partial(ensure_prepared, data_dir=Path(config.data_dir))
         return _resolved(config, ensure, is_text)
 
 
+def already_prepared(config: Config) -> Config | None:
+    """`with_prepared_text` where nothing is left to prepare, else None; also None for data at a store."""
+    blends = (config.train_data, config.valid_data, *stage_blends(config))
+    if any(is_url(name) for blend in blends for _, name in blend_members(blend)):
+        return None
+
+    def found(source: TextSource) -> Prepared:
+        if (made := matching(source, Path(config.data_dir))) is None:
+            raise LookupError
+        return made
+
+    try:
+        return _resolved(config, found, is_text) if needs_preparation(config) else config
+    except (LookupError, ValueError, OSError):  # the checks of files name what is wrong
+        return None
+
+
 def prepared_by_launcher(config: Config) -> Config:
     """`with_prepared_text` in a rank: the launcher has prepared it, except with torchrun alone."""
-    if not (is_prepared_first(config.train_data) or is_prepared_first(config.valid_data)):
+    if not needs_preparation(config):
         return config
     if made := os.environ.get(PREPARED_TEXT):
         return config.model_copy(update=json.loads(made))
@@ -80,7 +103,8 @@ def prepared_by_launcher(config: Config) -> Config:
 
 def facts_for_ranks(prepared: Config) -> str:
     """The value of PREPARED_TEXT, from what `with_prepared_text` gave."""
-    return json.dumps({name: getattr(prepared, name) for name in ("train_data", "valid_data", "tokenizer")})
+    names = ("train_data", "valid_data", "data_stages", "tokenizer")
+    return json.dumps({name: getattr(prepared, name) for name in names})
 
 
 def find_prepared_text(config: Config, trained: str = "") -> Config:
@@ -93,6 +117,8 @@ def find_prepared_text(config: Config, trained: str = "") -> Config:
         ValueError: there is none.
     """
     known = known_places(Path(config.data_dir))
+
+    config = config.model_copy(update={"data_stages": ""})  # only training reads them
 
     def is_known(name: str) -> bool:
         return is_text(name) or place_of(name) in known
@@ -147,28 +173,40 @@ def _resolved(
     prepare: Callable[[TextSource], Prepared],
     is_text: Callable[[str], bool],
 ) -> Config:
-    valid_given, tokenizer = bool(config.valid_data), config.tokenizer
+    tokenizer = config.tokenizer
+    held_out: list[str] = []
     sources = {(source.setting, source.name): source for source in text_sources(config, is_text)}
-    blends: dict[str, list[str]] = {"train_data": [], "valid_data": []}
-    for setting in ("train_data", "valid_data"):
-        for weight, name in blend_members(getattr(config, setting)):
+    made: dict[tuple[str, str], Prepared] = {}
+
+    def resolved(setting: str, blend: str) -> str:
+        nonlocal tokenizer
+        words = []
+        for weight, name in blend_members(blend):
+            words += [weight] if weight else []
             source = sources.get((setting, name))
-            words = [weight] if weight else []
+            if source is None and setting == "data_stages":
+                source = sources.get(("train_data", name))
             if source is None:
                 is_remote = is_url(name) and not is_text(name)
-                here = ensure_index(name, Path(config.data_dir)) if is_remote else name
-                blends[setting] += [*words, here]
+                words.append(ensure_index(name, Path(config.data_dir)) if is_remote else name)
                 continue
-            if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
-                source = replace(source, tokenizer=loaded(tokenizer), vocab_size=0)
-            with named_errors(source):
-                made = prepare(source)
-            blends[setting] += [*words, made.train]
-            tokenizer = tokenizer or made.tokenizer
-            if setting == "train_data" and made.valid and not valid_given:
-                blends["valid_data"] += [*words, made.valid]
-    prefixes = {setting: " ".join(words) for setting, words in blends.items()}
-    return config.model_copy(update=prefixes | {"tokenizer": tokenizer})
+            key = source.setting, source.name
+            if key not in made:
+                if source.tokenizer is None and tokenizer:  # trained on TRAIN_DATA
+                    source = replace(source, tokenizer=loaded(tokenizer), vocab_size=0)
+                with named_errors(source):
+                    made[key] = prepare(source)
+                tokenizer = tokenizer or made[key].tokenizer
+            words.append(made[key].train)
+            if setting == "train_data" and made[key].valid:
+                held_out.extend([weight, made[key].valid] if weight else [made[key].valid])
+        return " ".join(words)
+
+    data = {name: resolved(name, getattr(config, name)) for name in ("train_data", "valid_data")}
+    data["valid_data"] = data["valid_data"] or " ".join(held_out)
+    stages = [resolved("data_stages", blend) for blend in stage_blends(config)]
+    data["data_stages"] = with_stage_blends(config, stages)
+    return config.model_copy(update=data | {"tokenizer": tokenizer})
 
 
 @contextmanager

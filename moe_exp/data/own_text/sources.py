@@ -1,4 +1,4 @@
-"""The text that TRAIN_DATA and VALID_DATA name: its files, how they are read, what is wrong with them."""
+"""The text that data settings name: its files, how they are read, what is wrong with them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any
 import orjson
 
 from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.data.documents import find_inputs, read_lines
 from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
@@ -29,7 +30,7 @@ class TextSource:
     """Text to prepare.
 
     Args:
-        setting: train_data or valid_data.
+        setting: train_data, valid_data or data_stages.
         name: the path or pattern that it has.
         files: of its documents.
         text_field: field or column with the text.
@@ -77,7 +78,7 @@ def place_of(name: str) -> str:
 
 
 def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> list[TextSource]:
-    """The text of TRAIN_DATA and VALID_DATA. A tokenizer that would be trained on the first is None for both.
+    """The text of all data settings. A tokenizer that would be trained on TRAIN_DATA is None for all.
 
     Raises:
         ValueError: a path, TOKENIZER or their combination cannot be used.
@@ -85,14 +86,17 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     problems = []
     texts = [name for _, name in blend_members(config.train_data) if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
-    if not texts and not valid:
+    staged = [name for blend in stage_blends(config) for _, name in blend_members(blend) if is_text(name)]
+    staged = [name for name in dict.fromkeys(staged) if name not in texts]  # without held-out documents there
+    if not texts and not valid and not staged:
         return []
     tokenizer = None
     if config.tokenizer:
         tokenizer = loaded(config.tokenizer, prepend_bos=config.prepend_bos)
     elif len(blend_members(config.train_data)) > 1 or not texts:
         rule = "is a blend with text" if texts else "is text, and the tokenizer of TRAIN_DATA is not known"
-        name, value = ("train_data", config.train_data) if texts else ("valid_data", config.valid_data)
+        name = "train_data" if texts else "valid_data" if valid else "data_stages"
+        value = getattr(config, name)
         fix = "set TOKENIZER; moe-exp data train-tokenizer trains one"
         problems.append(problem(name, value, f"{rule}, which needs one tokenizer", fix))
     if config.prepend_bos and not config.tokenizer:
@@ -103,14 +107,15 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     if texts and others and holds_out and config.eval_interval:
         rule = f"holds out documents of text only, and {others[0]} is token files"
         problems.append(problem("train_data", config.train_data, rule, "set VALID_DATA or SPLIT=99,1"))
-    for name in filter(is_url, texts + valid):
-        setting = "train_data" if name in texts else "valid_data"
+    for name in filter(is_url, texts + valid + staged):
+        setting = "train_data" if name in texts else "valid_data" if name in valid else "data_stages"
         fix = f"fetch it with moe-exp data download {name}, and name the folder"
         problems.append(problem(setting, name, "is text at an object store, where token files can be", fix))
     if problems:
         raise ConfigError(problems)
     sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]
-    return sources + [_source(config, "valid_data", name, tokenizer, holds_out=False) for name in valid]
+    rest = [("valid_data", name) for name in valid] + [("data_stages", name) for name in staged]
+    return sources + [_source(config, setting, name, tokenizer, holds_out=False) for setting, name in rest]
 
 
 def _source(

@@ -191,6 +191,11 @@ class SampleStream:
         return content_of([corpus.prefix for corpus in self._corpora])
 
 
+def print_of(fingerprint: str, content: str) -> str:
+    """16 hex digits for the fingerprint and the hash of the tokens of files together."""
+    return hashlib.blake2b(f"{fingerprint} {content}".encode(), digest_size=8).hexdigest()
+
+
 def fingerprint_of(prefixes: Sequence[str]) -> str:
     """16 hex digits that identify token files by sizes, document lengths and ends, not by their paths.
 

@@ -17,7 +17,9 @@ from typing import Any
 
 from moe_exp.config import Config, problem
 from moe_exp.config.data_stages import stages_of
-from moe_exp.data.tokens.document_ends import DocumentTokens
+from moe_exp.data.embedded import embedded_folder, ensure_embedded_corpus
+from moe_exp.data.samples.dataset import content_of, fingerprint_of, print_of
+from moe_exp.data.tokens.document_ends import DocumentTokens, documents_of
 from moe_exp.data.tokens.files import manifest_of, parse_split
 from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import parse_blend
@@ -42,7 +44,7 @@ class SampleOrder:
         packing: DOCUMENT_PACKING.
         eod_id, bos_id: as of `DocumentTokens`; they follow from the files, and are not compared.
         stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
-            fingerprint and hash of its files together.
+            fingerprint and hash of its files together; and `from_tokens`, which is not compared.
     """
 
     fingerprint: str
@@ -92,6 +94,7 @@ class SampleOrder:
                     "seq_len": stage.seq_len,
                     "weights": _weights(stage.train_data, is_megatrons=False),
                     "files": prints,
+                    "from_tokens": stage.from_tokens,
                 }
                 for stage, prints in zip(stages_of(config)[1:], stage_prints, strict=True)
             ],
@@ -100,6 +103,23 @@ class SampleOrder:
     def facts(self) -> dict[str, Any]:
         """As a checkpoint keeps them: numbers, texts and lists."""
         return asdict(self)
+
+
+def order_of_files(config: Config) -> SampleOrder | None:
+    """The order of training with `config`, by its token files; None if the embedded corpus is not there."""
+    blend = config.train_data
+    if not blend:
+        if not (embedded_folder(Path(config.data_dir)) / "manifest.json").is_file():
+            return None
+        blend = ensure_embedded_corpus(Path(config.data_dir)).train_prefix
+    blends = [[prefix for _, prefix in parse_blend(one)] for one in (blend, *_later_blends(config, blend))]
+    first, *later = [(fingerprint_of(prefixes), content_of(prefixes)) for prefixes in blends]
+    documents = documents_of(config.train_data) if config.train_data else None
+    return SampleOrder.of(config, *first, [print_of(*prints) for prints in later], documents)
+
+
+def _later_blends(config: Config, first: str) -> list[str]:
+    return [stage.train_data or first for stage in stages_of(config)[1:]]
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
@@ -184,7 +204,13 @@ def order_changes(
         prints = f"fingerprint {order.tokenizer} instead of {saved['tokenizer']}"
         rule, fix = f"is not the tokenizer of {checkpoint} ({prints})", "give back the old tokenizer"
         changes.append(Change("TOKENIZER", config.tokenizer, rule, fix, "ids would stand for other text"))
-    past, past_of_saved = (_begun(stages, next_sample) for stages in (order.stages, saved.get("stages", [])))
+    past, past_of_saved = (
+        [{name: value for name, value in stage.items() if name != "from_tokens"} for stage in stages]
+        for stages in (
+            begun_stages(order.stages, next_sample),
+            begun_stages(saved.get("stages", []), next_sample),
+        )
+    )
     if past != past_of_saved:
         changes.append(_other_stages(config, past, past_of_saved, checkpoint, next_sample))
     if "num_samples" in differing and "data_order" not in differing:
@@ -201,8 +227,9 @@ def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], c
     return Change("TRAIN_DATA", config.train_data, rule, fix)
 
 
-def _begun(stages: Sequence[dict[str, Any]], next_sample: int) -> list[dict[str, Any]]:
-    return [stage for stage in stages if stage["first_sample"] < next_sample]
+def begun_stages(stages: Sequence[Mapping[str, Any]], next_sample: int) -> list[dict[str, Any]]:
+    """Entries of `SampleOrder.stages` that have begun before a sample."""
+    return [dict(stage) for stage in stages if stage["first_sample"] < next_sample]
 
 
 def _other_stages(

@@ -7,12 +7,11 @@ for F numbers, and these are always read together.
 from __future__ import annotations
 
 import bisect
-import hashlib
 from collections.abc import Sequence
 
 import torch
 
-from moe_exp.data.samples.dataset import Origin, SampleStream, Stage
+from moe_exp.data.samples.dataset import Origin, SampleStream, Stage, print_of
 from moe_exp.data.tokens.files import Int64Array
 
 
@@ -68,8 +67,7 @@ class StagedSamples:
 
     def stage_prints(self) -> list[str]:
         """Fingerprint and hash of the tokens of every later stage, together."""
-        prints = [f"{stream.fingerprint()} {stream.content()}" for stream in self._streams[1:]]
-        return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in prints]
+        return [print_of(stream.fingerprint(), stream.content()) for stream in self._streams[1:]]
 
     def _place(self, index: int) -> tuple[SampleStream, int, int]:
         """Stream, number in it, and numbers that a sample stands for."""

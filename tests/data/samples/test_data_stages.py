@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -10,16 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from helpers import ROOT
+from moe_exp import cli
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.checks.data import check_stage_begins
+from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
 from moe_exp.config.data_stages import read_stages, stages_of
 from moe_exp.data.samples.blend import blend_counts, blend_position
 from moe_exp.data.samples.dataset import SampleStream
 from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host.exit_codes import FAILED
+from moe_exp.launch import launch
 from moe_exp.launch.machine_checks import data_problems
+from moe_exp.launch.source_checks import source_problems
 
 SEQ_LEN = 8
 
@@ -118,9 +124,9 @@ def test_a_file_and_text_are_the_same(tmp_path):
     text = "[{from_tokens: 4e4, seq_len: 128}, {from_samples: 800, train_data: 0.5 a 0.5 b}]"
     assert found.data_stages == config(text, train_data="x").data_stages
     assert [tuple(vars(stage).values()) for stage in stages_of(found)] == [
-        (0, "x", 64),
-        (625, "x", 128),
-        (800, "0.5 a 0.5 b", 128),
+        (0, "x", 64, None),
+        (625, "x", 128, 40000),
+        (800, "0.5 a 0.5 b", 128, None),
     ]
     assert read_stages(found.data_stages) == found.data_stages
 
@@ -155,8 +161,20 @@ def test_what_cannot_be_read(text, rule):
         (
             [{"from_samples": 80, "seq_len": 128}, {"from_samples": 80, "train_data": "a"}],
             {},
-            "stage 2 begins at sample 80, the one before at 80",
-            "put the stages in order",
+            "stage 2 begins at sample 80, the one before at sample 80",
+            "put the stages in order, at least a batch apart",
+        ),
+        (  # in one batch of 8 samples
+            [{"from_tokens": 5200, "seq_len": 128}, {"from_tokens": 5300, "train_data": "a"}],
+            {},
+            "stage 2 begins at token 5300, the one before at token 5200",
+            "put the stages in order, at least a batch apart",
+        ),
+        (
+            [{"from_tokens": 52000, "train_data": "a"}],
+            {},
+            "stage 1 begins at token 52000, and the run ends after 51200 tokens",
+            "let it begin earlier, or set TRAIN_ITERS higher",
         ),
         (
             [{"from_samples": 800, "train_data": "a"}],
@@ -187,12 +205,6 @@ def test_what_cannot_be_read(text, rule):
             {"pp": 2, "vpp": 2, "num_layers": 4, "gpus_per_node": 2, "mbsz": 1, "gbsz": 4},
             "a batch of 4 is no multiple of the 4 samples of a micro-batch times DP=1 times PP=2 (VPP)",
             "set GBSZ to a multiple of 8",
-        ),
-        (
-            [{"from_samples": 80, "train_data": "0.5 a 0.5 b.jsonl"}],
-            {},
-            "stage 1 has the text b.jsonl, and a stage takes token files",
-            "tokenize it with moe-exp data tokenize",
         ),
         (
             [{"from_samples": 80, "train_data": "a"}],
@@ -238,6 +250,37 @@ def test_stages_begin_with_a_batch(begins, changes, consumed, skipped, fits):
     assert [line.partition("]: ")[2] for line in found] == expected
 
 
+@pytest.mark.parametrize(
+    ("tokens", "changes", "consumed", "skipped", "begun", "first"),
+    [  # SEQ_LEN=64, GBSZ=8
+        (64 * 80, {}, 0, [], [], 80),
+        (64 * 80 + 1, {}, 0, [], [], 88),
+        (64 * 73, {}, 0, [], [], 80),
+        (64 * 31, {"rampup_batch_size": "2 2 20"}, 0, [], [], 38),
+        # another GBSZ since sample 320: batches of 48 from there on
+        (64 * 400, {"gbsz": 48, "train_iters": 400}, 320, [], [], 416),
+        (
+            64 * 100,
+            {"gbsz": 48, "train_iters": 400},
+            320,
+            [],
+            [{"from_tokens": 6400, "first_sample": 104}],
+            104,
+        ),
+        # the 40 samples from 16 on are skipped, so batches after them begin at 64, 72, ...
+        (64 * 61, {}, 16, [(16, 56)], [], 64),
+        (64 * 61, {}, 16, [(16, 57)], [], 65),
+    ],
+)
+def test_a_stage_in_tokens_begins_with_the_next_batch(tokens, changes, consumed, skipped, begun, first):
+    stages = [{"from_tokens": tokens, "train_data": "a"}]
+    found, lines = with_stage_begins(config(stages, **changes), consumed, skipped, begun)
+    assert stages_of(found)[1].first_sample == first
+    assert len(lines) == (first * 64 != tokens)
+    assert list(check_stage_begins(found, consumed, skipped)) == []
+    assert with_stage_begins(found, consumed, skipped, begun)[0] == found
+
+
 def test_stages_that_can_run():
     stages = [{"from_samples": 80, "seq_len": 512}, {"from_tokens": 64 * 400, "train_data": "a"}]
     assert check_config(config(stages)) == []
@@ -260,11 +303,8 @@ def test_files_of_a_stage_are_checked_before_the_start(prefixes, tmp_path):
     masked = {"train_data": prefixes["a"], "vocab_size": 60000, "document_mask": True, "seq_len": 32}
     assert list(data_problems(config(stages[2:], **masked))) == []
     inside = [stages[2] | {"from_samples": 20, "seq_len": 32}]
-    (line,) = data_problems(config(inside, run_dir=str(tmp_path), **masked))
+    (line,) = source_problems(config(inside, run_dir=str(tmp_path), **masked))
     assert "where no batch begins" in line
-    (tmp_path / "new" / "checkpoints").mkdir(parents=True)
-    resumed = {"run_dir": str(tmp_path), "run_name": "new", **masked}
-    assert list(data_problems(config(inside, **resumed))) == []
     (line,) = data_problems(config([stages[1] | {"seq_len": 32}], **masked))
     assert "documents end with different tokens: 0 in" in line
 
@@ -353,3 +393,57 @@ def test_a_past_stage_is_kept_and_a_future_one_may_change(prefixes, whole, setti
     other = runs.succeed("past", **settings | {"DATA_STAGES": json.dumps(stages)})
     assert other.curve("lm_loss")[:6] == whole.curve("lm_loss")[:6]
     assert other.curve("lm_loss")[7] != whole.curve("lm_loss")[7]
+
+
+# The example of docs/corpus.md
+
+
+@pytest.fixture
+def example(tmp_path, monkeypatch):
+    """Its stages and settings, in a folder with the texts that it names."""
+    monkeypatch.chdir(tmp_path)
+    section = (ROOT / "docs" / "corpus.md").read_text().split("### Stages\n")[1]
+    (yaml_text,) = re.findall(r"```yaml\n# stages.yaml\n(.*?)```", section, flags=re.DOTALL)
+    (commands,) = re.findall(r"```bash\n(.*?)```", section.split("DATA_ORDER=megatron")[0], flags=re.DOTALL)
+    train_tokenizer, command = commands.strip().splitlines()
+    for number, name in enumerate(("web", "books", "good")):
+        (tmp_path / name).mkdir()
+        for text in range(30):
+            words = " ".join(f"{name}{(text * word + number) % 97}" for word in range(120))
+            (tmp_path / name / f"{text}.txt").write_text(f"{words}.\n")
+    (tmp_path / "stages.yaml").write_text(yaml_text)
+    assert cli.main(train_tokenizer.split()[1:]) == 0
+    words = shlex.split(command)
+    settings = dict(word.split("=", 1) for word in words[: words.index("bash")])
+    return settings | {"DATA_DIR": tmp_path / "data", "TOKENIZER": tmp_path / "tokenizer"}
+
+
+def test_the_example_of_the_page_can_start(example, monkeypatch, capsys):
+    for name, value in example.items():
+        monkeypatch.setenv(name, str(value))
+    assert launch.train({}, dry_run=True) == 0
+    printed = capsys.readouterr()
+    assert "DATA_STAGES: 30 files" in printed.out and "stage 1 begins at token 4,005,888" in printed.out
+    assert "DATA_STAGES=" not in printed.err
+
+
+def test_the_example_of_the_page_runs(example, runs, tmp_path):
+    """With a thousandth of its tokens."""
+    text = (tmp_path / "stages.yaml").read_text().replace("e6", "e3").replace("512", "32")
+    (tmp_path / "stages.yaml").write_text(text)
+    example["TRAIN_DATA"] = f"0.9 {tmp_path}/web 0.1 {tmp_path}/books"
+    stages = text.replace("web", str(tmp_path / "web")).replace("books", str(tmp_path / "books"))
+    (tmp_path / "stages.yaml").write_text(stages.replace("good", str(tmp_path / "good")))
+    del example["PRESET"]
+    small = {"SEQ_LEN": 16, "MBSZ": 2, "GBSZ": 8, "TRAIN_ITERS": 60, "VOCAB_SIZE": 4096}
+    ended = runs.succeed("page", **example | small | {"DATA_STAGES": tmp_path / "stages.yaml"})
+    began = [event for event in ended.records("event") if event["event"] == "data_stage"]
+    # batches of 128 tokens: 4,000 is within the 32nd, 6,000 within the 47th
+    places = [(event["iteration"], event["stage"], event["seq_len"]) for event in began]
+    assert places == [(33, 1, 16), (48, 2, 32)]
+    mixed = f"0.5 {tmp_path}/web 0.5 {tmp_path}/books"
+    assert [event["train_data"] for event in began] == [mixed, f"{tmp_path}/good"]
+    assert "stage 1 begins at token 4,096 (sample 256), the first batch from token 4000 on" in ended.text
+    # held-out documents of TRAIN_DATA are in no stage: web and books are prepared once
+    prepared = [path.parent.name.rsplit("_", 1)[0] for path in (tmp_path / "data").glob("*/text.json")]
+    assert sorted(prepared) == ["books", "good", "web"]

@@ -1,0 +1,133 @@
+"""A dry run and the launcher refuse what a start would refuse of the checkpoint that it continues from."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.whole_runs import SMALL
+from moe_exp.config import Config, load_config
+from moe_exp.config.checks.data import with_stage_begins
+from moe_exp.config.data_stages import stages_of
+from moe_exp.data.samples.order import order_of_files
+from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.launch import launch
+from moe_exp.launch.machine_checks import check_files
+from moe_exp.launch.source_checks import source_problems, stage_lines
+from moe_exp.runs.run_folder import RunFolder
+
+SIZE = {"vocab_size": 1000, "seq_len": 16, "mbsz": 2, "gbsz": 8, "train_iters": 100, "eval_interval": 0}
+
+
+@pytest.fixture
+def here(tmp_path):
+    """A Config of a run in an empty folder, with token files a, b and c."""
+    for number, name in enumerate("abc"):
+        with BinIdxWriter(tmp_path / name, vocab_size=1000) as writer:
+            for document in range(40):
+                writer.add_document(range(10 + number, 80 + document))
+
+    def config(**changes) -> Config:
+        places = {"run_dir": tmp_path / "runs", "data_dir": tmp_path / "data", "train_data": tmp_path / "a"}
+        given = SMALL | SIZE | {"gpus_per_node": 1, "run_name": "run"} | places | changes
+        if isinstance(stages := given.get("data_stages"), list):
+            named = [stage | ({"train_data": str(tmp_path / stage["train_data"])}) for stage in stages]
+            given["data_stages"] = json.dumps(named)
+        return load_config({name: str(value) for name, value in given.items()}, {})
+
+    return config
+
+
+def save(config: Config, folder: Path | None = None, *, placed: Config | None = None) -> Path:
+    """What a checkpoint of `config` has beside tensors, in `folder` or in its run folder. `placed`: with the
+    stages as training began them.
+    """
+    checkpoints = RunFolder.of(config).checkpoints if folder is None else folder
+    iteration = checkpoints / "iter_0000010"
+    iteration.mkdir(parents=True)
+    order = order_of_files(placed or config)
+    assert order is not None
+    progress = {"iteration": 10, "consumed_samples": 80, "sample_order": order.facts(), "skipped_samples": []}
+    torch.save({"config": config.model_dump(), "progress": progress}, iteration / "common.pt")
+    (iteration / "metadata.json").write_text("{}")
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("10")
+    return checkpoints
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, None),
+        ({"lr": 0.1, "train_iters": 200, "gpus_per_node": 2}, None),
+        ({"hidden_size": 256, "head_dim": 32}, "HIDDEN_SIZE=256: the checkpoint at iteration 10"),
+        ({"num_experts": 16}, "NUM_EXPERTS=16: "),
+        ({"optimizer": "sgd"}, "OPTIMIZER=sgd: "),
+        ({"seed": 7}, "SEED=7: the checkpoint at iteration 10 of .* has SEED=1234"),
+        ({"seq_len": 32}, "SEQ_LEN=32: "),
+        ({"train_data": "b"}, "TRAIN_DATA=.*/b: its files are not those of the checkpoint"),
+        ({"train_data": "b", "allow_other_data": True}, None),
+        ({"split": "9,1"}, "SPLIT="),
+    ],
+)
+def test_what_a_start_would_refuse(changes, refused, here, tmp_path):
+    load_dir = save(here(run_name="other"), tmp_path / "saved")
+    if "train_data" in changes:
+        changes = changes | {"train_data": tmp_path / changes["train_data"]}
+    for config in (here(load_dir=load_dir, **changes), here(run_name="other", **changes)):
+        if config.run_name == "other":
+            save(here(run_name="other"))
+        problems = source_problems(config)
+        assert problems == [] if refused is None else len(problems) == 1, problems
+        if refused is not None:
+            assert re.match(refused, problems[0]), problems[0]
+            assert problems[0] in check_files(config)
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes", "refused", "line"),
+    [
+        ({"from_samples": 88}, {}, None, None),
+        ({"from_samples": 90}, {}, "let it begin at sample 88 or 96", None),
+        ({"from_samples": 96}, {"gbsz": 12}, "let it begin at sample 92 or 104", None),
+        ({"from_tokens": 16 * 90}, {}, None, r"stage 1 begins at token 1,536 \(sample 96\)"),
+        ({"from_tokens": 16 * 96}, {"gbsz": 12}, None, r"stage 1 begins at token 1,664 \(sample 104\)"),
+    ],
+)
+def test_where_a_later_stage_begins(stage, changes, refused, line, here):
+    """Batches are counted from the checkpoint, at sample 80."""
+    save(here())
+    config = here(data_stages=[stage | {"train_data": "b"}], **changes)
+    problems, lines = source_problems(config), stage_lines(config)
+    assert [refused in found for found in problems] == ([True] if refused else [])
+    assert len(lines) == bool(line) and (line is None or re.search(line, lines[0]))
+
+
+def test_a_stage_that_has_begun_keeps_its_place(here):
+    """Given in tokens, under another GBSZ; other files are refused."""
+    stages = [{"from_tokens": 16 * 33, "train_data": "b"}]
+    placed, _ = with_stage_begins(here(data_stages=stages))
+    assert stages_of(placed)[1].first_sample == 40
+    save(here(data_stages=stages), placed=placed)
+    assert source_problems(here(data_stages=stages, gbsz=12)) == []
+    (other,) = source_problems(here(data_stages=[stages[0] | {"train_data": "c"}]))
+    assert "stage 1 has begun before sample 80" in other
+    (later,) = source_problems(here(data_stages=[stages[0] | {"from_tokens": 16 * 50}]))
+    assert "its first_sample is 50, that of the checkpoint 40" in later
+
+
+def test_a_dry_run_with_the_checkpoint_of_another_model(here, tmp_path, capsys):
+    load_dir = save(here(run_name="other"), tmp_path / "saved")
+    config = here()
+    names = ("train_data", "run_dir", "data_dir", "gpus_per_node", *SIZE)
+    flags = (
+        SMALL
+        | {name: getattr(config, name) for name in names}
+        | {"run_name": "new", "load_dir": str(load_dir), "num_experts": 16}
+    )
+    assert launch.train(flags, dry_run=True) == 2
+    assert "NUM_EXPERTS=16: the checkpoint at iteration 10" in capsys.readouterr().err
+    assert launch.train(flags | {"num_experts": SMALL.get("num_experts")}, dry_run=True) == 0
