@@ -1,5 +1,5 @@
-"""Checks the checkpoint that a start continues from, by files on this machine: whether it is of another model,
-optimizer or order of samples, and whether a stage begins within a batch. Reads no tensors.
+"""Checks the checkpoint that a start continues from, by files on this machine: its model and order of samples,
+and whether a stage begins within a batch. Reads no tensors.
 """
 
 from __future__ import annotations
