@@ -183,7 +183,8 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         ),
         allow_abbrev=False,
     )
-    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder of a run")
+    about = "folder of a run; with --slurm-name also of one that is queued"
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help=about)
     about = "--job-name of its jobs; once per RUN_DIR, in their order"
     parser.add_argument("--slurm-name", action="append", default=[], metavar="NAME", help=about)
     parser.add_argument("--slurm-user", default="", metavar="NAME", help="whose jobs (default: yours)")
@@ -191,7 +192,9 @@ def _add_run(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     when.add_argument("--once", action="store_true", help="look once, as from cron (default)")
     when.add_argument("--every", type=float, metavar="SECONDS", help="repeat as a daemon, with this interval")
     when.add_argument(
-        "--test-alert", action="store_true", help="send a test alert by every channel, and check nothing"
+        "--test-alert",
+        action="store_true",
+        help="send a test alert by every channel; works before the run starts",
     )
     parser.add_argument("--quiet", action="store_true", help="print nothing about runs that are well")
     about = "before a lasting problem is reported again (default: 6h)"
@@ -239,11 +242,15 @@ def _run(arguments: argparse.Namespace) -> int:
         failed = watchdog.test_channels()
         for channel in watchdog.channels:
             print(f"{channel.name}: {failed.get(channel.name, 'sent')}")
+        for line in watchdog.unknown_runs():
+            print(f"moe-exp watch: warning: {line}", file=sys.stderr)
         return int(bool(failed))
-    if arguments.every:
-        watch_forever(watchdog, arguments.every, quiet=arguments.quiet)
     checks = watchdog.check()
     print_checks(checks, quiet=arguments.quiet)
+    if any(check.is_unknown for check in checks):
+        return BAD_INPUT
+    if arguments.every:
+        watch_forever(watchdog, arguments.every, quiet=arguments.quiet)
     return int(not all(look.is_well for look in checks))
 
 

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -79,6 +80,11 @@ class Queue:
     stuck: list[QueuedJob] = field(default_factory=list)
 
     @property
+    def all_jobs(self) -> list[QueuedJob]:
+        """All jobs, those with nodes first."""
+        return [*self.running, *self.coming, *self.stuck, *self.ending]
+
+    @property
     def next_start(self) -> datetime | None:
         """Expected start of the next job, as far as the scheduler knows."""
         return min((job.start for job in self.coming if job.start), default=None)
@@ -107,20 +113,16 @@ class NoSqueue(QueueError):
     """There is no squeue here; retrying does not help."""
 
 
-def read_queue(name: str, user: str = "") -> Queue:
-    """Asks squeue for the jobs of a --job-name and user, by default the current one.
+def read_queue(name: str, user: str = "", *, job_ids: Sequence[str] = ()) -> Queue:
+    """Asks squeue for the jobs of a --job-name and user, by default the current one, or for `job_ids`.
 
     Raises:
         NoSqueue: it is not on PATH.
         QueueError: it refuses, or takes longer than a minute.
     """
-    command = [
-        f"--user={user or getpass.getuser()}",
-        f"--name={name}",
-        f"--format={_FORMAT}",
-    ]
+    chosen = [f"--user={user or getpass.getuser()}", f"--name={name}"]
     try:
-        done = _squeue(*command)
+        done = _squeue(*([f"--jobs={','.join(job_ids)}"] if job_ids else chosen), f"--format={_FORMAT}")
     except FileNotFoundError:
         fix = (
             "put its folder on PATH (cron's is short), call this on a login node of the cluster, or leave"
@@ -129,7 +131,7 @@ def read_queue(name: str, user: str = "") -> Queue:
         raise NoSqueue(f"squeue: is not on PATH. Fix: {fix}.") from None
     except subprocess.TimeoutExpired:
         raise QueueError(f"squeue has not answered in {_SQUEUE_SECONDS:.0f} s") from None
-    if done.returncode:
+    if done.returncode and not _has_forgotten(done):
         raise QueueError(f"squeue: exit code {done.returncode}: {' '.join(done.stderr.split())}")
     return parse_queue(done.stdout)
 
@@ -215,6 +217,11 @@ def _squeue(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=environ, timeout=_SQUEUE_SECONDS)
 
 
+def _has_forgotten(done: subprocess.CompletedProcess[str]) -> bool:
+    """squeue's error if all jobs that it was asked for have ended some time ago."""
+    return "invalid job id" in done.stderr.lower()
+
+
 def still_there(job_ids: list[str]) -> list[str]:
     """Jobs that have not ended, except this one."""
     if not job_ids:
@@ -229,8 +236,7 @@ def still_there(job_ids: list[str]) -> list[str]:
         found = _squeue("--format=%F", "--jobs", ",".join(job_ids))
     except subprocess.TimeoutExpired:
         raise ValueError(f"squeue: has not answered in {_SQUEUE_SECONDS:.0f} s. Fix: {fix}.") from None
-    # its error for jobs it has forgotten
-    if found.returncode != 0 and "invalid job id" not in found.stderr.lower():
+    if found.returncode != 0 and not _has_forgotten(found):
         raise ValueError(f"squeue: exit code {found.returncode}: {found.stderr.strip()}. Fix: {fix}.")
     known = set(found.stdout.split())
     return [job for job in job_ids if job in known and job != os.environ.get("SLURM_JOB_ID")]

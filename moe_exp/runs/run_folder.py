@@ -13,6 +13,7 @@
     tensorboard/ wandb/
     profile/           traces of PROFILE_ITERS, snapshots of MEMORY_SNAPSHOT
     summary.json       how the run ended
+    slurm/             of `moe-exp slurm`: sbatch files, logs, and `submitted`, the ids of all jobs
     .rendezvous_key    of a multi-node run: prefix of names in its stores; readable by its user only
     EXIT               created by a person: the run saves and ends
 
@@ -115,6 +116,10 @@ class RunFolder:
     @property
     def profile(self) -> Path:
         return self.path / "profile"
+
+    @property
+    def submitted(self) -> Path:
+        return self.path / "slurm" / "submitted"
 
     @property
     def exit_file(self) -> Path:

@@ -24,8 +24,6 @@ from moe_exp.launch.slurm.settings import NOT_SOUGHT, SlurmSettings, load_slurm_
 from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.nodes.exclude import read_excluded
 
-SUBMITTED = "submitted"  # ids of all jobs of a run, one a line
-
 # Variables with sbatch options, which override the file's; a site may set these for all users.
 _KEPT_OPTIONS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS")
 _KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
@@ -132,7 +130,7 @@ def submit(job: RunJob) -> list[str]:
     """
     if not job.slurm.container and (lacking := training_problem()):
         raise ValueError(f"{lacking[:-1]}; or set CONTAINER. Jobs without one use this Python.")
-    submitted = job.folder / SUBMITTED
+    submitted = RunFolder(job.run_folder).submitted
     known = submitted.read_text().split() if submitted.exists() else []
     if (there := still_there(known)) and not job.slurm.jobs_before:
         fix = f"scancel {' '.join(there)}, or set AFTER={there[-1]} to add jobs behind them"

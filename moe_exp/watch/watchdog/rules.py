@@ -79,10 +79,7 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
         return {}
     found = dict(_disk_problems(sight))
     if sight.silent:
-        if view.now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
-            since = span(view.now - memory.slurm_silent)
-            found["slurm_silent"] = f"SLURM has not answered for {since}: {sight.silent}"
-        found |= dict(_failed(view, begun=0.0))
+        found |= dict(_silent(sight.silent, memory, view.now)) | dict(_failed(view, begun=0.0))
     elif sight.queue is not None:
         found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
     elif view.status == "stopped":
@@ -100,19 +97,62 @@ def _queue_problems(
     sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str
 ) -> Iterator[tuple[str, str]]:
     view = sight.view
-    if queue.stuck:
-        yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
-    is_ending = queue.ending and view.now - memory.busy < _ENDING_SECONDS
-    if not (queue.running or queue.coming or queue.stuck or is_ending):
-        yield "not_scheduled", f"no job named {slurm_name} runs or waits, at {_progress(view)}"
+    yield from _scheduling(queue, memory, limits, view.now, f"named {slurm_name}", f"at {_progress(view)}")
     begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
     failed = dict(_failed(view, begun=begun))
     yield from failed.items()
     if queue.running and not failed:
         yield from _stuck(view, memory, limits, since=begun)
-    if not queue.running and queue.coming and view.now - memory.busy >= limits.wait_seconds:
-        yield "waiting", f"no job has run for {span(view.now - memory.busy)}: {queue.coming[0].text}"
     yield from _short_chain(view, queue, limits)
+
+
+def _scheduling(
+    queue: Queue, memory: Memory, limits: Limits, now: float, jobs: str, at: str
+) -> Iterator[tuple[str, str]]:
+    """Jobs that are missing, will never start or have waited for too long; `at`: the run's progress."""
+    if queue.stuck:
+        yield "never_starts", "will not start by itself: " + ", ".join(job.text for job in queue.stuck)
+    is_ending = queue.ending and now - memory.busy < _ENDING_SECONDS
+    if not (queue.running or queue.coming or queue.stuck or is_ending):
+        yield "not_scheduled", f"no job {jobs} runs or waits, {at}"
+    if not queue.running and queue.coming and now - memory.busy >= limits.wait_seconds:
+        yield "waiting", f"no job has run for {span(now - memory.busy)}: {queue.coming[0].text}"
+
+
+def problems_before_start(
+    queue: Queue | None, silent: str, memory: Memory, limits: Limits, now: float, *, jobs: str, missing: str
+) -> dict[str, str]:
+    """Problems of a run without a folder, which its first job creates; texts by key.
+
+    Args:
+        queue, silent: as in `Sight`.
+        jobs: the run's jobs, as in "no job <jobs> is queued"; empty if they are not known.
+        missing: what is missing and where, one line.
+    """
+    memory.slurm_silent = (memory.slurm_silent or now) if silent else 0.0
+    if silent:
+        return dict(_silent(silent, memory, now))
+    if queue is None or not (queue.all_jobs or memory.busy):
+        # The path, or the name of the jobs, may be misspelt.
+        if queue is None:
+            return {"unknown": f"{missing}. Fix: {_NAME_IT}; before its first job starts, add --slurm-name."}
+        queued = f"and no job {jobs} is queued"
+        return {"unknown": f"{missing}, {queued}. Fix: {_NAME_IT}, and check --slurm-name."}
+    memory.busy = now if not memory.busy or queue.running else memory.busy
+    found = dict(_scheduling(queue, memory, limits, now, jobs, "and its run folder was never created"))
+    begun = min((job.start.timestamp() for job in queue.running if job.start), default=now)
+    if now - begun > (limits.stuck_seconds or START_SECONDS):
+        job = f"job {queue.running[0].name} has been running for {span(now - begun)}"
+        found["no_folder"] = f"{job}, and {missing}. Fix: {_NAME_IT}, or read the log of the job."
+    return found
+
+
+_NAME_IT = "name the folder $RUN_DIR/$RUN_NAME of a run"
+
+
+def _silent(silent: str, memory: Memory, now: float) -> Iterator[tuple[str, str]]:
+    if now - memory.slurm_silent >= _SLURM_SILENT_SECONDS:
+        yield "slurm_silent", f"SLURM has not answered for {span(now - memory.slurm_silent)}: {silent}"
 
 
 def _failed(view: RunView, begun: float) -> Iterator[tuple[str, str]]:
@@ -270,6 +310,16 @@ def state_line(sight: Sight) -> str:
     return "; ".join(parts)
 
 
+def state_before_start(queue: Queue | None, silent: str) -> str:
+    """State of a run without a folder."""
+    jobs = queue.all_jobs if queue is not None else []
+    state = "" if queue is None or queue.running else "queued: "
+    parts = [f"{state}{jobs[0].text}, no run folder yet" if jobs else "no run folder yet"]
+    if queue is not None and queue.next_start:
+        parts.append(f"starts about {queue.next_start:%Y-%m-%d %H:%M}")
+    return "; ".join([*parts, *(["SLURM does not answer"] if silent else [])])
+
+
 def span(seconds: float) -> str:
     """A time span in its two largest units: 40 s, 5 min, 3 h 10 min, 2 d 3 h."""
     minutes = round(seconds / 60)
@@ -286,8 +336,8 @@ def span(seconds: float) -> str:
 def all_texts(found: Mapping[str, str]) -> list[str]:
     """Problems as lines, the worst first: what has stopped the run before what may."""
     order = (
-        "not_scheduled", "never_starts", "failed", "stopped", "no_squeue", "stuck", "circles",
-        "checkpoint_does_not_fit",
+        "unknown", "no_folder", "not_scheduled", "never_starts", "failed", "stopped", "no_squeue", "stuck",
+        "circles", "checkpoint_does_not_fit",
     )  # fmt: skip
     keys = sorted(found, key=lambda key: (order.index(key) if key in order else len(order), key))
     return [found[key] for key in keys]

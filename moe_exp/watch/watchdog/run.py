@@ -174,12 +174,16 @@ class RunView:
         return sizes[-1] if sizes else None
 
 
+def no_folder(path: Path) -> str:
+    """The problem with a path that is not a run folder."""
+    return f"RUN_DIR={path}: is no run folder, as it has no config.yaml"
+
+
 def view_run(path: Path, *, now: float | None = None) -> RunView:
     """Reads a run folder; raises ValueError if it is not one."""
     folder = RunFolder(path)
     if not folder.config.exists():
-        rule = "is no run folder, as it has no config.yaml"
-        raise ValueError(f"RUN_DIR={path}: {rule}. Fix: name the folder $RUN_DIR/$RUN_NAME of a run.")
+        raise ValueError(f"{no_folder(path)}. Fix: name the folder $RUN_DIR/$RUN_NAME of a run.")
     events, train = read_tail(folder.metrics)
     moved = folder.metrics.stat().st_mtime if folder.metrics.exists() else None
     now = time.time() if now is None else now

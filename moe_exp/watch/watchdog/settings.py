@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +10,10 @@ from typing import Any
 from moe_exp.config import ConfigError
 from moe_exp.host.files import expanded
 from moe_exp.watch.watchdog.alerts import channels_of
-from moe_exp.watch.watchdog.memory import default_folder, memory_file
+from moe_exp.watch.watchdog.memory import default_folder
 from moe_exp.watch.watchdog.rules import Limits
-from moe_exp.watch.watchdog.run import view_run, within
 from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
 
-_READ_SECONDS = 60.0
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -44,13 +41,6 @@ def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watch
     if options.get("every") is not None and not options["every"] > 0:
         problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
     folder = expanded(options.get("state") or default_folder())
-    for path in run_dirs:
-        if memory_file(folder, Path(path)).exists():
-            continue  # it was a run at an earlier check: if it is missing now, somebody has to be alerted
-        try:
-            within(_READ_SECONDS, functools.partial(view_run, path))
-        except (OSError, ValueError) as error:
-            problems.append(str(error))
     try:
         channels = channels_of(options, environ)
     except ConfigError as error:

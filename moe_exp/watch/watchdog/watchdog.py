@@ -17,6 +17,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
+from moe_exp.runs.run_folder import RunFolder
 from moe_exp.watch.watchdog.alerts import Channel, send_to_all
 from moe_exp.watch.watchdog.disk import disk_of, with_sample
 from moe_exp.watch.watchdog.memory import (
@@ -27,8 +28,17 @@ from moe_exp.watch.watchdog.memory import (
     read_memory,
     write_memory,
 )
-from moe_exp.watch.watchdog.rules import Limits, Sight, all_texts, count_events, problems_of, state_line
-from moe_exp.watch.watchdog.run import view_run, within
+from moe_exp.watch.watchdog.rules import (
+    Limits,
+    Sight,
+    all_texts,
+    count_events,
+    problems_before_start,
+    problems_of,
+    state_before_start,
+    state_line,
+)
+from moe_exp.watch.watchdog.run import no_folder, view_run, within
 
 _LOCK_SECONDS = 60.0
 _READ_SECONDS = 60.0  # timeout of a file system
@@ -91,17 +101,11 @@ class Watchdog:
         memory = self._kept.get(path) or read_memory(path)
         check = RunCheck(run, path, memory)
         try:
-            view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
-            free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
-            memory.disk = with_sample(memory.disk, now, free)
-            queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
-            sight = Sight(view, disk_of(view, memory.disk), queue, silent)
-            check.found = problems_of(sight, memory, self.limits, run.slurm_name)
-            check.found |= {"no_squeue": missing} if missing else {}
-            told_before = dict(memory.untold_events)
-            check.found |= count_events(view, memory)
-            check.has_new_events = memory.untold_events != told_before
-            check.state = state_line(sight)
+            # a folder that was there at an earlier check must not be missing now
+            if memory.iteration < 0 and not within(_READ_SECONDS, RunFolder(run.path).config.exists):
+                self._check_queued(check, now)
+            else:
+                self._check_started(check, now)
         # missing file system, unexpected records: silence would look healthy
         except Exception as error:
             is_plain = isinstance(error, OSError | ValueError)
@@ -112,12 +116,40 @@ class Watchdog:
             check.state = "unknown"
         return check
 
-    def _queue(self, run: Watched) -> tuple[Queue | None, str, str]:
+    def _check_started(self, check: RunCheck, now: float) -> None:
+        run, memory = check.run, check.memory
+        view = within(_READ_SECONDS, lambda: view_run(run.path, now=now))
+        free = within(_READ_SECONDS, lambda: shutil.disk_usage(run.path).free)
+        memory.disk = with_sample(memory.disk, now, free)
+        queue, silent, missing = self._queue(run) if view.status != "finished" else (None, "", "")
+        sight = Sight(view, disk_of(view, memory.disk), queue, silent)
+        check.found = problems_of(sight, memory, self.limits, run.slurm_name)
+        check.found |= {"no_squeue": missing} if missing else {}
+        told_before = dict(memory.untold_events)
+        check.found |= count_events(view, memory)
+        check.has_new_events = memory.untold_events != told_before
+        check.state = state_line(sight)
+
+    def _check_queued(self, check: RunCheck, now: float) -> None:
+        """A run whose folder its first job creates: its jobs are all there is to see."""
+        run, submitted = check.run, RunFolder(check.run.path).submitted
+        job_ids = [] if run.slurm_name or not submitted.exists() else submitted.read_text().split()
+        queue, silent, missing = self._queue(run, job_ids)
+        if job_ids:  # `moe-exp slurm` made the folder: its name is right
+            check.memory.busy = check.memory.busy or now
+        jobs = f"of {submitted}" if job_ids else f"named {run.slurm_name}"
+        check.found = problems_before_start(
+            queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
+        )
+        check.found |= {"no_squeue": missing} if missing else {}
+        check.state = state_before_start(queue, silent)
+
+    def _queue(self, run: Watched, job_ids: Sequence[str] = ()) -> tuple[Queue | None, str, str]:
         """A run's jobs, why SLURM does not answer, why it cannot be asked (then it is ignored)."""
-        if not run.slurm_name:
+        if not (run.slurm_name or job_ids):
             return None, "", ""
         try:
-            return read_queue(run.slurm_name, self.user), "", ""
+            return read_queue(run.slurm_name, self.user, job_ids=job_ids), "", ""
         except NoSqueue as error:
             return None, "", str(error)
         except QueueError as error:
@@ -144,6 +176,11 @@ class Watchdog:
             reason = f"cannot be written ({error.strerror})"
             _warn(f"{check.memory_path} {reason}: a later call may repeat itself")
 
+    def unknown_runs(self) -> list[str]:
+        """A line for each path that is neither a run folder nor that of a queued job; sends nothing."""
+        checks = [self._check_run(run, time.time()) for run in self.runs]
+        return [check.found["unknown"] for check in checks if check.is_unknown]
+
     def test_channels(self) -> dict[str, str]:
         """Sends a test message to every channel; returns the reasons of failures."""
         names = ", ".join(str(run.path) for run in self.runs)
@@ -168,6 +205,11 @@ class RunCheck:
     def is_well(self) -> bool:
         """No problem is there, and nothing has happened since the last check."""
         return not self.has_new_events and all(key.startswith(EVENT) for key in self.found)
+
+    @property
+    def is_unknown(self) -> bool:
+        """The path is neither a run folder nor that of a queued job, and was not at an earlier check."""
+        return "unknown" in self.found
 
     def text(self) -> str:
         """Text for a message."""
@@ -194,18 +236,22 @@ def _warn(text: str) -> None:
 
 
 def watch_forever(watchdog: Watchdog, every_seconds: float, *, quiet: bool) -> None:
-    """Checks every `every_seconds` until a signal ends this process."""
+    """Checks every `every_seconds`, first after that time, until a signal ends this process."""
+    start = time.monotonic()
     while True:
+        time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
         start = time.monotonic()
         try:
             print_checks(watchdog.check(), quiet=quiet)
         except (OSError, ValueError) as error:
             _warn(str(error))
-        time.sleep(max(1.0, every_seconds - (time.monotonic() - start)))
 
 
 def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
     """Prints reports of all runs, or with `quiet` only of those with problems."""
     for check in checks:
-        if not (quiet and check.is_well):
+        if check.is_unknown:
+            for text in all_texts(check.found):
+                _warn(text)
+        elif not (quiet and check.is_well):
             print(check.report(), flush=True)

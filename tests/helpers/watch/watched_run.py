@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, path: Path, **settings: object):
         self.path = path
-        path.mkdir()
+        path.mkdir(exist_ok=True)
         self.begin = int(time.time()) - 10 * DAY
         (path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | settings))
         self.metrics = path / "metrics.jsonl"

@@ -1,16 +1,17 @@
-"""The watchdog where it cannot look: a file system that is away or hangs, records that nobody has thought
-of.
-"""
+"""The watchdog without a readable run folder: away, hanging, not created yet; and strange records."""
 
 from __future__ import annotations
 
+import functools
 import time
 
+import pytest
 import yaml
 
-from helpers.watch.watched_run import SETTINGS, WAITING, found, running
+from helpers.watch.watched_run import DAY, SETTINGS, WAITING, Run, found, running
 from moe_exp.cli import main
 from moe_exp.watch.watchdog import watchdog
+from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
 
 
 def test_what_was_wrong_is_not_over_because_nobody_can_look(dog, run, queue):
@@ -56,3 +57,93 @@ def test_a_run_folder_that_is_away_is_a_problem(dog, run, queue):
     assert found(dog, run, 4500.0)[1] == {"unreadable"}
     (run.path / "away").rename(run.path / "config.yaml")
     assert found(dog, run, 4600.0)[2] == {"unreadable"}
+
+
+PENDING = "102|PENDING|N/A|1-00:00:00|INVALID|Priority\n"
+
+
+@pytest.mark.parametrize("submitted", [False, True], ids=["by name", "by the ids that moe-exp slurm wrote"])
+def test_a_queued_run_without_a_folder_is_well(submitted, queue, tmp_path, capsys):
+    path, alerts = tmp_path / "later", tmp_path / "alerts.log"
+    command = ["watch", "run", str(path), "--state", str(tmp_path / "state"), "--alert-file", str(alerts)]
+    if submitted:
+        (path / "slurm").mkdir(parents=True)
+        (path / "slurm" / "submitted").write_text("102\n103\n")
+    else:
+        command += ["--slurm-name", "big_run"]
+    queue.set(PENDING)
+    assert main([*command, "--test-alert"]) == 0
+    assert capsys.readouterr().err == ""
+    assert alerts.read_text().count("moe-exp") == 1
+    assert main(command) == 0
+    assert capsys.readouterr().out == "later: well; queued: job 102 pending (Priority), no run folder yet\n"
+    assert ("--jobs=102,103" if submitted else "--name=big_run") in (tmp_path / "bin" / "called").read_text()
+    assert main([*command, "--quiet"]) == 0
+    assert capsys.readouterr() == ("", "")
+    assert alerts.read_text().count("moe-exp") == 1  # the test, and nothing else
+    run = Run(tmp_path / "later")
+    run.event("start", 0, 10 * DAY)
+    queue.set(running(run, since=10 * DAY))
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith("later: well; iteration 0 of 40,000")
+
+
+def test_a_name_that_is_neither_a_folder_nor_a_queued_job(queue, run, tmp_path, capsys):
+    """A typo ends with 2 and is alerted, also from cron; the other runs are checked all the same."""
+    alerts = tmp_path / "alerts.log"
+    command = ["watch", "run", str(run.path), str(tmp_path / "typo"), "--state", str(tmp_path / "state")]
+    command += ["--slurm-name", "big_run", "--slurm-name", "tpyo", "--alert-file", str(alerts)]
+    line = (
+        f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named tpyo is "
+    )
+    for _ in range(2):
+        assert main(command) == 2
+        printed = capsys.readouterr()
+        assert [one.partition(" Fix: ")[0] for one in printed.err.splitlines()] == [
+            f"moe-exp watch: {line}queued."
+        ]
+        assert printed.out.startswith("big_run: PROBLEMS; iteration 2,020")
+    assert alerts.read_text().count(f"PROBLEM: {line}") == 1
+    assert main([*command, "--test-alert"]) == 0
+    assert f"moe-exp watch: warning: {line}" in capsys.readouterr().err
+
+
+def awaited(queue, tmp_path, text, at):
+    """Problems of a run without a folder at one look, in seconds after `queue.begin`."""
+    queue.set(text)
+    dog = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
+    (look,) = dog.check(now=queue.begin + at)
+    return look.found
+
+
+def test_a_queued_run_whose_folder_never_comes(queue, tmp_path):
+    queue.begin = int(time.time()) - 10 * DAY
+    look = functools.partial(awaited, queue, tmp_path)
+    assert look(PENDING, 0.0) == {}
+    assert look(PENDING, 0.9 * DAY) == {}
+    assert look(PENDING, 1.1 * DAY) == {
+        "waiting": "no job has run for 26 h 24 min: job 102 pending (Priority)"
+    }
+    assert set(look(PENDING.replace("Priority", "JobHeldUser"), 1.1 * DAY)) == {"never_starts"}
+    started = running(queue, since=1.2 * DAY)
+    assert look(started, 1.2 * DAY + 1700) == {}
+    text = f"job 101_1 has been running for 32 min, and RUN_DIR={tmp_path / 'later'}: is no run folder"
+    assert look(started, 1.2 * DAY + 1900)["no_folder"].startswith(text)
+    text = "no job named big_run runs or waits, and its run folder was never created"
+    assert look("", 1.3 * DAY) == {"not_scheduled": text}
+    queue.lines.unlink()
+    silent = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
+    (check,) = silent.check(now=queue.begin + 1.4 * DAY)
+    assert check.found == {}
+    assert check.report() == "later: well; no run folder yet; SLURM does not answer"
+    (check,) = silent.check(now=queue.begin + 1.4 * DAY + 1000)
+    assert set(check.found) == {"slurm_silent"}
+
+
+def test_without_squeue_a_missing_folder_is_unknown(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dog = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
+    (check,) = dog.check()
+    assert check.is_unknown
+    assert "is no run folder" in check.found["unknown"]
+    assert "squeue: is not on PATH" in check.found["no_squeue"]
