@@ -32,20 +32,22 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.launch.room import disk_problems, disk_warnings
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
 
     warn_of_misspelt(SlurmSettings.model_fields)
     others = ("command", "run", "dry_run")
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
     try:
-        job = plan_job(flags, os.environ)
+        job = plan_job(flags, os.environ, with_space=not arguments.dry_run)
     except ConfigError as error:
         print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
     if job.slurm.exclude_file and not job.exclude_file.exists():
         rule = "is not there yet, no node is left out"
         print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: {rule}", file=sys.stderr)
-    for line in schedule_warnings(job.config):
+    room = disk_problems(job.config) if arguments.dry_run else []
+    for line in [*schedule_warnings(job.config), *room, *disk_warnings(job.config)]:
         print(f"moe-exp slurm: warning: {line}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)

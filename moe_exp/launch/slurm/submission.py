@@ -29,8 +29,10 @@ _KEPT_OPTIONS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RES
 _KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
 
-def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
-    """The job to submit, from command line and environment; raises ConfigError with all invalid settings."""
+def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space: bool = True) -> RunJob:
+    """The job to submit, from command line and environment; raises ConfigError with all invalid settings,
+    and `with_space` also if the disk is too small.
+    """
     if not is_one_line(str(Path.cwd())):  # part of every relative path
         raise ConfigError([problem("pwd", Path.cwd(), NOT_ONE_LINE_RULE, "call it in another folder")])
     flags = with_file(flags, environ)
@@ -51,7 +53,7 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str]) -> RunJob:
     except ConfigError as error:
         problems += error.problems
     if config:
-        problems += [*check_config(config), *check_files(config)]
+        problems += [*check_config(config), *check_files(config, with_space=with_space)]
     if config and slurm:
         job = RunJob(config, given, slurm, passed_variables(slurm, environ))
         problems += _run_problems(job)

@@ -14,6 +14,7 @@ import pytest
 from filelock import FileLock
 
 from helpers.whole_runs import ROOT
+from moe_exp.cli import main
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -74,6 +75,23 @@ def test_dry_run_prints_the_file_and_submits_nothing(chain):
     assert "modules=(cuda/12.6 nccl)\n" in done.stdout
     assert '\nexport EXCLUDE_FILE="$exclude_file"' in done.stdout
     assert "\nretry_seconds=0\n" in done.stdout
+
+
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["first start", "resume"])
+def test_dry_run_warns_of_a_small_disk_that_a_submission_refuses(is_resumed, chain, monkeypatch, capsys):
+    for name, value in chain.environ("75", TRAIN_ITERS=1000, SAVE_INTERVAL=10).items():
+        monkeypatch.setenv(name, value)
+    if is_resumed:  # room for the next checkpoint, but not until the end: a warning in both
+        (chain.folder / "checkpoints" / "iter_0000010").mkdir(parents=True)
+    usage = shutil.disk_usage("/")._replace(free=10**8 if is_resumed else 10**6)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
+    assert main(["slurm", "--dry-run"]) == 0
+    (line,) = (one for one in capsys.readouterr().err.splitlines() if "free and the run needs" in one)
+    assert line.startswith(f"moe-exp slurm: warning: RUN_DIR={chain.folder.parent}: ")
+    if not is_resumed:
+        assert main(["slurm"]) == 2
+        assert f"moe-exp slurm: RUN_DIR={chain.folder.parent}: " in capsys.readouterr().err
+    assert not (chain.cluster.folder / "calls.log").exists()
 
 
 def test_dry_run_lists_variables_of_the_shell_without_secrets(chain):
@@ -229,7 +247,6 @@ def test_folders_that_a_container_has_to_see(chain, tmp_path):
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_bad_settings_are_refused_in_a_line_each(settings, line, chain, monkeypatch, capsys):
-    from moe_exp.cli import main
 
     environ = chain.environ("75", **settings)
     monkeypatch.setattr(os, "environ", environ)
@@ -239,7 +256,6 @@ def test_bad_settings_are_refused_in_a_line_each(settings, line, chain, monkeypa
 
 
 def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypatch, capsys):
-    from moe_exp.cli import main
 
     folder = tmp_path / "a\ntouch PWN\n#"
     folder.mkdir()
@@ -259,7 +275,6 @@ def test_quoting_refuses_control_characters(quote):
 
 
 def test_all_problems_come_at_once(chain, monkeypatch, capsys):
-    from moe_exp.cli import main
 
     wrong = {
         "NUM_JOBS": "x",
