@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -94,22 +95,29 @@ def _verify(arguments: argparse.Namespace) -> int:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.soundness import Verification
 
-    work, found = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite), []
+    work = Verification(chosen(arguments.path, arguments.iteration), finite=arguments.finite)
+    texts, num_of_cause = list[str](), Counter[str]()
     if not work.has_checksums and not arguments.json:
         why = "has no manifest.json, so there are no checksums of its files to compare"
         print(f"{work.folder}: {why}", flush=True)
-    for finding in work.findings():
-        found.append(finding)
-        if not arguments.json:
-            print(finding, flush=True)
+    for cause, text in work.findings():
+        texts.append(text)
+        num_of_cause[cause] += 1
+        if num_of_cause[cause] == 1 and not arguments.json:
+            print(text, flush=True)
     counts = {"files": work.num_files, "tensors": work.num_tensors, "chunks": work.num_chunks}
     if arguments.json:
-        head = {"path": str(work.folder), "ok": not found, "checksums": work.has_checksums}
-        print_json(head | counts | {"findings": found})
-    elif not found:
+        head = {"path": str(work.folder), "ok": not texts, "checksums": work.has_checksums}
+        print_json(head | counts | {"findings": texts})
+        return int(bool(texts))
+    for cause, number in num_of_cause.items():
+        if number > 1:
+            more = f"{number - 1} more problem{'s' if number > 2 else ''}"
+            print(f"{cause}: {more}; --json lists {'them' if number > 2 else 'it'}")
+    if not texts:
         checked = f"{work.num_files} files, " if work.has_checksums else ""
         print(f"{work.folder}: ok, {checked}{work.num_tensors} tensors in {work.num_chunks} chunks")
-    return int(bool(found))
+    return int(bool(texts))
 
 
 def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -293,7 +301,7 @@ def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     parser = subparsers.add_parser(
         "shrink", help="rewrite torch.save files that store more than their tensors"
     )
-    _add_path(parser, help="a file, or a folder that is searched for files")
+    _add_path(parser, help="a torch.save file, or a folder to search for such files")
     add = parser.add_argument
     about = "names of files in a folder (default: *.pt *.pth *.bin)"
     add("--pattern", action="append", metavar="GLOB", help=about)
@@ -305,9 +313,16 @@ def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
 
 
 def _shrink(arguments: argparse.Namespace) -> int:
+    from moe_exp.checkpoint.format.folders import holds_checkpoints
     from moe_exp.checkpoint.tools.shrink import PATTERNS, shrink, torch_files
 
     path, found = arguments.path, []
+    if path.is_dir() and holds_checkpoints(path):
+        rule = "holds distributed checkpoints, whose files store nothing but their tensors"
+        fix = (
+            f"moe-exp ckpt reshape {path} TARGET --weights-only leaves out the optimizer, moe-exp ckpt prune"
+        )
+        raise ValueError(f"PATH={path}: {rule}. Fix: {fix} {path} --keep-last N removes old checkpoints.")
     for file in torch_files(path, arguments.pattern or PATTERNS, recursive=not arguments.no_recursive):
         inside = file.relative_to(path) if path.is_dir() else Path(file.name)
         one = shrink(

@@ -88,6 +88,12 @@ def usable(path: Path) -> list[Path]:
     return [path] if (path / "metadata.json").is_file() or _NAME.match(path.name) else []
 
 
+def holds_checkpoints(path: Path) -> bool:
+    """Whether `path` is a run folder, or one of distributed checkpoints or of one of their iterations."""
+    is_run = (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file()
+    return is_run or any((folder / "metadata.json").is_file() for folder in usable(path))
+
+
 def one_checkpoint(path: Path) -> Path:
     """The iteration's folder that `path` means, or its newest one; a ValueError if there is none."""
     for checkpoints in (path, path / "checkpoints"):

@@ -65,7 +65,8 @@ def shrink(path: Path, *, target: Path | None = None, dry_run: bool = False) -> 
     """
     before = path.stat().st_size
     if target is None and (path.parent / MANIFEST).exists():
-        return ShrunkFile(path, before, before, f"belongs to a checkpoint, whose {MANIFEST} has its checksum")
+        why = f"belongs to a checkpoint, whose {MANIFEST} has its checksum: ckpt reshape --weights-only and"
+        return ShrunkFile(path, before, before, f"{why} ckpt prune make checkpoints smaller and fewer")
     try:
         loaded = _load(path)
         tensors = _tensors_of(loaded)

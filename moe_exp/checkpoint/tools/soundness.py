@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from moe_exp.checkpoint.format import fingerprints, folders
 from moe_exp.checkpoint.format.fingerprints import Fingerprints, fingerprints_of, shown
@@ -15,6 +16,13 @@ from moe_exp.checkpoint.format.folders import Manifest
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors, states
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, Chunk, StoredTensor
 from moe_exp.host.progress import progress
+
+
+class Finding(NamedTuple):
+    """One problem. Those of one `cause`, a damaged file or a kind of damage, follow from each other."""
+
+    cause: str
+    text: str
 
 
 @dataclass
@@ -33,8 +41,8 @@ class Verification:
         """Whether there is a manifest; Megatron-LM writes none."""
         return (self.folder / folders.MANIFEST).exists()
 
-    def findings(self) -> Iterator[str]:
-        """One line per problem, as found; the counts are complete at the end."""
+    def findings(self) -> Iterator[Finding]:
+        """One problem at a time, as found; the counts are complete at the end."""
         try:
             manifest = Manifest.read(self.folder)
             if manifest is not None:
@@ -42,26 +50,28 @@ class Verification:
             reader = CheckpointReader(self.folder, keep_bytes=KEEP_BYTES)
             # a run treats ours as damaged without it; Megatron-LM's have neither
             if "versions" in reader.common() and manifest is None:
-                yield f"{self.folder / folders.MANIFEST}: is missing"
+                missing = f"{self.folder / folders.MANIFEST}"
+                yield Finding(missing, f"{missing}: is missing")
             yield from self._misplaced(reader)
             yield from self._unreadable(reader)
             yield from self._disagreements(reader)
         except ValueError as error:
-            yield str(error)
+            yield Finding(str(error).partition(": ")[0], str(error))  # which begins with a path
 
-    def _damages(self, manifest: Manifest) -> Iterator[str]:
+    def _damages(self, manifest: Manifest) -> Iterator[Finding]:
         with progress("checksums", manifest.num_bytes) as advance:
             for name, entry in manifest.files.items():
-                yield from folders.damages(self.folder, {name: entry})
+                for text in folders.damages(self.folder, {name: entry}):
+                    yield Finding(str(self.folder / name), text)
                 advance(int(entry["bytes"]))
                 self.num_files += 1
 
-    def _misplaced(self, reader: CheckpointReader) -> Iterator[str]:
+    def _misplaced(self, reader: CheckpointReader) -> Iterator[Finding]:
         for stored in reader.tensors.values():
             if problem := layout_problem(stored):
-                yield f"{self.folder}: {stored.key} {problem}"
+                yield Finding("places of chunks", f"{self.folder}: {stored.key} {problem}")
 
-    def _unreadable(self, reader: CheckpointReader) -> Iterator[str]:
+    def _unreadable(self, reader: CheckpointReader) -> Iterator[Finding]:
         with progress("chunks", sum(stored.num_bytes for stored in reader.tensors.values())) as advance:
             for stored in reader.tensors.values():
                 yield from self._bad_chunks(reader, stored, advance)
@@ -71,49 +81,50 @@ class Verification:
             try:
                 reader.read_object(key)
             except ValueError as error:
-                yield f"{key}: {error}"
+                yield Finding(str(self.folder / reader.objects[key].file), f"{key}: {error}")
 
     def _bad_chunks(
         self, reader: CheckpointReader, stored: StoredTensor, advance: Callable[[int], None]
-    ) -> Iterator[str]:
+    ) -> Iterator[Finding]:
         for chunk in stored.chunks:
+            file, place = str(self.folder / chunk.file), f"{stored.key} at {list(chunk.offsets)}"
             try:
                 values = reader.read_chunk(stored, chunk)
                 for name, share in fingerprints_of([(stored.key, values, chunk.offsets)]).items():
                     self._shares[name] = self._shares[name] + share if name in self._shares else share
                 if self.finite and values.is_floating_point() and not bool(values.isfinite().all()):
-                    yield (
-                        f"{self.folder / chunk.file}: {stored.key} at {list(chunk.offsets)} has values that"
-                        " are not finite"
+                    yield Finding(
+                        "values that are not finite", f"{file}: {place} has values that are not finite"
                     )
             except ValueError as error:
-                yield f"{stored.key} at {list(chunk.offsets)}: {error}"
+                yield Finding(file, f"{place}: {error}")
             advance(math.prod(chunk.sizes) * stored.dtype.itemsize)
             self.num_chunks += 1
 
-    def _other_values(self) -> Iterator[str]:
+    def _other_values(self) -> Iterator[Finding]:
         """Skips tensors not stored under their fingerprint's key: `reshape` may rename those of experts."""
         for name, saved in (fingerprints.read(self.folder) or {}).items():
             found = self._shares.get(name)
             if found is not None and found.num_values == saved.num_values and found != saved:
                 rule = "is not what was in memory when it was saved, by its fingerprint"
-                yield f"{self.folder}: {shown(name)} {rule}"
+                yield Finding("fingerprints", f"{self.folder}: {shown(name)} {rule}")
 
-    def _disagreements(self, reader: CheckpointReader) -> Iterator[str]:
+    def _disagreements(self, reader: CheckpointReader) -> Iterator[Finding]:
         weights = logical_tensors(reader)
         for state in states(reader):
             of_state = logical_tensors(reader, state)
             for name in of_state.keys() - weights.keys():
-                yield f"{self.folder}: the optimizer's {state} of {name} belongs to no weight"
+                text = f"{self.folder}: the optimizer's {state} of {name} belongs to no weight"
+                yield Finding(f"{state} without weights", text)
             for name, tensor in of_state.items():
                 weight = weights.get(name)
                 if weight is not None and tensor.shape != weight.shape:
                     shapes = f"{list(weight.shape)}, the optimizer's {state} {list(tensor.shape)}"
-                    yield f"{self.folder}: {name} has the shape {shapes}"
+                    yield Finding(f"shapes of {state}", f"{self.folder}: {name} has the shape {shapes}")
                 elif weight is not None and state == "param":
                     yield from self._unequal_main_weights(weight, tensor)
 
-    def _unequal_main_weights(self, weight: LogicalTensor, main: LogicalTensor) -> Iterator[str]:
+    def _unequal_main_weights(self, weight: LogicalTensor, main: LogicalTensor) -> Iterator[Finding]:
         try:
             ours, theirs = weight.read(), main.read().to(weight.dtype)
         except ValueError:
@@ -121,7 +132,8 @@ class Verification:
         differing = int((ours != theirs).logical_and_(ours.eq(ours)).sum())
         if differing:
             values = f"{differing} of {ours.numel()} values of {weight.name}"
-            yield f"{self.folder}: {values} are not the optimizer's main weights, rounded"
+            text = f"{self.folder}: {values} are not the optimizer's main weights, rounded"
+            yield Finding("main weights", text)
 
 
 def layout_problem(stored: StoredTensor) -> str:

@@ -246,7 +246,7 @@ def test_files_of_a_checkpoint_stay_as_its_manifest_says(tmp_path):
     path = write_checkpoint(tmp_path, tensors={}, common={"x": torch.arange(10_000)[:7]}) / "common.pt"
     before = path.read_bytes()
     assert len(before) > 80_000
-    assert shrink(path).problem == "belongs to a checkpoint, whose manifest.json has its checksum"
+    assert shrink(path).problem.startswith("belongs to a checkpoint, whose manifest.json has its checksum: ")
     assert shrink(path, target=tmp_path / "elsewhere.pt").gain_bytes > 70_000
     assert path.read_bytes() == before
 
@@ -256,3 +256,24 @@ def test_a_pattern_that_leads_out_of_the_folder(pattern, tmp_path, capsys):
     assert main(["ckpt", "shrink", str(tmp_path), f"--pattern={pattern}"]) == 1
     rule = f"PATTERN={pattern}: is a pattern of names inside of PATH. Fix: give one such as '*.pt',"
     assert rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["", "checkpoints", "checkpoints/iter_0000005"])
+def test_a_run_is_referred_to_reshape_and_prune(place, tmp_path, capsys):
+    write_checkpoint(tmp_path / "run" / "checkpoints", tensors={}, common={"x": torch.arange(10_000)[:7]})
+    for name in ("config.yaml", "metrics.jsonl"):
+        (tmp_path / "run" / name).touch()
+    path = tmp_path / "run" / place
+    assert main(["ckpt", "shrink", str(path), "--dry-run"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"PATH={path}: holds distributed checkpoints" in line
+    assert f"moe-exp ckpt reshape {path} TARGET --weights-only" in line
+    assert f"moe-exp ckpt prune {path} --keep-last" in line
+
+
+def test_a_folder_of_other_files_beside_checkpoints_is_searched(tmp_path, capsys):
+    """Also Megatron-LM's checkpoints of the format `torch`, which are files of torch.save."""
+    save(tmp_path / "iter_0000100" / "mp_rank_00" / "model_optim_rng.pt", {"x": torch.arange(10_000)[:7]})
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    assert main(["ckpt", "shrink", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("1 of 1 files are smaller")

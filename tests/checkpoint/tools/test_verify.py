@@ -53,13 +53,13 @@ def test_a_checkpoint_of_ours_without_its_manifest_is_damaged_as_a_run_says(tmp_
 def _truncated(folder: Path) -> str:
     path = folder / "__0_0.distcp"
     os.truncate(path, path.stat().st_size - 5000)
-    by_size = r"__0_0\.distcp: has \d+ bytes instead of \d+\n"
-    return by_size + r"(.*\n)*.*__0_0\.distcp: cannot be used \(it ends at \d+ bytes, a chunk lies at \d+ to"
+    return r"^\S+__0_0\.distcp: has \d+ bytes instead of \d+\n\S+__0_0\.distcp: \d+ more problems; .*\n$"
 
 
 def _flipped(folder: Path) -> str:
     flip_bit(*middle_of_a_chunk(folder))
-    return r"__0_0\.distcp: has changed since it was written \(xxh3 \w{8} instead of \w{8}\)\n"
+    changed = r"^\S+__0_0\.distcp: has changed since it was written \(xxh3 \w{8} instead of \w{8}\)\n"
+    return changed + r"\S+__0_0\.distcp: 1 more problem; --json lists it\n$"
 
 
 def _flipped_without_manifest(folder: Path) -> str:
@@ -72,7 +72,12 @@ def _flipped_without_manifest(folder: Path) -> str:
 
 def _missing(folder: Path) -> str:
     (folder / "__0_0.distcp").unlink()
-    return r"__0_0\.distcp: is missing\n(.*\n)*.*__0_0\.distcp: cannot be used \(it is missing\)\. Fix: "
+    return r"^\S+__0_0\.distcp: is missing\n\S+__0_0\.distcp: 81 more problems; .*\n$"
+
+
+def _cut_metadata_with_manifest(folder: Path) -> str:
+    os.truncate(folder / ".metadata", 1000)
+    return r"^\S+/\.metadata: has 1000 bytes instead of \d+\n\S+/\.metadata: 1 more problem; .*\n$"
 
 
 def _foreign_classes(folder: Path) -> str:
@@ -109,6 +114,7 @@ def _newer_manifest(folder: Path) -> str:
 
 DAMAGES = [
     _truncated, _flipped, _flipped_without_manifest, _missing, _foreign_classes, _cut_metadata,
+    _cut_metadata_with_manifest,
     _places_outside, _newer_manifest,
 ]  # fmt: skip
 
@@ -124,7 +130,8 @@ def test_damage(damage: Callable[[Path], str], tmp_path, capfd):
 
 
 def findings(tmp_path: Path, tensors: dict[str, torch.Tensor], *, finite: bool = False) -> list[str]:
-    return list(Verification(write_checkpoint(tmp_path, tensors=tensors), finite=finite).findings())
+    found = Verification(write_checkpoint(tmp_path, tensors=tensors), finite=finite).findings()
+    return [text for _, text in found]
 
 
 def test_values_that_are_not_finite(tmp_path):
@@ -185,4 +192,16 @@ def test_as_json(tmp_path, capsys):
     flip_bit(*middle_of_a_chunk(folder))
     assert main(["ckpt", "verify", str(folder), "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert (report["ok"], report["checksums"], len(report["findings"]) > 0) == (False, True, True)
+    assert (report["ok"], report["checksums"], len(report["findings"])) == (False, True, 2)
+
+
+def test_many_problems_of_one_kind_are_one_line_and_a_count(tmp_path, capsys):
+    tensors = {
+        key: value.fill_(float("nan")) for key, value in drawn_state().items() if value.is_floating_point()
+    }
+    folder = write_checkpoint(tmp_path, tensors=drawn_state() | tensors)
+    assert main(["ckpt", "verify", str(folder), "--finite"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2
+    assert re.search(r"has values that are not finite$", lines[0])
+    assert re.search(r"^values that are not finite: \d+ more problems", lines[1])
