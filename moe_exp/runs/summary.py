@@ -158,15 +158,16 @@ def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str,
 
 
 # Events that end a run so that the same command does not simply resume.
-_ENDS = ("too_many_bad_steps", "hang")
+_ENDS = ("too_many_bad_steps", "hang", "rank_failed")
 
 
 def _ended_by(records: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The latest start's event that explains the failure, if it is one of _ENDS."""
-    found = [
-        record for record in _latest_start(records) if record["kind"] == "event" and record["event"] in _ENDS
-    ]
-    return dict(found[-1]) if found else None
+    """The event that explains the failure: the first of _ENDS since the latest start or restart, if any."""
+    found: list[Mapping[str, Any]] = []
+    for event in (record for record in _latest_start(records) if record["kind"] == "event"):
+        found = [] if event["event"] == "restart" else found
+        found += [event] if event["event"] in _ENDS else []
+    return dict(found[0]) if found else None
 
 
 def _median(records: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -307,13 +308,12 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
             else "a SAVE_INTERVAL"
         )
         return [f"SAVE_AT_END=true, or {often}   # {why}", f"the same command {again}"]
+    lines = [f"the same command again {again}"]
+    if ended_by.get("event") in ("hang", "rank_failed") and not config.max_restarts:
+        lines[0] += "; MAX_RESTARTS=3 starts the ranks again by itself"
     if ended_by.get("event") == "hang":
-        restarts = "" if config.max_restarts else "; MAX_RESTARTS=3 starts the ranks again by itself"
-        return [
-            f"{folder}/{ended_by['folder']}/summary.txt   # where every rank was",
-            f"the same command again {again}{restarts}",
-        ]
-    return [f"the same command again {again}"]
+        lines.insert(0, f"{folder}/{ended_by['folder']}/summary.txt   # where every rank was")
+    return lines
 
 
 def _other_runs(config: Config, caller: Caller) -> list[str]:

@@ -221,6 +221,18 @@ def test_after_a_hang_there_is_a_look_at_the_stacks(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(("max_restarts", "hint"), [(0, True), (2, False)])
+def test_after_a_killed_rank_there_is_a_hint_of_restarts(
+    max_restarts: int, hint: bool, tmp_path: Path
+) -> None:
+    killed = {"kind": "event", "event": "rank_failed", "iteration": 4, "rank": 1, "cause": "SIGKILL"}
+    of_run = config(train_iters=9, max_restarts=max_restarts)
+    summary = summarize(of_run, *split_experts([*RECORDS, killed]), RunFolder(tmp_path), 1.0, "failed", 1)
+    assert summary["ended_by"] == killed
+    text = summary_text(summary, of_run)
+    assert ("there is no checkpoint; MAX_RESTARTS=3 starts the ranks again by itself\n" in text) == hint
+
+
 def test_a_stopped_run_says_from_where_it_goes_on(folder: RunFolder) -> None:
     text = summary_text(
         summarize(config(train_iters=9), *split_experts(RECORDS), folder, 1.0, "stopped"),

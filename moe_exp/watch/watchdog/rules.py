@@ -79,13 +79,13 @@ def problems_of(sight: Sight, memory: Memory, limits: Limits, slurm_name: str) -
         return {}
     found = dict(_disk_problems(sight))
     if sight.silent:
-        found |= dict(_silent(sight.silent, memory, view.now)) | dict(_failed(view, begun=0.0))
+        found |= dict(_silent(sight.silent, memory, view.now)) | dict(_failed(view))
     elif sight.queue is not None:
         found |= dict(_queue_problems(sight, sight.queue, memory, limits, slurm_name))
     elif view.status == "stopped":
         found["stopped"] = f"it has ended at {_progress(view)}, and nothing continues it"
     elif view.status == "failed":
-        found |= dict(_failed(view, begun=0.0))
+        found |= dict(_failed(view))
     else:
         found |= dict(_stuck(view, memory, limits, since=0.0))
     if view.same_starts >= _MANY_STARTS:
@@ -97,10 +97,16 @@ def _queue_problems(
     sight: Sight, queue: Queue, memory: Memory, limits: Limits, slurm_name: str
 ) -> Iterator[tuple[str, str]]:
     view = sight.view
-    yield from _scheduling(queue, memory, limits, view.now, f"named {slurm_name}", f"at {_progress(view)}")
+    jobs, at = f"named {slurm_name}", f"at {_progress(view)}"
+    found = dict(_scheduling(queue, memory, limits, view.now, jobs, at))
     begun = max((job.start.timestamp() for job in queue.running if job.start), default=0.0)
-    failed = dict(_failed(view, begun=begun))
-    yield from failed.items()
+    since = "no other has begun since"
+    if "not_scheduled" in found:
+        since = f"no job {jobs} runs or waits"
+    failed = dict(_failed(view, begun, since))
+    if failed:  # why no job is left
+        found.pop("not_scheduled", None)
+    yield from (found | failed).items()
     if queue.running and not failed:
         yield from _stuck(view, memory, limits, since=begun)
     yield from _short_chain(view, queue, limits)
@@ -155,12 +161,26 @@ def _silent(silent: str, memory: Memory, now: float) -> Iterator[tuple[str, str]
         yield "slurm_silent", f"SLURM has not answered for {span(now - memory.slurm_silent)}: {silent}"
 
 
-def _failed(view: RunView, begun: float) -> Iterator[tuple[str, str]]:
-    """A failed start, until another begins; `begun`: start of the running job, 0 without one."""
-    if view.status == "failed" and view.failure is not None and begun <= view.failure[0]:
-        at, what = view.failure
-        failure = f"its last start has failed {span(view.now - at)} ago ({what})"
-        yield "failed", f"{failure}, and no other has begun since"
+def _failed(
+    view: RunView, begun: float = 0.0, since: str = "no other has begun since"
+) -> Iterator[tuple[str, str]]:
+    """A failed start, until another begins, with the events that ended it.
+
+    Args:
+        begun: start of the running job, 0 without one.
+        since: what has become of the run.
+    """
+    if view.status != "failed" or view.failure is None or begun > view.failure[0]:
+        return
+    at, events = view.failure
+    what = "summary.json says so, train.log may say why"
+    if events:
+        same = [event for event in events if event["event"] == events[0]["event"]]
+        what = _event_text(events[0], len(same))
+    by_launcher = events and events[0]["event"] in ("rank_failed", "hang")
+    hint = "; MAX_RESTARTS=3 restarts the ranks without a new job" if by_launcher else ""
+    hint = "" if int(view.settings["max_restarts"]) else hint
+    yield "failed", f"its last start has failed {span(view.now - at)} ago ({what}), and {since}{hint}"
 
 
 def _short_chain(view: RunView, queue: Queue, limits: Limits) -> Iterator[tuple[str, str]]:
@@ -222,9 +242,9 @@ def wall_seconds_left(sight: Sight) -> float | None:
     return left + wait + switches * (view.gap_seconds or 0.0)
 
 
-def count_events(view: RunView, memory: Memory) -> dict[str, str]:
+def count_events(view: RunView, memory: Memory, found: Mapping[str, str]) -> dict[str, str]:
     """Texts of unreported events by key, the latest of each name; the first check reports only the last
-    day's.
+    day's. Leaves out those that the problem `failed` in `found` gives.
 
     Records in `memory` which were seen.
     """
@@ -234,6 +254,8 @@ def count_events(view: RunView, memory: Memory) -> dict[str, str]:
         new = [event for event in new if view.now - event_time(event) < 86400]
     memory.num_events = len(view.events)
     causes, is_new = _without_victims(view.events), {id(event) for event in new}
+    if "failed" in found and view.failure is not None:
+        is_new -= {id(event) for event in view.failure[1]}
     for event in causes:
         is_bad = event["event"] not in QUIET_EVENTS or "failed" in (event.get("status"), event.get("grade"))
         if is_bad and id(event) in is_new:

@@ -82,22 +82,24 @@ class RunView:
         return "stopped" if status == "finished" and self.iteration < self.train_iters else status
 
     @property
-    def failure(self) -> tuple[float, str] | None:
-        """When and how the latest start failed; None if it has not, or another has begun since."""
-        found: tuple[float, str] | None = None
-        why = ""
+    def failure(self) -> tuple[float, list[Record]] | None:
+        """When the latest start failed, and its events since the first that ended it (none: only summary.json
+        says so); None if it has not, or another has begun since.
+        """
+        ends: list[Record] = []
+        hung: list[Record] = []
         for event in self.events:
-            name, at = event["event"], event_time(event)
-            text = f"{name} at iteration {event['iteration']:,}"
-            has_hung = name == "hang" and self.now - at > _HANG_SECONDS
+            name = event["event"]
+            has_hung = name == "hang" and self.now - event_time(event) > _HANG_SECONDS
             if name in (*_STARTS, "restart", "end"):
-                found, why = None, ""
+                ends, hung = [], []
             elif name in _ENDS or has_hung or event.get("grade") == "failed":
-                found = at, text
-            why = text if name == "hang" else why
+                ends.append(event)
+            hung += [event] if name == "hang" else []
         at, status = self.summed_up or (0.0, "")
+        found: tuple[float, list[Record]] | None = (event_time(ends[-1]), ends) if ends else None
         if found is None and status == "failed" and at >= (self.moved or 0.0):
-            found = at, why or "summary.json says so, train.log may say why"
+            found = at, hung
         return None if found is None or self.launched > found[0] else found
 
     @property
@@ -213,7 +215,8 @@ def within(seconds: float, action: Callable[[], _Result]) -> _Result:
 
 
 _SETTINGS = (
-    "train_iters", "log_interval", "eval_interval", "eval_iters", "save_interval", "keep_last", "keep_best"
+    "train_iters", "log_interval", "eval_interval", "eval_iters", "save_interval", "keep_last", "keep_best",
+    "max_restarts",
 )  # fmt: skip
 
 

@@ -126,7 +126,7 @@ class Watchdog:
         check.found = problems_of(sight, memory, self.limits, run.slurm_name)
         check.found |= {"no_squeue": missing} if missing else {}
         told_before = dict(memory.untold_events)
-        check.found |= count_events(view, memory)
+        check.found |= count_events(view, memory, check.found)
         check.has_new_events = memory.untold_events != told_before
         check.state = state_line(sight)
 

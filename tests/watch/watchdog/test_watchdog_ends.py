@@ -6,8 +6,44 @@ import json
 import os
 from datetime import datetime
 
-from helpers.watch.watched_run import DAY, WAITING, found, running
-from moe_exp.watch.watchdog.watchdog import Watched
+import pytest
+import yaml
+
+from helpers.watch.watched_run import DAY, SETTINGS, WAITING, found, running
+from moe_exp.watch.watchdog.alerts import AlertFile
+from moe_exp.watch.watchdog.watchdog import Watchdog, Watched
+
+
+def look_time(run, at):
+    return datetime.fromtimestamp(run.begin + at).astimezone().isoformat(timespec="seconds")
+
+
+@pytest.mark.parametrize("jobs", ["", WAITING, None], ids=["no job left", "a job waits", "without SLURM"])
+@pytest.mark.parametrize("max_restarts", [0, 3])
+def test_a_killed_rank_is_one_problem(max_restarts, jobs, run, queue, tmp_path):
+    """Also where it has taken a second rank and the job with it."""
+    (run.path / "config.yaml").write_text(yaml.safe_dump(SETTINGS | {"max_restarts": max_restarts}))
+    queue.set(running(run) + WAITING)
+    dog = Watchdog(
+        [Watched(run.path, "" if jobs is None else "big_run")],
+        [AlertFile(tmp_path / "alerts.log")],
+        folder=tmp_path / "state",
+    )
+    assert found(dog, run, 4350.0) == (set(), set(), set())
+    for rank in (3, 5):
+        run.event("rank_failed", 2020, 4360.0, rank=rank, host="node-a", cause="SIGKILL")
+    queue.set(jobs or "")
+    assert found(dog, run, 4400.0) == ({"failed"}, {"failed"}, set())
+    (problem,) = (line for line in (tmp_path / "alerts.log").read_text().splitlines() if "PROBLEM" in line)
+    event = f"rank_failed at iteration 2,020, {look_time(run, 4360.0)} (2 times)"
+    event += ": rank: 3, host: node-a, cause: SIGKILL"
+    since = "no job named big_run runs or waits" if jobs == "" else "no other has begun since"
+    hint = "" if max_restarts else "; MAX_RESTARTS=3 restarts the ranks without a new job"
+    assert problem.strip() == f"PROBLEM: its last start has failed 40 s ago ({event}), and {since}{hint}"
+    assert found(dog, run, 4500.0) == ({"failed"}, set(), set())
+    run.event("resume", 2000, 4600.0)
+    queue.set(running(run, since=4590.0))
+    assert found(dog, run, 4700.0) == (set(), set(), {"failed"})
 
 
 def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
@@ -17,8 +53,8 @@ def test_a_start_that_has_failed_is_not_well_until_another(dog, run, queue):
     found(dog, run, 4400.0)
     (look,) = dog.check(now=run.begin + 4360 + 1680)
     told = (
-        "its last start has failed 28 min ago (too_many_bad_steps at iteration 2,039), and no other has begun"
-        " since"
+        "its last start has failed 28 min ago (too_many_bad_steps at iteration 2,039,"
+        f" {look_time(run, 4360.0)}: in_a_row: 10), and no other has begun since"
     )
     assert look.found == {"failed": told}
     assert not look.is_well
