@@ -56,8 +56,8 @@ def _fix_of(reason: str) -> str:
     if "file is damaged" in reason:
         return "Fix: fetch or make the file again; --skip-bad skips lines, not files."
     return (
-        "Fix: correct the line; or give --skip-bad (and --start-over where it was begun without), which skips"
-        " and counts such lines."
+        "Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and counts such"
+        " lines and continues."
     )
 
 

@@ -185,11 +185,12 @@ def run_stage(
             _check_same(output, begun, key, "was begun")
         if begun is None or not resumes:
             shutil.rmtree(folder, ignore_errors=True)
-            begun = {**key, "id": uuid.uuid4().hex, "format": _FORMAT, "starts_over": start_over}
+            begun = {"id": uuid.uuid4().hex, "format": _FORMAT, "starts_over": start_over}
         folder.mkdir(exist_ok=True)
         # of write_json in a call that was killed: it must not be published
         for leftover in folder.glob("*.json.*.tmp"):
             leftover.unlink()
+        begun |= key
         write_json(folder / RUNNING, begun)
         yield Stage(name, output, folder, inputs, begun)
 
@@ -264,7 +265,9 @@ def _difference(found: Mapping[str, Any], key: Mapping[str, Any]) -> str | None:
         return f"by the step {found['stage']}, not {key['stage']}"
     for field_name in {**found["settings"], **key["settings"]}:
         old, new = (settings.get(field_name) for settings in (found["settings"], key["settings"]))
-        if old != new:
+        # without skip_bad no bad document has been read so far
+        is_compatible = (field_name, old, new) == ("skip_bad", False, True)
+        if old != new and not is_compatible:
             return f"with {field_name}={old}, now it is {new}"
     if found["inputs"] != key["inputs"]:
         old_files, new_files = ({one["name"]: one for one in side["inputs"]} for side in (found, key))

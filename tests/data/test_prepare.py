@@ -172,11 +172,17 @@ def test_bad_line_is_one_line_of_error(tmp_path, capsys):
     command = [str(folder), "--data-dir", str(tmp_path / "data"), *SMALL]
     assert main("prepare", command) == 1
     fix = (
-        "Fix: correct the line; or give --skip-bad (and --start-over where it was begun without), which skips"
-        " and counts such lines."
+        "Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true), which skips and counts such"
+        " lines and continues."
     )
     assert capsys.readouterr().err == f"moe-exp data: {path}:2: no field 'text'. {fix}\n"
-    assert main("prepare", [*command, "--skip-bad", "--start-over"]) == 0
+    assert main("prepare", [*command, "--skip-bad"]) == 0
+    made = list((tmp_path / "data").rglob("manifest.json"))
+    before = [one.stat().st_mtime_ns for one in made]
+    assert main("prepare", [*command, "--skip-bad"]) == 0
+    assert [one.stat().st_mtime_ns for one in made] == before
+    assert main("prepare", command) == 1  # what was skipped is an error without the flag
+    assert "was made with skip_bad=True, now it is False" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", ["gz", "zst"])

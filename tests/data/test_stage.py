@@ -14,6 +14,7 @@ import xxhash
 
 from helpers import ROOT
 from helpers.ranks import RankError, run_on_ranks
+from moe_exp.commands.data import main
 from moe_exp.data import stage as stage_module
 from moe_exp.data.stage import check_free_disk, fingerprint, run_stage
 from moe_exp.host import files
@@ -454,3 +455,26 @@ def test_killed_while_new_files_get_their_places(tmp_path, source, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         make(output, source, "other", settings={"a": 2}, is_folder=False, start_over=True)
     assert not output.with_name("out.manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["shuffle", "--shards", "2", "--valid-fraction", "0.1", "--name", "x", "--output"],
+        ["shuffle", "--shards", "2", "--valid-fraction", "0.1", "--name", "x", "--tasks", "2", "--output"],
+        ["train-tokenizer", "--vocab-size", "300", "--out"],
+    ],
+    ids=["shuffle", "shuffle by tasks", "train-tokenizer"],
+)
+def test_a_step_that_a_bad_line_has_stopped_continues_with_skip_bad(command, tmp_path):
+    """It makes the files of a call that skips the line from the start."""
+    path, (name, *flags) = tmp_path / "a.jsonl", command
+    lines = [json.dumps({"text": f"document {number} of a file"}) for number in range(60)]
+    path.write_text("\n".join([*lines[:30], "{broken", *lines[30:]]) + "\n")
+    places = tmp_path / "resumed" / "x", tmp_path / "fresh" / "x"
+    assert main(name, [str(path), *flags, str(places[0])]) == 1
+    for place in places:
+        assert main(name, [str(path), *flags, str(place), "--skip-bad"]) == 0
+    manifests = [json.loads((place / "manifest.json").read_text()) for place in places]
+    assert manifests[0]["settings"] == manifests[1]["settings"]
+    assert manifests[0]["outputs"] == manifests[1]["outputs"] != []

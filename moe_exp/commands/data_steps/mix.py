@@ -27,6 +27,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--name", help="of the mixture (default: the file's name)")
     add("--data-dir", type=Path, default=Path("data"), metavar="FOLDER", help="(default: data)")
     add("--start-over", action="store_true", help="make everything again but the downloads")
+    about = "make this source again; may be repeated"
+    add("--start-over-source", action="append", default=[], metavar="NAME", help=about)
     add("--download-again", action="store_true", help="fetch the files again too")
     add("--dry-run", action="store_true", help="print files, disk and time of each source, and write nothing")
     about = "of a task of the shuffle, as in 8GB (default: a quarter of what is left for all of them)"
@@ -48,6 +50,7 @@ def _mix(arguments: argparse.Namespace) -> int:
         read_mixture(arguments.mixture),
         execution=execution_of(arguments),
         shuffle={"memory_bytes": arguments.memory},
+        start_over_sources=tuple(arguments.start_over_source),
         workers=arguments.workers or os.cpu_count() or 1,
         **{name: getattr(arguments, name) for name in names},
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from moe_exp.data.documents import BadDocument
 from moe_exp.data.download.sources import local_files
 from moe_exp.data.mixture.datasheet import Part, datasheet
 from moe_exp.data.mixture.settings import MixedSource, Mixture, effective_weights
@@ -40,6 +41,7 @@ class Mixing:
         shuffle: as of `Preparation`, besides seed, num_shards and valid_fraction.
         tasks: chunks of each source, see `ConvertSettings`.
         shuffle_tasks, start_over, download_again: as of `Preparation`.
+        start_over_sources: names of the sources to make again.
         workers: processes that tokenize.
     """
 
@@ -51,6 +53,7 @@ class Mixing:
     tasks: int | None = None
     shuffle_tasks: int | None = None
     start_over: bool = False
+    start_over_sources: tuple[str, ...] = ()
     download_again: bool = False
     workers: int = 1
 
@@ -80,7 +83,10 @@ class Mixing:
             if name in found:
                 rule = f"name={name}: is there twice"
                 raise ValueError(f"sources.{number}: {rule}. Fix: give it a name of its own.")
-            found[name] = wanted
+            found[name] = replace(wanted, start_over=self.start_over or name in self.start_over_sources)
+        if unknown := set(self.start_over_sources) - set(found):
+            rule = f"is not a source of {self.name}. Fix: give one of {', '.join(found)}"
+            raise ValueError(f"start_over_source={min(unknown)}: {rule}.")
         return self._with_raw_folders(found)
 
     def _with_raw_folders(self, found: dict[str, Preparation]) -> dict[str, Preparation]:
@@ -124,7 +130,6 @@ class Mixing:
             execution=self.execution,
             shuffle=shuffle,
             shuffle_tasks=self.shuffle_tasks,
-            start_over=self.start_over,
             download_again=self.download_again,
             clamp_tasks=True,
         )
@@ -152,7 +157,7 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     """
     preparations = mixing.preparations()
     tokenizer = mixing.tokenizer()
-    made = {name: prepare(wanted) for name, wanted in preparations.items()}
+    made = {name: _prepare(name, wanted) for name, wanted in preparations.items()}
     if not all(made.values()):
         return None
     shuffled = {name: manifest for name, manifest in made.items() if manifest}
@@ -177,6 +182,16 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
     }
     write_json(mixing.folder / "mixture.json", facts)
     return facts
+
+
+def _prepare(name: str, wanted: Preparation) -> dict[str, Any] | None:
+    """As `prepare`; its errors advise to start over this source alone."""
+    try:
+        return prepare(wanted)
+    except BadDocument:
+        raise
+    except ValueError as error:
+        raise ValueError(str(error).replace("--start-over", f"--start-over-source {name}")) from error
 
 
 def _shards(mixing: Mixing, name: str, manifest: Mapping[str, Any]) -> tuple[list[Path], Path]:

@@ -149,6 +149,43 @@ def test_a_start_over_that_was_killed_continues_without_the_flag(mixture, monkey
     assert (mixture / "data/mine_web_shuffled/manifest.json").stat().st_mtime_ns == shards
 
 
+def made_at(folder, *names):
+    """When the chunks and shards of sources were made."""
+    manifests = [f"data/mine_{name}{step}/manifest.json" for name in names for step in ("", "_shuffled")]
+    return [(folder / one).stat().st_mtime_ns for one in manifests]
+
+
+def test_a_change_of_one_source_makes_no_other_again(mixture, capsys):
+    path, command = mixture / "books/a.jsonl", ["mine.yaml", "--workers", "1"]
+    good = path.read_text()
+    path.write_text(good + "{broken\n")
+    assert main("mix", command) == 1
+    assert (
+        f"{path}:64: not valid JSON. Fix: correct the line; or give --skip-bad (in a mixture skip_bad: true)"
+        in (capsys.readouterr().err)
+    )
+    web = made_at(mixture, "web")
+    skipping = MIXTURE.replace("max_epochs: 2,", "max_epochs: 2, skip_bad: true,")
+    (mixture / "mine.yaml").write_text(skipping)
+    assert main("mix", command) == 0
+    assert made_at(mixture, "web") == web
+    assert "| skipped: not valid JSON | 1 |" in (mixture / "data/mine/datasheet.md").read_text()
+    # another filter: this source again, if it is asked for
+    (mixture / "mine.yaml").write_text(skipping.replace("dedup: true", "max_chars: 60"))
+    capsys.readouterr()
+    assert main("mix", command) == 1
+    assert "Fix: give --start-over-source books to make it again" in capsys.readouterr().err
+    books = made_at(mixture, "books")
+    assert main("mix", [*command, "--start-over-source", "books"]) == 0
+    assert made_at(mixture, "web") == web
+    assert not set(made_at(mixture, "books")) & set(books)
+    assert main("mix", [*command, "--start-over-source", "boks"]) == 1
+    assert (
+        "start_over_source=boks: is not a source of mine. Fix: give one of web, books."
+        in capsys.readouterr().err
+    )
+
+
 def test_sources_of_one_dataset_have_folders_of_their_own(tmp_path):
     sources = [
         MixedSource(source="a/data", name="first", weight=1, patterns=["x/*"]),
