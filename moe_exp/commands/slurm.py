@@ -32,6 +32,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.launch.data_use import data_warnings
     from moe_exp.launch.room import disk_problems, disk_warnings
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
 
@@ -47,7 +48,8 @@ def _submit(arguments: argparse.Namespace) -> int:
         rule = "is not there yet, no node is left out"
         print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: {rule}", file=sys.stderr)
     room = disk_problems(job.config) if arguments.dry_run else []
-    for line in [*schedule_warnings(job.config), *room, *disk_warnings(job.config)]:
+    about_data = data_warnings(job.config)
+    for line in [*schedule_warnings(job.config), *room, *disk_warnings(job.config), *about_data]:
         print(f"moe-exp slurm: warning: {line}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)

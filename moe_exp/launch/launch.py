@@ -7,7 +7,7 @@ import shlex
 import signal
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -36,12 +36,12 @@ from moe_exp.host.exit_codes import (
 )
 from moe_exp.host.files import expanded, is_url
 from moe_exp.host.processes import own_command, signals_handled
+from moe_exp.launch.data_use import data_warnings
 from moe_exp.launch.machine_checks import (
     check_environment,
     check_files,
     check_machine,
     data_problems,
-    tokenizer_problems,
 )
 from moe_exp.launch.room import disk_warnings, memory_warnings
 from moe_exp.launch.source_checks import source_problems, stage_lines
@@ -220,8 +220,10 @@ _OF_THE_NODE = ("MASTER_ADDR", "NNODES", "NODE_RANK")
 def _with_text(config: Config) -> Config:
     """`config` with token files and tokenizer in place of the text that its data settings name, if any."""
     prepared = with_prepared_text(config)
-    if prepared is not config and (problems := [*data_problems(prepared), *source_problems(prepared)]):
-        raise ConfigError(problems)
+    if prepared is not config:
+        if problems := [*data_problems(prepared), *source_problems(prepared)]:
+            raise ConfigError(problems)
+        _warn(data_warnings(prepared))
     return prepared
 
 
@@ -254,12 +256,9 @@ _STOPPING_UNSAVED = (
 
 
 def _warnings(config: Config) -> list[str]:
-    """What does not keep a run from starting."""
+    """Warnings that do not prevent a run from starting."""
     lines = [*schedule_warnings(config), *disk_warnings(config), *memory_warnings(config)]
-    if config.allow_other_data:
-        with suppress(ValueError, OSError):  # which the checks of files name
-            lines += tokenizer_problems(config)
-    return lines
+    return [*lines, *data_warnings(config)]
 
 
 def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str]) -> int:

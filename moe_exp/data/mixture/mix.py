@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.documents import BadDocument
 from moe_exp.data.download.sources import local_files
+from moe_exp.data.kinds import BadDocument
 from moe_exp.data.mixture.datasheet import Part, datasheet
 from moe_exp.data.mixture.settings import MixedSource, Mixture, effective_weights
 from moe_exp.data.prepare import Preparation, plan, prepare, raw_folder
@@ -171,6 +171,11 @@ def mix(mixing: Mixing) -> dict[str, Any] | None:
             what = "%s: %.2f%% of the tokens, not %.2f%%: max_epochs"
             logger.warning(what, part.name, 100 * part.weight, 100 * part.asked)
     total_tokens = mixing.mixture.total_tokens
+    for part, one in zip(parts, mixing.mixture.sources, strict=True):
+        epochs = part.weight * (total_tokens or 0) / part.num_tokens
+        if one.max_epochs is None and epochs > 1:
+            what = "%s: read %.2f times in total_tokens=%.4g, and it has no max_epochs"
+            logger.warning(what, part.name, epochs, total_tokens)
     text = datasheet(mixing.name, parts, total_tokens=total_tokens, tokenizer=tokenizer_name)
     write_atomically(mixing.folder / "datasheet.md", text)
     facts = {

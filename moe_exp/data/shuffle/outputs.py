@@ -55,6 +55,9 @@ def check_split(first_input: Path, settings: Mapping[str, Any], read: Tally, val
         rule = f"all {read.num_documents} documents are for validation, none is left for training"
         fix = "give a smaller fraction, or more documents with different texts"
         raise ValueError(f"valid_fraction={settings['valid_fraction']}: {rule}. Fix: {fix}.")
+    if valid.num_documents == 1:
+        what = "%s: 1 of %d documents is for validation: its loss says little about other texts"
+        logger.warning(what, settings["name"], read.num_documents)
     if num_train < settings["num_shards"]:
         what = "%d documents for training in %d shards: some are empty"
         logger.warning(what, num_train, settings["num_shards"])

@@ -94,7 +94,7 @@ def mixture(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_from_sources_to_weighted_token_files(mixture, capsys):
+def test_from_sources_to_weighted_token_files(mixture, capsys, caplog):
     assert main("mix", ["mine.yaml", "--workers", "1", "--dry-run"]) == 0
     assert "To prepare: books" in capsys.readouterr().out and not (mixture / "data").exists()
     assert main("mix", ["mine.yaml", "--workers", "1"]) == 0
@@ -108,6 +108,10 @@ def test_from_sources_to_weighted_token_files(mixture, capsys):
     tokens = [int(TokenFiles(mixture / prefix).sequence_bounds[-1]) for prefix in prefixes]
     assert weights[1] == pytest.approx(2 * tokens[1] / 50_000, rel=1e-5) and sum(weights) == pytest.approx(1)
     sheet = (folder / "datasheet.md").read_text()
+    epochs = weights[0] * 50_000 / tokens[0]  # books has max_epochs
+    assert [one for one in caplog.messages if "no max_epochs" in one] == [
+        f"web: read {epochs:.2f} times in total_tokens=5e+04, and it has no max_epochs"
+    ]
     row = next(line for line in sheet.splitlines() if line.startswith("| books |"))
     assert row.endswith(f"| {tokens[1]:,} | 75.00% | {weights[1]:.2%} | 2.00 |")
     assert "| removed: length | 1 | 5 bytes |" in sheet and "| edited: pii | 1 |" in sheet
