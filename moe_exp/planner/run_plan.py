@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TextIO
 
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
@@ -14,6 +14,7 @@ from moe_exp.planner.costs.goodput import Goodput, goodput_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.estimate import Cost, cost_of, speed_of
 from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.levers import Lever, levers
 from moe_exp.planner.prediction import Constants, Prediction, predict
 from moe_exp.planner.reports import describe_run
 from moe_exp.planner.search.layout_text import world_of
@@ -29,16 +30,22 @@ class RunPlan:
     prediction: Prediction  # memory of every pipeline stage, and the parts of an iteration's time
     cost: Cost  # of the complete run
     goodput: Goodput | None = None  # with the failures given
+    levers: Sequence[Lever] = ()  # what one change of a setting saves
 
     def __repr__(self) -> str:
         stream = io.StringIO()
-        PlanPrinter(stream).run(self.report, self.prediction, self.cost, self.goodput)
+        self.print(stream)
         return stream.getvalue().rstrip()
+
+    def print(self, stream: TextIO) -> None:
+        """Prints the tables of `moe-exp plan`."""
+        PlanPrinter(stream).run(self.report, self.prediction, self.cost, self.levers, self.goodput)
 
     @property
     def report(self) -> dict[str, Any]:
         """All values, as `moe-exp plan --json` prints them."""
-        return describe_run(self.config, self.hardware, self.prediction, self.cost, self.goodput)
+        report = describe_run(self.config, self.hardware, self.prediction, self.cost, self.goodput)
+        return report | {"levers": [asdict(lever) for lever in self.levers]}
 
     @property
     def fits(self) -> bool:
@@ -82,7 +89,8 @@ def plan_run(
     prediction = predict(Job.of(config), hardware, constants)
     times = {"iteration_seconds": prediction.time.total, "training_seconds": cost.seconds}
     goodput = goodput_of(config, **times, **failures) if failures else None
-    return RunPlan(config, hardware, prediction, cost, goodput)
+    changes = levers(config, hardware, constants, prediction)
+    return RunPlan(config, hardware, prediction, cost, goodput, changes)
 
 
 def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.estimate import Cost
 from moe_exp.planner.fit.calibration import Calibration
 from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.levers import Lever
 from moe_exp.planner.prediction import Prediction
 from moe_exp.planner.reports import describe_candidate
 from moe_exp.planner.search.explanation import Explanation, bound_by, layout_words, memory_line
@@ -30,6 +31,7 @@ from moe_exp.planner.search.topology import Candidate, Search
 _GIBIBYTE = 2**30
 _MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "overhead", "cached")
 _WIDE = 140
+_LEFT = "memory of the device beyond what the fullest rank needs, without its allocator's cache"
 # on a narrow terminal; --json has them
 _LEFT_OUT = ("layers per stage", "left", "vs best", "TFLOP/s", "bubble", "notes")
 _WORDS = ("layout", "recompute", "layers per stage", "bound by", "notes")
@@ -46,7 +48,12 @@ class PlanPrinter:
         self._console = table_console(stream, highlight=False)
 
     def run(
-        self, report: Mapping[str, Any], prediction: Prediction, cost: Cost, goodput: Goodput | None = None
+        self,
+        report: Mapping[str, Any],
+        prediction: Prediction,
+        cost: Cost,
+        levers: Sequence[Lever] = (),
+        goodput: Goodput | None = None,
     ) -> None:
         """Prints the cost of a run: the values of `reports.describe_run`."""
         count, time = report["parameters"], report["time"]
@@ -69,6 +76,8 @@ class PlanPrinter:
         }
         self._rows(title, rows)
         self._memory(prediction)
+        self._activations(prediction)
+        self._levers(levers)
         self._time(prediction.time)
 
     def search(self, found: Search, hardware: Hardware, top: int) -> None:
@@ -78,6 +87,8 @@ class PlanPrinter:
             for part, words in counted_as(found.ranked[0].config, hardware).items():
                 self._print(f"{part}: {words}")
             self._console.print(self._layouts(found, hardware, top))
+            if self._console.width >= _WIDE:
+                self._print(f"left: {_LEFT}, as a share of the device's memory")
         elif found.smallest:
             self._print(f"nothing fits; the one that needs least: {memory_line(found.smallest)}")
         else:
@@ -124,6 +135,7 @@ class PlanPrinter:
         if explained.fits:
             self._standing(asked, explained, explained.candidate, found)
         self._memory(explained.candidate.prediction)
+        self._activations(explained.candidate.prediction)
 
     def calibration(self, calibration: Calibration) -> None:
         """Fitted constants, and how near predictions come with them."""
@@ -184,6 +196,32 @@ class PlanPrinter:
             bytes_of_parts = (getattr(stage, part) for part in (*_MEMORY_PARTS, "total"))
             table.add_row(name, *(f"{part / _GIBIBYTE:.2f}" for part in bytes_of_parts), peak)
         self._console.print(table)
+        self._print(f"left: {_LEFT}")
+
+    def _activations(self, prediction: Prediction) -> None:
+        """Activations of the fullest rank by module, the largest first."""
+        stage = prediction.stages[prediction.peak_stage]
+        title = f"activations of a rank of stage {prediction.peak_stage}, GiB"
+        parts = sorted(stage.activation_parts.items(), key=lambda part: -part[1])
+        rows = {name: _share(size, stage.activations) for name, size in parts if size}
+        self._rows(title, rows | {"total": f"{stage.activations / _GIBIBYTE:.2f}"})
+
+    def _levers(self, levers: Sequence[Lever]) -> None:
+        """What changes of one setting save, and those that the rules refuse."""
+        columns = ("change", "activations", "memory", "time", "")
+        title = "what one change saves on the fullest rank, GiB (below 0: takes more)"
+        table = Table(*columns, title=title, title_justify="left")
+        for lever in levers:
+            if not lever.problem:
+                sizes = (lever.activation_bytes, lever.needed_bytes)
+                saved = (f"{round(size / _GIBIBYTE, 2) + 0.0:.2f}" for size in sizes)  # no -0.00
+                fits = "" if lever.fits else "out of memory"
+                table.add_row(lever.setting, *saved, f"{lever.slower:+.1%}", fits)
+        if table.row_count:
+            self._console.print(table)
+        for lever in levers:
+            if lever.problem:
+                self._print(f"{lever.setting} cannot run here: {lever.problem}")
 
     def _time(self, time: IterationTime) -> None:
         parts = {
@@ -273,6 +311,10 @@ def _verdict(prediction: Prediction) -> str:
         words = f"OUT OF MEMORY, {of}, {-margin:.1f} too many"
     sure = f", closer than the error to expect ({prediction.memory_error:.0%})" if prediction.is_close else ""
     return words + sure
+
+
+def _share(size: float, of: float) -> str:
+    return f"{size / _GIBIBYTE:.2f}, {size / of:.1%}"
 
 
 def _whole(cost: Cost) -> str:

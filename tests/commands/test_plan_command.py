@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -201,6 +202,58 @@ def test_export(plan, monkeypatch):
             assert getattr(config, name) == chosen[name]
     explained = plan(*arguments, "--explain", "TP=4,PP=12,MBSZ=2").out
     assert {"TP=4", "PP=12", "MBSZ=2"} <= set(explained.splitlines())
+
+
+QWEN = ["--gpus", "64", "--gpu", "H100-80GB", "--preset", "qwen3-30b-a3b", "--gbsz", "512"]
+
+
+def test_activations_by_module_and_what_a_change_saves(plan):
+    arguments = [*QWEN, "--pp", "4", "--ep", "8", "--mbsz", "2"]
+    report = json.loads(plan(*arguments, "--json").out)
+    stage = report["memory"]["stages"][report["memory"]["peak_stage"]]
+    assert sum(stage["activation_parts"].values()) == stage["activations"]
+    full = next(lever for lever in report["levers"] if lever["setting"] == "RECOMPUTE=full")
+    lines = plan(*arguments).out.splitlines()
+    (attention,) = (line for line in lines if re.search(r"attention +│ [\d.]+, ", line))
+    assert f"{stage['activation_parts']['attention'] / 2**30:.2f}" in attention
+    (shown,) = (line for line in lines if "RECOMPUTE=full" in line)
+    assert f"{full['activation_bytes'] / 2**30:.2f}" in shown and f"{full['slower']:+.1%}" in shown
+    left = "left: memory of the device beyond what the fullest rank needs, without its allocator's cache"
+    assert left in lines
+
+
+def test_an_export_within_the_error_says_so(plan, tmp_path):
+    path, arguments = tmp_path / "topo.env", ["search", *QWEN]
+    layouts = json.loads(plan(*arguments, "--json").out)["layouts"]
+    close = [one for one in layouts if "memory within the error" in one["notes"]]
+    safe = [one for one in layouts if one not in close]
+    assert close and safe
+    printed = plan(*arguments, "--rank", str(close[0]["place"]), "--export", str(path))
+    warning = r"the exported layout leaves [\d.]+ GiB, less than the error to expect \([\d.]+ GiB\)"
+    assert re.search(f"moe-exp plan: warning: {warning}.*choose --rank {safe[0]['place']}\\.", printed.err)
+    assert re.search(f"^# {warning}", path.read_text(), re.MULTILINE)
+    path.unlink()
+    printed = plan(*arguments, "--rank", str(safe[0]["place"]), "--export", str(path))
+    assert "exported layout leaves" not in printed.err + path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ([], ""),
+        (["--train-iters", "5000"], "TRAIN_ITERS"),
+        (["--warmup-iters", "77", "--lr", "1e-3"], "WARMUP_ITERS LR"),
+        (["--first-stage-layers", "22", "--pp", "2", "--vpp", "none"], "FIRST_STAGE_LAYERS"),
+    ],
+    ids=["layout alone", "iterations", "schedule", "uneven stages"],
+)
+def test_an_exported_file_has_what_was_given_or_searched(given, names, plan, tmp_path):
+    path = tmp_path / "topo.env"
+    plan("search", *QWEN, *given, "--export", str(path))
+    lines = (line.partition("=")[0] for line in path.read_text().splitlines() if not line.startswith("#"))
+    searched = {"TP", "PP", "VPP", "EP", "ETP", "CP", "MBSZ", "RECOMPUTE"}
+    layout = {name for name in lines if name != "PIPELINE_LAYERS"}  # only of an uneven split
+    assert layout == searched | {"PRESET", "NNODES", "GPUS_PER_NODE", "GBSZ", *names.split()}
 
 
 def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
@@ -427,7 +480,9 @@ def test_an_export_has_the_token_budget(plan):
         "search", "--gpus", "8", "--tokens", "1B", "--warmup-iters", "20", "--export", "env"
     ).out.splitlines()
     values = dict(line.split("=", 1) for line in printed)
-    assert int(values["TRAIN_ITERS"]) == -(-(10**9) // 2048 // 64) and values["DECAY_ITERS"] == "0"
+    assert int(values["TRAIN_ITERS"]) == -(-(10**9) // 2048 // 64)
+    config = load_config({}, {name: value.strip("'") for name, value in values.items()})
+    assert (config.warmup_iters, config.decay_iters) == (20, 0)
 
 
 def test_rows_that_contradict_themselves(plan, tmp_path):

@@ -126,7 +126,6 @@ def _add_predict(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _run(arguments: argparse.Namespace) -> None:
     from moe_exp.planner.run_plan import plan_run
-    from moe_exp.planner.tables import PlanPrinter
 
     failures = _failures(arguments)
     config, hardware, constants = _loaded(arguments)
@@ -134,7 +133,7 @@ def _run(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(plan.report)
     else:
-        PlanPrinter(sys.stdout).run(plan.report, plan.prediction, plan.cost, plan.goodput)
+        plan.print(sys.stdout)
 
 
 def _loaded(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]:
@@ -212,7 +211,10 @@ def _search(arguments: argparse.Namespace) -> int:
             printer.best(best, cost)
     if arguments.export:
         chosen = _chosen(found, explained, arguments.rank)
-        lines = _exported_lines(chosen, config, budget["num_tokens"])
+        lines = _exported_lines(chosen, config, budget["num_tokens"], overrides=to_stdout)
+        if doubt := _doubt(chosen, found):
+            print(f"moe-exp plan: warning: {doubt}", file=sys.stderr)
+            lines = f"# {doubt}\n{lines}"
         if to_stdout:
             print(lines, end="")
         else:
@@ -231,13 +233,25 @@ def _chosen(found: Search, explained: Explanation | None, rank: int) -> Candidat
     return found.ranked[rank - 1]
 
 
-def _exported_lines(candidate: Candidate, config: Config, num_tokens: int | None) -> str:
+def _doubt(chosen: Candidate, found: Search) -> str:
+    """Warning about a layout that fits by less than the planner's error; empty for others."""
+    prediction = chosen.prediction
+    if not prediction.is_close:
+        return ""
+    left, error = prediction.margin_bytes / 2**30, prediction.memory_error * prediction.peak_bytes / 2**30
+    rule = f"the exported layout leaves {left:.1f} GiB, less than the error to expect ({error:.1f} GiB)"
+    safe = (place for place, one in enumerate(found.ranked, 1) if not one.prediction.is_close)
+    other = f", or choose --rank {place}" if (place := next(safe, 0)) else ""
+    return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
+
+
+def _exported_lines(candidate: Candidate, config: Config, num_tokens: int | None, *, overrides: bool) -> str:
     from moe_exp.config import load_config
     from moe_exp.planner.estimate import with_budget
     from moe_exp.planner.search.layout_text import exported_settings
 
     defaults = load_config({"preset": config.preset}, {})
-    settings = exported_settings(with_budget(candidate.config, num_tokens), defaults)
+    settings = exported_settings(with_budget(candidate.config, num_tokens), defaults, overrides=overrides)
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings)
 
 

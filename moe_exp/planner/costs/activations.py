@@ -36,15 +36,17 @@ from moe_exp.planner.costs.code_paths import fp8_kept, planned_backend, planned_
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.products import padded_slots
 
+Parts = dict[str, float]  # bytes by what they belong to
+
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on a rank."""
+    """Bytes of one micro-batch on a rank; those of `Parts` by module."""
 
-    dense_layer: float  # kept for backward by a layer with a dense MLP, after recompute; `moe_layer` the same
-    moe_layer: float
+    dense_layer: Parts  # kept for backward by a layer with a dense MLP, after recompute; `moe_layer` the same
+    moe_layer: Parts
     embedding: float  # kept by the embedding
-    output: float  # kept by the last norm, the output layer and the loss
+    output: Parts  # kept by the last norm, the output layer and the loss
     hidden: float  # one hidden state, as stages hand it on
     recomputed: float  # computed again by the layer that is in its backward pass, with a recompute
     layer_work: float  # held beside all that while a layer is computed backward: gradients, rows under way
@@ -89,25 +91,26 @@ class _Account:
         hidden = width * self._hidden * self._tokens
         logits = self._all_tokens * config.padded_vocab_size / self._tp
         norm, mask = self._tokens * self._norm(self._hidden), self._tokens * self._mask(self._hidden)
-        attention = norm + self._attention() + norm + 2 * mask
         saved = self._saved()
-        attention -= sum(size for name, size in saved.items() if name != "mlp")
-        dense = attention + self._dense() - saved.get("mlp", 0.0) if self._has_dense else 0.0
-        experts = self._experts() if self._has_moe else 0.0
-        moe = attention + experts if self._has_moe else 0.0
+        attention = self._attention() - sum(size for name, size in saved.items() if name != "mlp")
+        common = {"attention": attention, "norms, dropout": 2 * norm + 2 * mask}
+        dense, experts = {}, self._experts() if self._has_moe else {}
+        if self._has_dense:
+            dense = common | {"dense MLP": self._dense() - saved.get("mlp", 0.0)}
+        moe = common | experts if self._has_moe else {}
         recomputed = max(saved.values(), default=0.0)
         if config.recompute == "full":
             shared = 0.0 if self._norms_in_fp32 and width < 4 else hidden  # the norm's input is what was kept
-            recomputed = max(dense, moe) - shared
-            dense, moe = (hidden if kept else 0.0 for kept in (dense, moe))
+            recomputed = max(sum(dense.values()), sum(moe.values())) - shared
+            dense, moe = ({"layer inputs": hidden} if kept else {} for kept in (dense, moe))
         elif config.recompute == "selective" and self._has_moe:
-            recomputed += experts - hidden
-            moe = attention + hidden
+            recomputed += sum(experts.values()) - hidden
+            moe = common | {"layer inputs": hidden}
         return Activations(
             dense_layer=dense,
             moe_layer=moe,
             embedding=8 * self._all_tokens + mask,
-            output=norm + hidden + self._loss(logits),
+            output={"norms, dropout": norm, "logits, loss": hidden + self._loss(logits)},
             hidden=hidden,
             recomputed=recomputed,
             layer_work=self._work(),
@@ -268,20 +271,24 @@ class _Account:
         ffn = self._config.ffn_hidden_size
         return self._tokens * self._input * self._hidden + self._all_tokens * self._mlp(ffn / self._tp)
 
-    def _experts(self) -> float:
-        """Router, shared expert and routed experts, without the norm before."""
+    def _experts(self) -> Parts:
+        """Router, dispatch, routed experts and shared expert, without the norm before."""
         config, width = self._config, self._width
-        kept = self._tokens * self._router() + self._rows * self._row()
-        kept += self._tokens * width * self._hidden
+        dispatched, computed = self._row()
+        kept = {
+            "router": self._tokens * (self._router() + width * self._hidden),
+            "dispatch": self._rows * dispatched,
+            "experts": self._rows * computed,
+        }
         if fp8_kept(config)[0]:
             ways, local = 3 if config.gated else 2, config.num_experts / config.ep
-            kept += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
+            kept["experts"] += 2 * local * ways * self._expert_hidden * config.expert_ffn_size / config.etp
         if config.moe_latent_size:  # input of the projection up, and what the experts gather their rows from
             gathered = width * self._expert_hidden if self._gathers_itself else 0.0
-            kept += self._tokens * (self._input * self._expert_hidden + gathered)
+            kept["dispatch"] += self._tokens * (self._input * self._expert_hidden + gathered)
         if config.shared_expert_size:
-            kept += self._all_tokens * self._mlp(config.shared_expert_size / self._tp)
-            kept += self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
+            gate = self._tokens * width * (self._hidden + 1) if config.shared_expert_gate else 0.0
+            kept["shared expert"] = self._all_tokens * self._mlp(config.shared_expert_size / self._tp) + gate
         return kept
 
     @property
@@ -311,17 +318,19 @@ class _Account:
         keeps_few = self._backend == "triton" and config.router_score == "relu"
         return self._runs_as_one and is_local and not keeps_few
 
-    def _row(self) -> float:
-        """Kept per row of the routed experts, with 16 for each of the indices that lead there and back."""
+    def _row(self) -> tuple[float, float]:
+        """Kept per row by the dispatch, with 16 for each of the indices that lead there and back, and by the
+        routed experts.
+        """
         config, width = self._config, self._width
         ffn = config.expert_ffn_size / config.etp
         first = width * ffn * (2 if config.gated else 1)
         if self._gathers_itself:  # rows are gathered again in backward
-            return first + 4 + (8 if self._backend == "triton" else 16)
+            return 4 + (8 if self._backend == "triton" else 16), first
         indices = 16 + (24 if config.ep * config.etp > 1 else 0)
         is_computed_again = config.recompute == "moe_act" or self._runs_as_one
-        inputs = self._expert_input * (self._expert_hidden + (0 if is_computed_again else ffn))
-        return inputs + first + 4 + indices
+        second = self._expert_input * (0 if is_computed_again else ffn)
+        return self._expert_input * self._expert_hidden + 4 + indices, first + second
 
     @cached_property
     def _rows(self) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from moe_exp.config import Config
-from moe_exp.planner.costs.activations import Activations, activations_of, width_of
+from moe_exp.planner.costs.activations import Activations, Parts, activations_of, width_of
 from moe_exp.planner.costs.code_paths import fp8_parts
 from moe_exp.planner.costs.constants import constant
 from moe_exp.planner.costs.job import Job
@@ -57,6 +57,8 @@ class StageMemory:
     cached: float = 0.0
     # the part of `overhead` that is there between iterations and counted by the allocator
     workspace: float = 0.0
+    # the activations by module; `activations` is their sum
+    activation_parts: Parts = field(default_factory=dict)
 
     @property
     def static(self) -> float:
@@ -86,7 +88,6 @@ def memory_of(
     if imbalance is None:
         imbalance = expected_imbalance(config, constants.load_spread)
     kept = activations_of(job, on_cpu=on_cpu, runs_kernels=hardware.runs_kernels, imbalance=imbalance)
-    layer_work, output_work = kept.layer_work + kept.recomputed, kept.output + kept.output_work
     per_parameter = _bytes_per_parameter(job, constants)
     parameters, tables = job.parameters, tables_of_stages(config, len(job.stage_layers))
     num_moe = _moe_layers_of_stages(config, parameters)
@@ -97,13 +98,13 @@ def memory_of(
     stages, last = [], len(parameters) - 1
     for stage, part in enumerate(parameters):
         count, num_dense = part.dense + part.expert, job.stage_layers[stage] - num_moe[stage]
-        layers = num_dense * kept.dense_layer + num_moe[stage] * kept.moe_layer
-        layers += kept.embedding if stage == 0 else 0.0
-        layers += kept.hidden if keeps_outputs and stage < last else 0.0
-        # The widest moment beside what layers keep: one layer's backward, or on the last stage the loss.
-        work = layer_work + _weight_gradients(job, part.dense, tables, stage, on_cpu)
-        work = work if stage < last else max(work, output_work)
-        activations = in_flight[stage] * layers + work
+        parts = _kept_by_layers(kept, num_dense, num_moe[stage])
+        parts |= {"embedding": kept.embedding} if stage == 0 else {}
+        parts |= {"stage outputs": kept.hidden} if keeps_outputs and stage < last else {}
+        parts = {name: in_flight[stage] * size for name, size in parts.items()}
+        weight_gradients = _weight_gradients(job, part.dense, tables, stage, on_cpu)
+        _add(parts, _widest_moment(kept, weight_gradients, is_last=stage == last))
+        activations = sum(parts.values())
         own = _held_parameters(job, part, stage)
         weights, gradients = per_parameter.weights * own, per_parameter.gradients * own
         if fp8_parts(config)[1]:  # Transformer Engine keeps them by rows and by columns, too
@@ -115,8 +116,29 @@ def memory_of(
         share = _SHARE_HELD_BY_MALLOC if on_cpu else constants.cached_share
         cached = _cached(share * activations, usable - needed)
         held = (weights, gradients, optimizer, activations, buffers, overhead)
-        stages.append(StageMemory(*held, cached, workspace))
+        stages.append(StageMemory(*held, cached, workspace, parts))
     return stages
+
+
+def _kept_by_layers(kept: Activations, num_dense: int, num_moe: int) -> Parts:
+    """Bytes that a stage's layers keep of a micro-batch, by module."""
+    parts = {name: num_dense * size for name, size in kept.dense_layer.items()} if num_dense else {}
+    if num_moe:
+        _add(parts, {name: num_moe * size for name, size in kept.moe_layer.items()})
+    return parts
+
+
+def _widest_moment(kept: Activations, weight_gradients: float, *, is_last: bool) -> Parts:
+    """Bytes beside what layers keep: for one layer's backward, or on the last stage for the loss."""
+    work = {"recomputed": kept.recomputed, "backward of a layer": kept.layer_work + weight_gradients}
+    loss = dict(kept.output)
+    _add(loss, {"logits, loss": kept.output_work})
+    return loss if is_last and sum(loss.values()) > sum(work.values()) else work
+
+
+def _add(parts: Parts, others: Parts) -> None:
+    for name, size in others.items():
+        parts[name] = parts.get(name, 0.0) + size
 
 
 def _weight_gradients(job: Job, weights: int, tables: list[int], stage: int, on_cpu: bool) -> float:

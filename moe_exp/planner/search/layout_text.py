@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar, get_args
 
-from moe_exp.config import Config, ConfigError, problem
-from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS
+from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.planner.search.layout_rules import LAYOUT_SETTINGS, SPLIT_SETTINGS
 
 T = TypeVar("T")
 _RECOMPUTE = get_args(Config.model_fields["recompute"].annotation)
@@ -147,19 +147,32 @@ def world_of(num_gpus: int, gpus_per_node: int) -> dict[str, int]:
 
 
 _OF_THE_HOST = ("master_addr", "master_port", "node_rank", "num_workers", "threads_per_rank")
-# WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.
-_ALWAYS = (*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz", "warmup_iters", "decay_iters")
+_ALWAYS = {*LAYOUT_SETTINGS, "nnodes", "gpus_per_node", "gbsz"}
 
 
-def exported_settings(config: Config, defaults: Config) -> Iterator[tuple[str, str]]:
-    """Environment variables with which `moe-exp train` runs a layout: all layout settings, even empty ones,
-    to override an earlier layout's; and what else differs from `defaults`, the preset's, except settings of a
-    node or host. ValueError if a setting of the preset would be empty: an empty variable counts as unset.
+def exported_settings(
+    config: Config, defaults: Config, *, overrides: bool = True
+) -> Iterator[tuple[str, str]]:
+    """Settings with which `moe-exp train` runs a layout: those of the layout, and what else was given, as it
+    differs from `defaults`, the preset's; none of a node or host.
+
+    Args:
+        overrides: for environment variables: also layout settings that the layout does not use, empty, to
+            override an earlier layout's.
+
+    Raises:
+        ValueError: a setting of the preset would be empty, and an empty variable counts as unset.
     """
     yield "PRESET", config.preset
+    # WARMUP_ITERS and DECAY_ITERS follow TRAIN_ITERS unless they are given.
+    schedule = load_config({"preset": config.preset, "train_iters": config.train_iters}, {})
+    usual = defaults.model_dump() | {
+        name: getattr(schedule, name) for name in ("warmup_iters", "decay_iters")
+    }
+    always = _ALWAYS if overrides else _ALWAYS - {*SPLIT_SETTINGS}
     for name in type(config).model_fields:
         value = getattr(config, name)
-        is_usual = name not in _ALWAYS and value == getattr(defaults, name)
+        is_usual = name not in always and value == usual[name]
         if is_usual or name in ("preset", *_OF_THE_HOST):
             continue
         if value == "" and getattr(defaults, name):
