@@ -41,16 +41,32 @@ Parts = dict[str, float]  # bytes by what they belong to
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of one micro-batch on a rank; those of `Parts` by module."""
+    """Bytes of one micro-batch on a rank."""
 
-    dense_layer: Parts  # kept for backward by a layer with a dense MLP, after recompute; `moe_layer` the same
-    moe_layer: Parts
+    # kept for backward by a layer with a dense MLP, after recompute, by module; `moe_parts` the same
+    dense_parts: Parts
+    moe_parts: Parts
     embedding: float  # kept by the embedding
-    output: Parts  # kept by the last norm, the output layer and the loss
+    output_parts: Parts  # kept by the last norm, the output layer and the loss
     hidden: float  # one hidden state, as stages hand it on
     recomputed: float  # computed again by the layer that is in its backward pass, with a recompute
     layer_work: float  # held beside all that while a layer is computed backward: gradients, rows under way
     output_work: float  # the same for output layer and loss
+
+    @property
+    def dense_layer(self) -> float:
+        """Sum of `dense_parts`."""
+        return sum(self.dense_parts.values())
+
+    @property
+    def moe_layer(self) -> float:
+        """Sum of `moe_parts`."""
+        return sum(self.moe_parts.values())
+
+    @property
+    def output(self) -> float:
+        """Sum of `output_parts`."""
+        return sum(self.output_parts.values())
 
 
 def activations_of(
@@ -107,10 +123,10 @@ class _Account:
             recomputed += sum(experts.values()) - hidden
             moe = common | {"layer inputs": hidden}
         return Activations(
-            dense_layer=dense,
-            moe_layer=moe,
+            dense_parts=dense,
+            moe_parts=moe,
             embedding=8 * self._all_tokens + mask,
-            output={"norms, dropout": norm, "logits, loss": hidden + self._loss(logits)},
+            output_parts={"norms, dropout": norm, "logits, loss": hidden + self._loss(logits)},
             hidden=hidden,
             recomputed=recomputed,
             layer_work=self._work(),

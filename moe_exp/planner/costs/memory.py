@@ -122,16 +122,16 @@ def memory_of(
 
 def _kept_by_layers(kept: Activations, num_dense: int, num_moe: int) -> Parts:
     """Bytes that a stage's layers keep of a micro-batch, by module."""
-    parts = {name: num_dense * size for name, size in kept.dense_layer.items()} if num_dense else {}
+    parts = {name: num_dense * size for name, size in kept.dense_parts.items()} if num_dense else {}
     if num_moe:
-        _add(parts, {name: num_moe * size for name, size in kept.moe_layer.items()})
+        _add(parts, {name: num_moe * size for name, size in kept.moe_parts.items()})
     return parts
 
 
 def _widest_moment(kept: Activations, weight_gradients: float, *, is_last: bool) -> Parts:
     """Bytes beside what layers keep: for one layer's backward, or on the last stage for the loss."""
     work = {"recomputed": kept.recomputed, "backward of a layer": kept.layer_work + weight_gradients}
-    loss = dict(kept.output)
+    loss = dict(kept.output_parts)
     _add(loss, {"logits, loss": kept.output_work})
     return loss if is_last and sum(loss.values()) > sum(work.values()) else work
 

@@ -178,12 +178,11 @@ def expected(config: Config, stage: int = 0) -> float:
     found = activations_of(Job.of(config), on_cpu=True)
     first = sum(config.stage_layers[:stage])
     is_moe = config.moe_layers[first : first + config.stage_layers[stage]]
-    kept = (sum((found.moe_layer if moe else found.dense_layer).values()) for moe in is_moe)
-    layers = sum(kept) + (found.embedding if stage == 0 else 0.0)
-    in_flight = micro_batches_in_flight(config, config.num_microbatches)[stage]
-    return in_flight * layers + max(
-        found.recomputed, sum(found.output.values()) if stage == config.pp - 1 else 0.0
+    layers = sum(found.moe_layer if moe else found.dense_layer for moe in is_moe) + (
+        found.embedding if stage == 0 else 0.0
     )
+    in_flight = micro_batches_in_flight(config, config.num_microbatches)[stage]
+    return in_flight * layers + max(found.recomputed, found.output if stage == config.pp - 1 else 0.0)
 
 
 @pytest.fixture(scope="module")
