@@ -4,18 +4,18 @@ loss.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from decimal import ROUND_CEILING, Decimal
 
 import numpy as np
 
 from moe_exp.config import TRAITS, Config
 from moe_exp.host.quantities import rate_text
-from moe_exp.planner.costs.params import count_parameters
 from moe_exp.report.load_history import Floats
-from moe_exp.report.run_data import Run
+from moe_exp.report.run_data import AXES, Run
 from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
+from moe_exp.runs.seeds import grouped_by_seed
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
@@ -23,6 +23,7 @@ _FEWEST_RATES, _STEADY = 5, 0.2  # records with a throughput, and how far it may
 _ALWAYS = ("num_experts", "topk", "moe_type")
 _UNKNOWN, _NO_EXPERTS = "(unknown)", "–"
 NATS, BITS = "nats per token", "bits per byte"
+VALIDATION, TRAINING = "validation loss", "training loss"
 
 
 @dataclass(frozen=True)
@@ -36,19 +37,42 @@ class Cost:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Runs that differ only in SEED, in the order of the report."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def name(self) -> str:
+        first = self.runs[0].name
+        return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Loss of a run over what it had used (`at`: AXES), or the mean of several as far as all have come."""
+
+    at: Mapping[str, Floats]
+    loss: Floats
+
+
+@dataclass(frozen=True)
 class Parity:
-    """Cost of `run` relative to `other` (a MoE run and a dense one) at the lowest smoothed loss both reach.
+    """Cost of `run` relative to `other` (a MoE run and a dense one) at the lowest loss that both reach.
 
     Attributes:
+        run, other: with several seeds, their mean curves are compared.
+        what: VALIDATION, or TRAINING: smoothed.
         loss: that loss, in `unit` (NATS or BITS).
         flops, seconds, tokens: used by `run` up to then, as a share of what `other` used; NaN if unknown.
         is_reached: whether `run` reaches the lowest loss of `other`; if not, `loss` is its own lowest.
-        other_lowest: the lowest smoothed loss of `other`.
+        other_lowest: the lowest loss of `other`.
         reason: why the two cannot be compared; empty if they can.
     """
 
-    run: Run
-    other: Run
+    run: Group
+    other: Group
+    what: str = TRAINING
     loss: float = float("nan")
     unit: str = NATS
     flops: float = float("nan")
@@ -134,17 +158,10 @@ def lowest(values: Floats) -> float:
     return float(np.fmin.reduce(values)) if len(values) else float("nan")
 
 
-def cost_of(run: Run, values: Floats, loss: float) -> Cost | None:
-    """Cost at which `values`, the smoothed loss, first reaches `loss` (interpolated linearly), or None."""
+def cost_of(at: Mapping[str, Floats], values: Floats, loss: float) -> Cost | None:
+    """Cost (`at`: AXES) at which `values` first reach `loss` (interpolated linearly), or None."""
     place = first_at_or_below(values, loss)
-    if place is None:
-        return None
-    return Cost(
-        *(
-            on_the_way(run.train[key], *place)
-            for key in ("iteration", "consumed_tokens", "consumed_flops", "training_seconds")
-        )
-    )
+    return None if place is None else Cost(*(on_the_way(at[axis], *place) for axis in AXES))
 
 
 def common_loss(runs: Sequence[Run]) -> tuple[float, str | None]:
@@ -163,39 +180,89 @@ def rounded_up(loss: float) -> float:
     return float(Decimal(f"{loss:.9f}").quantize(Decimal("0.0001"), rounding=ROUND_CEILING))
 
 
-def parities(runs: Sequence[Run]) -> list[Parity]:
-    """Compares every MoE run with every dense run."""
-    dense_runs = [run for run in runs if run.kind == "dense"]
-    return [parity(run, dense) for run in runs if run.is_moe for dense in dense_runs]
+def seed_groups(runs: Sequence[Run]) -> list[Group]:
+    """Groups runs whose settings differ only in SEED, in their place or in how they are monitored."""
+    grouped = grouped_by_seed([run.settings for run in runs])
+    return [Group(tuple(runs[index] for index in group)) for group in grouped]
 
 
-def parity(run: Run, other: Run) -> Parity:
-    """Compares the two at the lowest smoothed loss that both reach.
+def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> LossCurve | None:
+    """The mean of `run_curve` over the runs that have one; None without one, or with no tokens in common.
 
-    The smoothed loss at a record is the mean training loss of the last w tokens, in whole records; w is 5% of
-    the tokens of the shorter run, and at least 1% of those of the longer. The loss that both reach is the
-    larger of the two minima, rounded up to four places. Each run's cost is where its curve first reaches it,
-    interpolated linearly between two records. A run that starts there has no cost to compare.
+    It reaches from where the last of them begins to where the first ends, at the points of all, each run on
+    the straight line between two of its points.
     """
-    pair = (run, other)
-    unit, window = loss_unit(pair), window_of(pair)
-    if reasons := [f"{one.name} {reason}" for one in pair if (reason := why_not_compared(one, window))]:
-        return Parity(run, other, reason="; ".join(reasons))
+    curves = [found for run in group.runs if (found := run_curve(run, what, unit, window_tokens))]
+    if len(curves) < 2:
+        return curves[0] if curves else None
+    tokens = [curve.at["consumed_tokens"] for curve in curves]
+    points = np.unique(np.concatenate(tokens))
+    points = points[(max(x[0] for x in tokens) <= points) & (points <= min(x[-1] for x in tokens))]
+
+    def mean(values: Sequence[Floats]) -> Floats:
+        return np.mean([np.interp(points, x, y) for x, y in zip(tokens, values, strict=True)], axis=0)
+
+    at = {axis: mean([curve.at[axis] for curve in curves]) for axis in AXES}
+    return LossCurve(at, mean([curve.loss for curve in curves])) if len(points) else None
+
+
+def run_curve(run: Run, what: str, unit: str, window_tokens: float) -> LossCurve | None:
+    """The loss of one run: VALIDATION, or TRAINING smoothed over `window_tokens`; None without one."""
+    if what == VALIDATION:
+        table, loss = run.valid, run.valid["lm_loss_bits_per_byte" if unit == BITS else "lm_loss"]
+    else:
+        table, loss = run.train, smoothed(run, unit, window_tokens)
+    known = np.isfinite(table["consumed_tokens"]) & np.isfinite(loss)
+    return LossCurve({axis: table[axis][known] for axis in AXES}, loss[known]) if known.any() else None
+
+
+def parities(runs: Sequence[Run]) -> list[Parity]:
+    """Compares every MoE model with every dense one; runs that differ only in SEED count as one."""
+    groups = seed_groups(runs)
+    dense = [group for group in groups if group.runs[0].kind == "dense"]
+    return [parity(group, other) for group in groups if group.runs[0].is_moe for other in dense]
+
+
+def parity(one: Group, other: Group) -> Parity:
+    """Compares the two at the lowest loss that both reach.
+
+    The loss is that of validation, if the runs were validated on the same data and both come down to it
+    after their first validation. Otherwise it is the smoothed training loss: at a record, the mean of the
+    last w tokens, in whole records; w is 5% of the tokens of the shortest run, and at least 1% of those of
+    the longest. The loss that both reach is the larger of the two minima, rounded up to four places. Each
+    one's cost is where its curve first reaches it, interpolated linearly between two points. Without a point
+    before, there is no cost to compare.
+    """
+    runs = (*one.runs, *other.runs)
+    unit, window = loss_unit(runs), window_of(runs)
+    reasons = {run.name: why_not_compared(run, window) for run in runs}
+    if missing := [group for group in (one, other) if all(reasons[run.name] for run in group.runs)]:
+        first = [group.runs[0].name for group in missing]
+        return Parity(one, other, reason="; ".join(f"{name} {reasons[name]}" for name in first))
     if unit is None:
-        return Parity(run, other, reason="their tokenizers differ, and bits per byte are not known for both")
-    curves = [smoothed(one, unit, window) for one in pair]
-    own_lowest, other_lowest = map(lowest, curves)
+        return Parity(one, other, reason="their tokenizers differ, and bits per byte are not known for both")
+    pair = [Group(tuple(run for run in group.runs if not reasons[run.name])) for group in (one, other)]
+    found = Parity(one, other, reason="their seeds have no tokens in common")
+    for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
+        curves = [mean_curve(group, what, unit, window) for group in pair]
+        if curves[0] and curves[1]:
+            found = _at_the_lowest(Parity(pair[0], pair[1], what, unit=unit), curves[0], curves[1])
+            if not found.reason:
+                break
+    return found
+
+
+def _at_the_lowest(pair: Parity, curve: LossCurve, other: LossCurve) -> Parity:
+    own_lowest, other_lowest = lowest(curve.loss), lowest(other.loss)
     loss = rounded_up(max(own_lowest, other_lowest))
-    for one, curve in zip(pair, curves, strict=True):
-        if curve[np.isfinite(curve)][0] <= loss:
-            return Parity(run, other, reason=f"{one.name} starts at {loss:.4f} {unit} or below")
-    ours, theirs = (cost_of(one, curve, loss) for one, curve in zip(pair, curves, strict=True))
+    for group, one in ((pair.run, curve), (pair.other, other)):
+        if one.loss[0] <= loss:
+            return replace(pair, reason=f"{group.name} starts at {loss:.4f} {pair.unit} or below")
+    ours, theirs = (cost_of(one.at, one.loss, loss) for one in (curve, other))
     assert ours and theirs
-    return Parity(
-        run,
-        other,
+    return replace(
+        pair,
         loss=loss,
-        unit=unit,
         flops=_share(ours.flops, theirs.flops),
         seconds=_share(ours.seconds, theirs.seconds),
         tokens=_share(ours.tokens, theirs.tokens),
@@ -218,14 +285,15 @@ def parity_text(found: Parity) -> str:
         in_words([f"{share:.0%} of {what}" for share, what in parts if np.isfinite(share)])
         or "an unknown share of the FLOPs"
     )
+    loss = found.what if found.what == VALIDATION else "loss"
     if found.is_reached:
         return (
-            f"{name} reaches the loss of {other} ({found.loss:.4f} {found.unit}, the lowest that both reach)"
-            f" in {cost}."
+            f"{name} reaches the {loss} of {other} ({found.loss:.4f} {found.unit}, the lowest that both"
+            f" reach) in {cost}."
         )
     at = f"{found.other_lowest:.4f} {found.unit}"
     return (
-        f"{name} does not reach the loss of {other} ({at}); to its own lowest, {found.loss:.4f}, it needed"
+        f"{name} does not reach the {loss} of {other} ({at}); to its own lowest, {found.loss:.4f}, it needed"
         f" {cost} that {other} needed."
     )
 
@@ -300,69 +368,6 @@ def _shown(value: object) -> str:
     if value == "":
         return "(not set)"
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-@dataclass(frozen=True)
-class Overview:
-    """One run in numbers, at its end; NaN for what was not measured.
-
-    Attributes:
-        final_loss: mean training loss of the last 5% of its tokens, nats per token.
-        valid_loss, valid_ppl, bits_per_byte: of the latest validation.
-        peak_memory_bytes: maximum over ranks.
-        tokens_per_second, tflops_per_gpu: medians over the records.
-        cost: at the loss that is compared; None if it was not reached.
-    """
-
-    run: Run
-    total_parameters: float
-    active_parameters: float
-    final_loss: float
-    valid_loss: float
-    valid_ppl: float
-    bits_per_byte: float
-    peak_memory_bytes: float
-    tokens_per_second: float
-    tflops_per_gpu: float
-    iteration: float
-    tokens: float
-    flops: float
-    seconds: float
-    cost: Cost | None
-
-
-def overview(run: Run, loss: float, unit: str | None, window_tokens: float) -> Overview:
-    """Numbers of one run; `cost` is at `loss`, in `unit` (None if losses do not compare)."""
-    count = count_parameters(run.config) if run.config else None
-    train, nan = run.train, float("nan")
-    own_end = smoothed(run, NATS, window_of([run]))
-    memory = np.fmax(train["peak_memory_bytes"], train["memory_allocated_bytes"])
-    return Overview(
-        run,
-        total_parameters=count.total if count else nan,
-        active_parameters=count.active_per_token if count else nan,
-        final_loss=float(own_end[-1]) if len(own_end) else nan,
-        valid_loss=_latest(run.valid["lm_loss"]),
-        valid_ppl=_latest(run.valid["lm_loss_ppl"]),
-        bits_per_byte=_latest(run.valid["lm_loss_bits_per_byte"]),
-        peak_memory_bytes=float(np.fmax.reduce(memory)) if len(memory) else nan,
-        tokens_per_second=_median(train["tokens_per_second"]),
-        tflops_per_gpu=_median(train["tflops_per_gpu"]),
-        iteration=run.last("iteration"),
-        tokens=run.last("consumed_tokens"),
-        flops=run.last("consumed_flops"),
-        seconds=run.last("training_seconds"),
-        cost=cost_of(run, smoothed(run, unit, window_tokens), loss) if unit else None,
-    )
-
-
-def _latest(values: Floats) -> float:
-    finite = values[np.isfinite(values)]
-    return float(finite[-1]) if len(finite) else float("nan")
-
-
-def _median(values: Floats) -> float:
-    return float(np.nanmedian(values)) if np.isfinite(values).any() else float("nan")
 
 
 def warnings_of(runs: Sequence[Run]) -> list[str]:

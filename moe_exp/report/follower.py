@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_exp.host.files import read_json, read_yaml, regular
-from moe_exp.report.run_status import ended_status
 from moe_exp.runs.records import Record, fast_record
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.status import ended_status
 
 LAST_RECORDS = 2000  # losses kept for the plot
 _LAST_EVENTS = 20

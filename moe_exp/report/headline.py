@@ -8,18 +8,21 @@ from typing import Literal
 
 import numpy as np
 
-from moe_exp.config import TRAITS
 from moe_exp.host.quantities import count_text, duration, flops_text, loss_text
 from moe_exp.report.comparison import (
-    BITS,
     NATS,
+    TRAINING,
+    VALIDATION,
+    Group,
     Parity,
     in_words,
     is_validated_alike,
     loss_unit,
     parities,
     parity,
-    smoothed,
+    parity_text,
+    run_curve,
+    seed_groups,
     why_not_compared,
     window_of,
 )
@@ -35,25 +38,19 @@ AXES: dict[Axis, str] = {
 
 
 @dataclass(frozen=True)
-class Group:
-    """Runs that differ only in SEED, in the order of the report."""
-
-    runs: tuple[Run, ...]
-
-    @property
-    def name(self) -> str:
-        first = self.runs[0].name
-        return first if len(self.runs) == 1 else f"{first} ({len(self.runs)} seeds)"
-
-
-@dataclass(frozen=True)
 class Standing:
-    """Loss of a group: mean, lowest and highest of its runs."""
+    """Loss of a group: mean, lowest and highest of its runs but those `left_out`, without such a loss."""
 
     group: Group
     loss: float
     low: float
     high: float
+    left_out: tuple[Run, ...] = ()
+
+    @property
+    def has_seeds(self) -> bool:
+        """Whether the loss is a mean."""
+        return len(self.group.runs) - len(self.left_out) > 1
 
 
 @dataclass(frozen=True)
@@ -81,24 +78,6 @@ class Ranking:
         return round(second.loss, 4) - round(best.loss, 4)
 
 
-def seed_groups(runs: Sequence[Run]) -> list[Group]:
-    """Groups runs whose settings differ only in SEED, in their place or in how they are monitored."""
-    return [Group(tuple(runs[index] for index in group)) for group in grouped_by_seed(runs)]
-
-
-def grouped_by_seed(runs: Sequence[Run]) -> list[list[int]]:
-    """The same as indices of `runs`."""
-    found: dict[object, list[int]] = {}
-    for index, run in enumerate(runs):
-        values = {
-            name: str(value)
-            for name, value in run.settings.items()
-            if name != "seed" and (name not in TRAITS or TRAITS[name].compared)
-        }
-        found.setdefault(tuple(sorted(values.items())) or index, []).append(index)
-    return list(found.values())
-
-
 def baseline_of(runs: Sequence[Run]) -> int:
     """Index of the run that others are compared with: the first dense one, else the first."""
     return next((index for index, run in enumerate(runs) if run.kind == "dense"), 0)
@@ -108,39 +87,44 @@ def ranking(runs: Sequence[Run], axis: Axis = "consumed_tokens") -> Ranking | No
     """Ranks the groups by their loss where all their runs have used the same amount of `axis`.
 
     The losses are those of validation at the last point that all runs have reached, each on the straight line
-    between two of its validations. Without validations that all can be compared by, they are smoothed
-    training losses at the end of the shortest run. Runs that cannot be compared are left out; None if less
-    than two groups remain.
+    between two of its validations. Without validations that all groups can be compared by, they are smoothed
+    training losses at the end of the shortest run. Runs that cannot be compared are left out, as are seeds
+    without a validation where another of their group has one; None if less than two groups remain.
     """
     window = window_of(runs)
     runs = [run for run in runs if not why_not_compared(run, window)]
     groups, unit = seed_groups(runs), loss_unit(runs)
     if len(groups) < 2 or unit is None:
         return None
-    key = "lm_loss_bits_per_byte" if unit == BITS else "lm_loss"
-    curves = [_known(run.valid[axis], run.valid[key]) for run in runs]
-    what, at = "validation loss", _shared_end(curves)
-    if at is None or not is_validated_alike(runs):
-        curves = [_known(run.train[axis], smoothed(run, unit, window)) for run in runs]
-        what, at = "training loss", _shared_end(curves)
-    if at is None:
+    for what in (VALIDATION, TRAINING) if is_validated_alike(runs) else (TRAINING,):
+        curves = {id(run): _curve(run, what, unit, window, axis) for run in runs}
+        left_out = [tuple(run for run in group.runs if not len(curves[id(run)][0])) for group in groups]
+        at = _shared_end([curve for curve in curves.values() if len(curve[0])])
+        if at is not None and all(
+            len(group.runs) > len(out) for group, out in zip(groups, left_out, strict=True)
+        ):
+            break
+    else:
         return None
-    losses = {id(run): float(np.interp(at, *curve)) for run, curve in zip(runs, curves, strict=True)}
     standings = []
-    for group in groups:
-        values = [losses[id(run)] for run in group.runs]
-        standings.append(Standing(group, float(np.mean(values)), min(values), max(values)))
+    for group, out in zip(groups, left_out, strict=True):
+        losses = [float(np.interp(at, *curves[id(run)])) for run in group.runs if len(curves[id(run)][0])]
+        standings.append(Standing(group, float(np.mean(losses)), min(losses), max(losses), out))
     return Ranking(axis, at, what, unit, tuple(sorted(standings, key=lambda one: one.loss)))
 
 
-def _known(x: Floats, values: Floats) -> tuple[Floats, Floats]:
-    known = np.isfinite(x) & np.isfinite(values)
-    return x[known], values[known]
+def _curve(run: Run, what: str, unit: str, window_tokens: float, axis: Axis) -> tuple[Floats, Floats]:
+    """x and loss of `run_curve`; empty without one."""
+    found = run_curve(run, what, unit, window_tokens)
+    if found is None:
+        return np.array([]), np.array([])
+    known = np.isfinite(found.at[axis])
+    return found.at[axis][known], found.loss[known]
 
 
 def _shared_end(curves: Sequence[tuple[Floats, Floats]]) -> float | None:
-    """The largest x that all curves have reached; None if one has no point up to there."""
-    if not all(len(x) for x, _ in curves):
+    """The largest x that all curves have reached; None if one begins after it."""
+    if not curves:
         return None
     end = min(float(x[-1]) for x, _ in curves)
     return end if all(x[0] <= end for x, _ in curves) else None
@@ -210,42 +194,79 @@ def _reasons(runs: Sequence[Run]) -> str:
 
 def _seeds(best: Standing, second: Standing) -> str:
     """What the seeds of the two say about the difference; empty with one seed each."""
-    if len(best.group.runs) == len(second.group.runs) == 1:
-        return ""
+    missing = [run.name for one in (best, second) for run in one.left_out]
+    left_out = [f"Without a validation, and left out: {in_words(missing)}."] if missing else []
+    if not (best.has_seeds or second.has_seeds):
+        return " ".join(left_out)
     ranges = [
         f"{one.group.name} from {loss_text(one.low)} to {loss_text(one.high)}"
         for one in (best, second)
-        if len(one.group.runs) > 1
+        if one.has_seeds
     ]
     verdict = "overlap, so the difference may be chance" if second.low <= best.high else "do not overlap"
-    return f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}."
+    means = f"The losses are means over seeds: {in_words(ranges)}. These ranges {verdict}."
+    return " ".join([means, *left_out])
 
 
 RANKING_RULE = (
     "The losses are those of the last validation that all runs have reached, each on the straight line"
-    " between two validations of its run. If a run has no validations, or the runs were validated on"
-    " different data, the training losses are compared instead: the smoothed loss at the end of the shortest"
-    " run. Runs whose settings differ only in SEED count as one, with the mean of their losses."
+    " between two validations of its run. Runs whose settings differ only in SEED count as one, with the"
+    " mean of their losses, without those of them that have no validation. If none of them has one, or the"
+    " runs were validated on different data, the training losses are compared instead: the smoothed loss at"
+    " the end of the shortest run."
 )
 
 
-def pairs(runs: Sequence[Run]) -> list[Parity]:
-    """Compares every MoE run with every dense one; without both kinds, every run with the baseline.
+def other_winners(runs: Sequence[Run]) -> list[str]:
+    """A sentence for FLOPs and for training time, if another run is the best there than at equal tokens."""
+    if not (by_tokens := ranking(runs)):
+        return []
+    found = [one for axis in list(AXES)[1:] if (one := ranking(runs, axis))]
+    return [
+        f"At equal {AXES[one.axis]}, {best.group.name} is better: {one.what} {loss_text(best.loss)} against"
+        f" {loss_text(second.loss)} {one.unit}, after {amount_text(one.axis, one.at)} each."
+        for one in found
+        for best, second in [one.standings[:2]]
+        if one.lead and best.group.name != by_tokens.standings[0].group.name
+    ]
 
-    Where several dense runs differ only in SEED, an MoE run is compared with that of its own seed, if it is
-    there.
+
+def pairs(runs: Sequence[Run]) -> list[Parity]:
+    """Compares every MoE model with every dense one; without both kinds, every model with the baseline.
+
+    Runs that differ only in SEED are one model, with their mean curves.
     """
     if found := parities(runs):
-        seeds = {
-            id(run): [one.settings.get("seed") for one in group.runs]
-            for group in seed_groups(runs)
-            for run in group.runs
-        }
-        return [
-            one
-            for one in found
-            if one.run.settings.get("seed") == one.other.settings.get("seed")
-            or one.run.settings.get("seed") not in seeds[id(one.other)]
-        ]
+        return found
     baseline = runs[baseline_of(runs)]
-    return [parity(run, baseline) for run in runs if run is not baseline]
+    groups = seed_groups(runs)
+    other = next(group for group in groups if baseline in group.runs)
+    return [parity(group, other) for group in groups if group is not other]
+
+
+def difference(pair: Parity, found: Ranking | None) -> float:
+    """Loss of `pair.run` minus that of `pair.other` in a ranking, to four places; NaN if unknown."""
+    losses = [
+        round(one.loss, 4)
+        for group in (pair.run, pair.other)
+        for one in (found.standings if found else ())
+        if any(run is other for run in one.group.runs for other in group.runs)
+    ]
+    return losses[0] - losses[1] if len(losses) == 2 else float("nan")
+
+
+def pair_text(pair: Parity, found: Ranking | None) -> str:
+    """The comparison in a sentence, and in another what a ranking at equal tokens says, if the opposite."""
+    return parity_text(pair) + opposite_text(pair, found)
+
+
+def opposite_text(pair: Parity, found: Ranking | None) -> str:
+    """A sentence if a ranking at equal tokens says the opposite of `pair.tokens`; empty otherwise."""
+    lead = difference(pair, found)
+    if found is None or not (pair.tokens - 1) * lead < 0:
+        return ""
+    better = pair.other if lead > 0 else pair.run
+    return (
+        f" At equal tokens, however, {better.name} has the lower {found.what}, by {abs(lead):.4f} after"
+        f" {amount_text(found.axis, found.at)} each."
+    )

@@ -16,16 +16,14 @@ from moe_exp.host.quantities import target_text
 from moe_exp.report import page_parts as parts
 from moe_exp.report.comparison import (
     NATS,
-    Overview,
     common_loss,
     differing_settings,
-    overview,
-    parity_text,
     warnings_of,
     window_of,
 )
-from moe_exp.report.headline import headline, pairs
+from moe_exp.report.headline import headline, other_winners, pair_text, pairs, ranking
 from moe_exp.report.history import about_html, events_html, samples_html
+from moe_exp.report.overview import Overview, overview
 from moe_exp.report.page_data import embedded, page_data
 from moe_exp.report.page_parts import cost_texts, overview_rows
 from moe_exp.report.run_data import Run, read_runs, run_problems
@@ -128,11 +126,12 @@ def report_markdown(
 ) -> str:
     """The report as short Markdown."""
     views, chosen, unit = _views(runs, loss)
+    found = pairs(runs) if len(runs) > 1 else []
     return markdown(
         views,
         title or title_of(runs),
         notes,
-        [*headline(runs), *(parity_text(one) for one in (pairs(runs) if len(runs) > 1 else []))],
+        [*headline(runs), *other_winners(runs), *(pair_text(one, ranking(runs)) for one in found)],
         warnings_of(runs),
         differing_settings(runs),
         chosen,

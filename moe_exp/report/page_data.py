@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from moe_exp.report.comparison import BITS, NATS, bits_per_nat, common_loss, loss_unit, smoothed, window_of
-from moe_exp.report.headline import baseline_of, grouped_by_seed
+from moe_exp.report.headline import baseline_of
 from moe_exp.report.load_history import NUM_COLUMNS, Floats, number
 from moe_exp.report.run_data import AXES, VALID_CURVES, Run
 from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
+from moe_exp.runs.seeds import grouped_by_seed
 
 # Limits of one page, far under 5 MB for any runs.
 _POINTS, _LOAD_VALUES = 8_000, 600_000
@@ -54,7 +55,7 @@ def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> d
     found = common_loss(runs)[0] if loss is None else loss
     return {
         "unit": unit or NATS,
-        "groups": grouped_by_seed(runs),
+        "groups": grouped_by_seed([run.settings for run in runs]),
         "baseline": baseline_of(runs),
         "window_tokens": _rounded(window),
         "loss": _rounded(found),
@@ -89,6 +90,7 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
     return {
         "name": run.name,
         "kind": run.kind,
+        "seed": run.settings.get("seed"),
         "bits_per_nat": _rounded(bits_per_nat(run)) if unit == BITS else None,
         "x": {key: _list(train[key][ends]) for key in AXES},
         "curves": {key: curve for key, curve in curves.items() if curve},

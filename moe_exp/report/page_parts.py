@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -20,15 +20,27 @@ from moe_exp.host.quantities import (
 )
 from moe_exp.report.comparison import (
     NATS,
+    VALIDATION,
     Cost,
-    Overview,
     Parity,
     has_loss,
-    parity_text,
     why_not_compared,
 )
-from moe_exp.report.headline import AXES, RANKING_RULE, Ranking, amount_text, headline, pairs, ranking
+from moe_exp.report.headline import (
+    AXES,
+    RANKING_RULE,
+    Axis,
+    Ranking,
+    amount_text,
+    difference,
+    headline,
+    other_winners,
+    pair_text,
+    pairs,
+    ranking,
+)
 from moe_exp.report.load_history import LAYER_KEYS
+from moe_exp.report.overview import Overview
 from moe_exp.report.run_data import Run
 from moe_exp.report.series import SPIKE_FACTOR, SPIKE_WINDOW, spikes
 
@@ -103,11 +115,12 @@ def result_html(runs: Sequence[Run], warnings: Sequence[str]) -> str:
     parts = [f'<p class="headline">{escape(text)}</p>', f"<p>{escape(about_seeds)}</p>" * bool(about_seeds)]
     if len(runs) == 1:
         return "".join([*parts, warnings_html(warnings)])
-    found = [one for axis in AXES if (one := ranking(runs, axis))]
+    parts += [f"<p>{escape(text)}</p>" for text in other_winners(runs)]
+    found = {axis: one for axis in AXES if (one := ranking(runs, axis))}
     parts += [how(RANKING_RULE), warnings_html(warnings)]
     if found:
-        parts.append(_equal_table(found))
-    return "".join(parts) + parity_html(pairs(runs))
+        parts.append(_equal_table(list(found.values())))
+    return "".join(parts) + parity_html(pairs(runs), found)
 
 
 def _equal_table(found: Sequence[Ranking]) -> str:
@@ -127,22 +140,26 @@ def _equal_table(found: Sequence[Ranking]) -> str:
 
 
 _PARITY_RULE = (
-    "Both are taken where their smoothed loss first comes to the lowest that both reach, on the straight line"
-    " between two records: the higher of their two lowest ones, rounded up to four places. The smoothed loss"
-    " at a record is the mean training loss of the last w tokens, in whole records: w is 5% of the tokens of"
-    " the shorter run, and at least 1% of those of the longer. FLOPs are the model's, forward and backward;"
-    " time is that of training, without evaluation and saving. A run that starts at this loss or below is not"
-    " compared."
+    "Both are taken where their loss first comes to the lowest that both reach, on the straight line between"
+    " two points: the higher of their two lowest ones, rounded up to four places. The loss is that of"
+    " validation. If the two were validated on different data, or one has no validation above that loss, it"
+    " is the smoothed training loss: the mean of the last w tokens, in whole records, where w is 5% of the"
+    " tokens of the shortest run and at least 1% of those of the longest. Runs whose settings differ only in"
+    " SEED count as one, with the mean of their losses as far as all have come. FLOPs are the model's,"
+    " forward and backward; time is that of training, without evaluation and saving. A run that starts at"
+    " this loss or below is not compared. A share is green if the ranking at equal tokens, FLOPs or time"
+    " agrees."
 )
 
 
-def parity_html(found: Sequence[Parity]) -> str:
+def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> str:
     """A card for each comparison at the same loss, or a table of many, and the definition."""
     if not found:
         return ""
-    title = "<h3>What the same training loss costs</h3>"
+    title = "What the same loss costs"
     if len(found) <= _MOST_CARDS:
-        return f'{title}<div class="cards">{"".join(map(_card, found))}</div>{how(_PARITY_RULE)}'
+        cards = "".join(_card(one, rankings) for one in found)
+        return f'<h3>{title}</h3><div class="cards">{cards}</div>{how(_PARITY_RULE)}'
     rows = []
     for one in found:
         pair = f"{escape(one.run.name)} against {escape(one.other.name)}"
@@ -150,25 +167,29 @@ def parity_html(found: Sequence[Parity]) -> str:
             cells = f'<td class="text" colspan="4">{escape(one.reason)}</td>'
         else:
             shares = (one.tokens, one.flops, one.seconds)
-            cells = "".join(
-                f"<td>{text}</td>" for text in (loss_text(one.loss), *(percent(share, 0) for share in shares))
-            )
+            loss = f"{loss_text(one.loss)}{'' if one.what == VALIDATION else ' (training)'}"
+            cells = "".join(f"<td>{text}</td>" for text in (loss, *(percent(share, 0) for share in shares)))
         rows.append(f'<tr><th scope="row">{pair}</th>{cells}</tr>')
     head = ["run", "loss that both reach", "of the tokens", "of the FLOPs", "of the time"]
-    return (
-        title + table(head, rows, "What the same training loss costs", css="scroll tall") + how(_PARITY_RULE)
-    )
+    return f"<h3>{title}</h3>{table(head, rows, title, css='scroll tall')}{how(_PARITY_RULE)}"
 
 
-def _card(found: Parity) -> str:
+def _card(found: Parity, rankings: Mapping[Axis, Ranking]) -> str:
+    text = f"<p>{escape(pair_text(found, rankings.get('consumed_tokens')))}</p>"
     if found.reason:
-        return f'<div class="card"><p>{escape(parity_text(found))}</p></div>'
-    shares = [(found.tokens, "of the tokens"), (found.flops, "of the FLOPs"), (found.seconds, "of the time")]
-    figures = "".join(
-        f'<div><b class="{"less" if share < 1 else ""}">{percent(share, 0)}</b><span>{what}</span></div>'
-        for share, what in shares
-    )
-    return f'<div class="card"><div class="figures">{figures}</div><p>{escape(parity_text(found))}</p></div>'
+        return f'<div class="card">{text}</div>'
+    shares: list[tuple[float, Axis, str]] = [
+        (found.tokens, "consumed_tokens", "of the tokens"),
+        (found.flops, "consumed_flops", "of the FLOPs"),
+        (found.seconds, "training_seconds", "of the time"),
+    ]
+    figures = ""
+    for share, axis, what in shares:
+        is_less = share < 1 and not difference(found, rankings.get(axis)) >= 0
+        figures += (
+            f'<div><b class="{"less" if is_less else ""}">{percent(share, 0)}</b><span>{what}</span></div>'
+        )
+    return f'<div class="card"><div class="figures">{figures}</div>{text}</div>'
 
 
 def overview_html(views: Sequence[Overview]) -> str:

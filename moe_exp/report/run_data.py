@@ -21,9 +21,9 @@ from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
 from moe_exp.report.load_history import Floats, LoadHistory, number
-from moe_exp.report.run_status import ended_status
 from moe_exp.runs.records import fast_record, parsed_record
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.status import ended_status
 
 _NAN = float("nan")
 # x axes: keys of the records.

@@ -5,8 +5,9 @@ import math
 import pytest
 
 from helpers.run_folders import TOKENS, train_record, write_run
-from moe_exp.report.comparison import parity_text, warnings_of
-from moe_exp.report.headline import headline, pairs, ranking, seed_groups
+from moe_exp.report.comparison import parity_text, seed_groups, warnings_of
+from moe_exp.report.headline import headline, pairs, ranking
+from moe_exp.report.page import report_html, report_markdown
 from moe_exp.report.run_data import read_runs
 
 DENSE, MOE = {"use_moe": False}, {"use_moe": True}
@@ -116,12 +117,85 @@ def test_seeds_are_one_run_with_a_range(tmp_path):
         "The losses are means over seeds: moe1 (2 seeds) from 3.0000 to 3.5000 and dense1 (2 seeds) from"
         " 4.0000 to 4.5000. These ranges do not overlap."
     )
-    assert [(one.run.name, one.other.name) for one in pairs(runs)] == [("moe1", "dense1"), ("moe2", "dense2")]
+    assert [(one.run.name, one.other.name) for one in pairs(runs)] == [("moe1 (2 seeds)", "dense1 (2 seeds)")]
     overlapping = read_runs([*paths[:2], *seeds(tmp_path, "wide", (2.0, 4.25), lr=0.1, **MOE)])
     assert headline(overlapping)[1].endswith("These ranges overlap, so the difference may be chance.")
     assert headline(read_runs(paths[:2]))[0] == (
         "No two of the runs can be compared at equal tokens: they differ only in SEED."
     )
+
+
+def falling(folder, by_seed, **settings):
+    """Runs of {seed: (training losses, validation losses)} with a validation at each record."""
+    return [
+        run_of(
+            folder / f"{'moe' if settings['use_moe'] else 'dense'}{seed}",
+            train,
+            valid=dict(enumerate(valid, start=1)),
+            seed=seed,
+            **settings,
+        )
+        for seed, (train, valid) in by_seed.items()
+    ]
+
+
+LOW, MIDDLE, HIGH = [5, 4, 3], [5.2, 4.2, 3.2], [5.4, 4.4, 3.4]
+# Training losses say the opposite of the validation losses: of other batches, they favour the second seed.
+SEEDS = {
+    "a second seed that dense lacks": ({1: (MIDDLE, LOW)}, {1: (HIGH, MIDDLE), 2: (LOW, MIDDLE)}, 1.0),
+    "no seed in common": ({1: (MIDDLE, LOW)}, {3: (LOW, MIDDLE), 4: (LOW, MIDDLE)}, 1.0),
+    "one seed has no validation": (
+        {1: (MIDDLE, LOW)},
+        {1: (LOW, MIDDLE), 2: ([4.8, 3.8, 2.8], [])},
+        1.0,
+    ),
+    "a seed that has not finished": ({1: (MIDDLE, LOW)}, {1: (LOW, MIDDLE), 2: (LOW[:2], MIDDLE[:2])}, 1.0),
+    "dense has more seeds": ({1: (HIGH, LOW), 2: (HIGH, LOW), 3: (HIGH, HIGH)}, {2: (LOW, HIGH)}, 1.0),
+    "moe is better": ({1: (LOW, MIDDLE)}, {1: (MIDDLE, LOW), 2: (HIGH, LOW)}, -1.0),
+}
+
+
+@pytest.mark.parametrize("case", SEEDS)
+def test_what_a_loss_costs_never_says_the_opposite_of_the_headline(case, tmp_path):
+    dense, moe, sign = SEEDS[case]
+    runs = read_runs([*falling(tmp_path, dense, **DENSE), *falling(tmp_path, moe, **MOE)])
+    found = ranking(runs)
+    (pair,) = pairs(runs)
+    losses = {one.group.runs[0].kind: one.loss for one in found.standings}
+    assert found.what == pair.what == "validation loss"
+    assert sign * (losses["dmoe"] - losses["dense"]) > 0 and sign * (pair.tokens - 1) > 0
+    assert ('<b class="less">' in report_html(runs)) == (sign < 0)
+    left_out = "Without a validation, and left out: moe2." if case.endswith("no validation") else ""
+    assert left_out in headline(runs)[1]
+
+
+def test_the_cost_of_a_mean_over_seeds_by_hand(tmp_path):
+    """Dense is at 4, 3 with one seed; the mean of two MoE seeds at 4.1, 3.2 needs 1.0 / 0.9 of its tokens."""
+    dense = falling(tmp_path, {1: ([9, 9, 9], [4, 3.5, 3])}, **DENSE)
+    moe = falling(tmp_path, {1: ([1, 1, 1], [4.0, 3.4, 3.0]), 2: ([1, 1, 1], [4.2, 3.8, 3.4])}, **MOE)
+    (pair,) = pairs(read_runs([*dense, *moe]))
+    assert (pair.loss, pair.tokens) == (pytest.approx(3.2), pytest.approx(3 / 2.6))
+    assert parity_text(pair).startswith("moe1 (2 seeds) does not reach the validation loss of dense1 (3.0000")
+
+
+def test_figures_that_the_headline_contradicts_are_not_green_and_say_so(tmp_path):
+    # Validation rises again: the run with experts is first at 3.5, and worse at the end.
+    dense = falling(tmp_path, {1: (LOW, [5, 4, 3.5])}, **DENSE)
+    moe = falling(tmp_path, {1: (LOW, [4.5, 3.4, 3.9])}, **MOE)
+    runs = read_runs([*dense, *moe])
+    assert headline(runs)[0].startswith("dense1 is better than moe1 by 0.4000 at equal tokens")
+    page = report_html(runs)
+    assert '<b class="less">' not in page and "64% of the tokens" in page
+    caveat = "At equal tokens, however, dense1 has the lower validation loss, by 0.4000 after"
+    assert caveat in page and caveat in report_markdown(runs)
+
+
+def test_another_winner_at_equal_time_is_in_the_headline(tmp_path):
+    dense = run_of(tmp_path / "dense", [5, 4, 3], seconds=0.3, **DENSE)
+    moe = run_of(tmp_path / "moe", [5.2, 4.2, 3.2], seconds=0.1, **MOE)
+    page = report_html(read_runs([dense, moe]))
+    assert "dense is better than moe by 0.2000 at equal tokens" in page
+    assert "At equal training time, moe is better: training loss 3.2000 against 5.0000" in page
 
 
 def test_a_percentage_only_for_a_loss_that_both_come_down_to(tmp_path):

@@ -151,6 +151,12 @@ def test_seeds_are_a_band_and_the_difference_a_curve(browser, tmp_path):
     ]
     browser("document.getElementById('bands').click()")
     assert browser("Report.charts[0].series().map(one => one.label)") == list(losses)
+    # One by one: the second dense run minus the baseline, the others minus that of their own seed.
+    assert browser("Report.charts.find(c => c.box.dataset.chart == 'minus').series().map(one => one.y)") == [
+        [2, 2],
+        [-1, -2],
+        [-1, -1],
+    ]
     browser(
         "box = document.getElementById('baseline'); box.value = 3; box.dispatchEvent(new Event('change'))"
     )
@@ -282,7 +288,7 @@ def test_a_phone(browser, page, scripts):
         "Layers of experts",
         "Events",
     } <= set(tables)
-    assert "reaches the loss of dense" in browser("document.querySelector('.card').textContent")
+    assert "reaches the validation loss of dense" in browser("document.querySelector('.card').textContent")
 
 
 @pytest.mark.parametrize("width", [375, 1280])

@@ -124,8 +124,8 @@ def test_parity_without_a_loss(tmp_path):
 
 def test_a_run_that_has_just_begun_leaves_the_others_comparable(tmp_path):
     falling = [8 - index / 100 for index in range(400)]
-    losses = {"dense": (falling, 10, 1, DENSE), "moe": (falling, 10, 1, MOE), "new": ([9, 8], 10, 1, MOE)}
-    runs = runs_of(tmp_path, losses)
+    losses = {"dense": (falling, 10, 1, DENSE), "moe": (falling, 10, 1, MOE)}
+    runs = runs_of(tmp_path, losses | {"new": ([9, 8], 10, 1, MOE | {"lr": 0.1})})
     # 20 records are 5% of 400: the last mean is that of 4.01 to 4.2.
     assert (window_of(runs), common_loss(runs)) == (window_of(runs[:2]), (4.105, "nats per token"))
     short = "new is too short to smooth: it has less than 1% of the tokens of the longest run"

@@ -5,7 +5,7 @@
   const runs = data.runs.map((run, index) => Object.assign(run, { index }));
   state.baseline = data.baseline;
   const dashes = [undefined, [8, 4], [2, 3], [10, 3, 2, 3]];
-  const style = run => ({ run: run.index, runs: groupOf(run.index), color: Report.color(`--run-${run.index % 8}`), dash: dashes[Math.floor(run.index / 8) % 4] });
+  const style = run => ({ run: run.index, runs: groupOf(run.index), seeds: [run.seed], color: Report.color(`--run-${run.index % 8}`), dash: dashes[Math.floor(run.index / 8) % 4] });
   const groupOf = index => (state.bands ? data.groups.find(group => group.includes(index)) : [index]);
   const shown = () => runs.filter(run => !state.hidden.has(run.index));
   const scaled = (values, factor) => (factor == null || !values ? values : values.map(value => (value == null ? null : value * factor)));
@@ -27,8 +27,10 @@
       gaps: run.valid[key].flatMap((value, index) => (value == null ? [index] : [])),
     })));
   }
-  const minusBaseline = series => () => Report.differences(series(), state.baseline, state.axis);
+  const ofBaseline = () => data.groups.find(group => group.includes(state.baseline));
+  const minusBaseline = series => () => Report.differences(series(), state.baseline, state.axis, ofBaseline());
   const baselineName = () => runs[state.baseline].name;
+  const bySeeds = data.groups.some(group => group.length > 1) ? "Where the baseline has the seed of a curve, they are compared seed by seed." : "";
   let experts = null;
   function ofLayers(key) {
     return () => {
@@ -50,8 +52,8 @@
     loss: { title: `Training loss, ${data.unit}`, series: losses, exact, smooth: true, keep: true, height: 340 },
     valid: { title: `Validation loss, ${data.unit}`, series: validated, exact, keep: true },
     ema: { title: `Validation loss of the averaged weights, ${data.unit}`, series: ofValidation("ema_lm_loss", run => run.bits_per_nat), exact, keep: true },
-    minus: { title: () => `Training loss minus that of ${baselineName()}`, series: minusBaseline(losses), exact, smooth: true, signed: true, keep: true },
-    "valid-minus": { title: () => `Validation loss minus that of ${baselineName()}`, series: minusBaseline(validated), exact, signed: true, keep: true },
+    minus: { title: () => `Training loss minus that of ${baselineName()}`, series: minusBaseline(losses), exact, smooth: true, signed: true, keep: true, note: bySeeds },
+    "valid-minus": { title: () => `Validation loss minus that of ${baselineName()}`, series: minusBaseline(validated), exact, signed: true, keep: true, note: bySeeds },
     ppl: { title: "Validation perplexity", series: ofValidation("lm_loss_ppl"), keep: true },
     bits: { title: "Validation, bits per byte", series: ofValidation("lm_loss_bits_per_byte"), exact, keep: true },
     grad_norm: { title: "Gradient norm before clipping", series: ofRuns("grad_norm", { marks: true }), smooth: true },

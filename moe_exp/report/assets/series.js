@@ -42,23 +42,25 @@ Report.grouped = (list, groups, axis) => groups.flatMap(group => {
   if (found.length < 2) return found;
   const [first] = found, members = found.map(one => Report.interpolated(one.x[axis], one.y, first.x[axis]));
   return [{
-    ...first, label: `${first.label} (${found.length} seeds)`, x: { [axis]: first.x[axis] }, members, ...Report.spread(members),
+    ...first, label: `${first.label} (${found.length} seeds)`, seeds: found.flatMap(one => one.seeds), x: { [axis]: first.x[axis] }, members, ...Report.spread(members),
     gaps: [], marks: undefined, changes: undefined, last: undefined,
   }];
 });
 
-// Every curve minus that of the baseline, or of the group that it belongs to: seed by seed if both have as many seeds.
-Report.differences = (list, baseline, axis) => {
+// Every curve minus that of the baseline or its group; where the seeds of a curve are among those of `group`, seed by seed.
+Report.differences = (list, baseline, axis, group) => {
   const base = list.find(one => one.runs.includes(baseline));
   if (!base) return [];
   return list.filter(one => one !== base).map(one => {
-    const minus = (values, other) => {
-      const theirs = Report.interpolated(base.x[axis], other, one.x[axis]);
-      return values.map((value, index) => (value == null || theirs[index] == null ? null : value - theirs[index]));
+    const ofSeed = list.find(other => group.includes(other.run) && other.seeds[0] === one.seeds[0]);
+    const other = base.members || !ofSeed || ofSeed === one ? base : ofSeed;
+    const isPaired = other.members && one.seeds.every(seed => other.seeds.includes(seed));
+    const minus = (values, index) => {
+      const theirs = Report.interpolated(other.x[axis], isPaired ? other.members[other.seeds.indexOf(one.seeds[index])] : other.y, one.x[axis]);
+      return values.map((value, at) => (value == null || theirs[at] == null ? null : value - theirs[at]));
     };
-    const isPaired = one.members?.length === base.members?.length;
-    const members = one.members?.map((member, index) => minus(member, isPaired ? base.members[index] : base.y));
-    return { ...one, y: minus(one.y, base.y), members, ...(members ? Report.spread(members) : { low: undefined, high: undefined }), gaps: [], marks: undefined, changes: undefined, last: undefined };
+    const members = one.members?.map(minus);
+    return { ...one, y: minus(one.y, 0), members, ...(members ? Report.spread(members) : { low: undefined, high: undefined }), gaps: [], marks: undefined, changes: undefined, last: undefined };
   }).filter(one => one.y.some(value => value != null));
 };
 

@@ -12,14 +12,14 @@ import numpy as np
 from moe_exp.host.files import read_json
 from moe_exp.report.comparison import (
     NATS,
-    Overview,
+    Group,
     Parity,
-    overview,
     parity,
     smoothed,
     why_not_compared,
     window_of,
 )
+from moe_exp.report.overview import Overview, overview
 from moe_exp.report.run_data import Run as Recorded
 from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import json_value
@@ -124,4 +124,4 @@ def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
 
 def compared(ended: Ended, other: Ended) -> Parity:
     """Compares the two as the page does."""
-    return parity(ended.recorded, other.recorded)
+    return parity(Group((ended.recorded,)), Group((other.recorded,)))

@@ -10,7 +10,8 @@ from itertools import combinations
 
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.planner.costs.params import count_parameters
-from moe_exp.report.comparison import Parity, in_words, parity_text
+from moe_exp.report.comparison import VALIDATION, Group, Parity, in_words
+from moe_exp.report.headline import opposite_text, pair_text, ranking
 from moe_exp.studies.compare.comparison import Comparison
 from moe_exp.studies.compare.matching import active_parameters, apart, flops_per_token
 from moe_exp.studies.compare.results import AXES, Axis, Ended, compared, losses_at_shared_end
@@ -165,10 +166,12 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
         finished = [pair for pair in measured if all(one.status == "finished" for one in pair)]
         found = [compared(one, two) for one, two in finished or measured]
         known = [one for one in found if not one.reason]
+        if validated := [one for one in known if one.what == VALIDATION]:
+            known = validated
         if len(known) > 1:
             yield _parity_of_seeds(known)
         else:
-            yield from map(parity_text, known or found)
+            yield from (pair_text(one, ranking([*one.run.runs, *one.other.runs])) for one in known or found)
 
 
 def _parity_of_seeds(found: Sequence[Parity]) -> str:
@@ -182,9 +185,14 @@ def _parity_of_seeds(found: Sequence[Parity]) -> str:
         ]
     )
     loss = _spread([one.loss for one in found], _loss)
+    what = VALIDATION if found[0].what == VALIDATION else "loss"
+    run = Group(tuple(run for one in found for run in one.run.runs))
+    other = Group(tuple(run for one in found for run in one.other.runs))
+    mean = Parity(run, other, tokens=statistics.fmean(shares["the tokens"]))
+    opposite = opposite_text(mean, ranking([*run.runs, *other.runs]))
     return (
-        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest loss"
-        f" that both reach, {loss}, it needed {cost}"
+        f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest"
+        f" {what} that both reach, {loss}, it needed {cost}{'.' if opposite else ''}{opposite}"
     )
 
 

@@ -52,8 +52,8 @@ def write_run(run, losses, *, seconds=1.0, status="finished", valid=None):
         )
         for n, loss in enumerate(losses, start=1)
     ]
-    if valid:
-        records.append({"kind": "valid", "iteration": len(losses), "lm_loss": valid})
+    for n, loss in (valid if isinstance(valid, dict) else {len(losses): valid} if valid else {}).items():
+        records.append({"kind": "valid", "iteration": n, "lm_loss": loss})
     run.folder.config.write_text(to_yaml(run.config))
     run.folder.metrics.write_text("".join(json.dumps(one) + "\n" for one in records))
     run.folder.summary.write_text(json.dumps({"status": status, "iteration": len(losses)}))
@@ -109,6 +109,17 @@ def test_a_seed_that_was_cut_short_is_in_no_mean(comparison):
     assert "1 finished, 1 timeout" in text
     # neither of the pairs of one seed: dense at 3.0, which dmoe reaches with three quarters of the tokens
     assert parity_text(compared(ended[0], ended[1])) in text and "means of 2 seeds" not in text
+
+
+def test_pairs_are_compared_by_validation_where_there_is_one(comparison):
+    """dmoe has the lower training losses, and needs 4 / 3.5 of the tokens by validation, with both seeds."""
+    for run in comparison.runs():
+        is_moe = run.config.use_moe
+        valid = {2: 5.0, 3: 4.5, 4: 4.0} if is_moe else {2: 5.0, 3: 4.25, 4: 3.75}
+        write_run(run, [6.0, 4.0, 3.0, 2.0] if is_moe else [6.0, 5.0, 4.0, 3.0], valid=valid)
+    text = result_text(comparison, [*map(read_ended, comparison.runs())])
+    line = "to the lowest validation loss that both reach, 4.0000, it needed 114% [114%, 114%] of the FLOPs"
+    assert line in text and "At equal tokens, however" not in text
 
 
 def test_the_report_of_seeds_of_which_one_failed(comparison):
