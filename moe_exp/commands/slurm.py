@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 
 from moe_exp.config import ConfigError, add_arguments
 from moe_exp.host.exit_codes import BAD_INPUT
+from moe_exp.host.processes import own_command
 from moe_exp.launch.slurm.settings import SlurmSettings
 
 
@@ -64,7 +66,9 @@ def _submit(arguments: argparse.Namespace) -> int:
     ids = submit(job)
     jobs = f"{job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}"
     print(f"submitted {jobs}; run folder {job.run_folder}")
-    print(f"  squeue --name={job.name}   # the queue")
-    print(f"  tail -F {job.folder}/jobs.log {job.folder}/*.log   # what they say")
-    print(f"  moe-exp watch run {job.run_folder} --slurm-name {job.name}   # whether all is well")
+    name, folder, run_folder = (shlex.quote(str(text)) for text in (job.name, job.folder, job.run_folder))
+    print(f"  squeue --name={name}   # the queue")
+    print(f"  tail -F {folder}/jobs.log {folder}/*.log   # what they say")
+    watch = f"{shlex.join(own_command())} watch run {run_folder} --slurm-name {name}"
+    print(f"  {watch}   # whether all is well")
     return 0

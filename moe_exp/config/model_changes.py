@@ -29,7 +29,12 @@ _HINTS = {
 
 
 def refuse_other_model(
-    config: Config, saved: Mapping[str, Any], checkpoint: str, *, with_optimizer: bool = True
+    config: Config,
+    saved: Mapping[str, Any],
+    checkpoint: str,
+    *,
+    with_optimizer: bool = True,
+    instead: str = "",
 ) -> None:
     """Checks that `config` has the model and optimizer of `saved`, the settings that wrote the checkpoint.
 
@@ -40,6 +45,7 @@ def refuse_other_model(
         saved: all settings of the other run.
         checkpoint: its name in messages.
         with_optimizer: it has the optimizer's moments.
+        instead: how to begin without the checkpoint, for the fix of a dense against an MoE model.
 
     Raises:
         ConfigError: with a line for every setting that differs.
@@ -50,7 +56,8 @@ def refuse_other_model(
             logger.warning("%s; ALLOW_OTHER_MODEL=true: continuing", change.text(checkpoint))
         by_flag = []
     flag = ", or ALLOW_OTHER_MODEL=true to continue with another function"
-    lines = [c.problem(checkpoint) for c in always] + [c.problem(checkpoint, flag) for c in by_flag]
+    lines = [c.problem(checkpoint, instead if c.name == "use_moe" else "") for c in always]
+    lines += [c.problem(checkpoint, flag) for c in by_flag]
     if with_optimizer and (other := optimizer_change(config, saved, checkpoint)):
         if config.allow_other_optimizer:
             logger.warning(

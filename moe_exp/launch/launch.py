@@ -120,7 +120,9 @@ def with_run_folder(flags: Mapping[str, Any], folder: str) -> dict[str, Any]:
     if not RunFolder(path).config.is_file():
         near = next((one for one in path.parents if RunFolder(one).config.is_file()), "runs/NAME")
         rule = "is no run folder, as it has no config.yaml"
-        raise ConfigError([problem("resume", folder, rule, f"name one, as in --resume {near}")])
+        raise ConfigError(
+            [problem("resume", folder, rule, f"name one, as in --resume {shlex.quote(str(near))}")]
+        )
     for name in ("config", "run_dir", "run_name"):
         if flags.get(name) is not None:
             rule = f"--resume {folder} already says which settings and which folder"
@@ -139,7 +141,8 @@ def _refuse_same_folder(config: Config, file: str) -> None:
     path, folder = settings_path(file), RunFolder.of(config)
     if folder.config.exists() and folder.config.samefile(path):
         rule = f"has the settings of {folder.path}, which this run would continue"
-        fix = f"set another RUN_NAME for a new run, or continue with --resume {folder.path}"
+        resume = f"--resume {shlex.quote(str(folder.path))}"
+        fix = f"set another RUN_NAME for a new run, or continue with {resume}"
         raise ConfigError([problem("config", file, rule, fix)])
 
 
@@ -211,7 +214,7 @@ def _caller(flags: Mapping[str, Any], command: str) -> Caller:
     given = {name: os.environ[name] for name in settings if os.environ.get(name) and name not in _OF_THE_NODE}
     program = own_command()
     typed = command or shlex.join([*program, "train", *module_arguments(flags)])
-    return Caller(shlex.join(program), typed, given)
+    return Caller(shlex.join(program), typed, given, lambda c: check_config(c) + check_environment(c))
 
 
 _OF_THE_NODE = ("MASTER_ADDR", "NNODES", "NODE_RANK")

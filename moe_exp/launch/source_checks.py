@@ -1,4 +1,4 @@
-"""Checks the checkpoint that a start continues from, by files on this machine: its model and order of samples,
+"""Checks the checkpoint that a start continues from, by files on this machine: its model and its samples,
 and whether a stage begins within a batch. Reads no tensors.
 """
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from itertools import count
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +18,7 @@ from pydantic import ValidationError
 
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.setting_types import as_given
 from moe_exp.host.exit_codes import FAILED, FINISHED, TO_BE_CONTINUED
 from moe_exp.runs.records import Record
 from moe_exp.runs.run_folder import RunFolder
@@ -30,17 +33,21 @@ class Caller:
     program: str = "moe-exp"
     command: str = "moe-exp train"  # as typed, with its flags
     environ: Mapping[str, str] = field(default_factory=dict)  # settings from the environment, by variable
+    problems: Callable[[Config], list[str]] = check_config  # why a run with other settings would not start
 
     def command_with(self, **changes: Any) -> str:
         """The command with other values of some settings, in the place where the user gave them."""
         settings = dict(self.environ)
         flags = []
         for name, value in changes.items():
-            text = str(value).lower() if isinstance(value, bool) else str(value)
-            if name.upper() in settings and f"--{name.replace('_', '-')}" not in self.command:
+            text, flag = as_given(value), f"--{name.replace('_', '-')}"
+            if name.upper() not in settings or flag in self.command:
+                flags.append(f"{flag} {shlex.quote(text)}")
+            elif text:
                 settings[name.upper()] = text
-            else:
-                flags.append(f"--{name.replace('_', '-')} {shlex.quote(text)}")
+            else:  # an empty variable would leave what a file has
+                del settings[name.upper()]
+                flags += [f"{flag} ''"] * ("--config" in self.command)
         given = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
         # another run has the settings of the resumed one, and its own folder
         command = (
@@ -277,7 +284,9 @@ def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> l
         prompt = "The" if config.train_data else "def main("
         lines.append(f"{program} generate --checkpoint {folder} --prompt {shlex.quote(prompt)}")
     if summary["checkpoints"] and summary["transformers"]:
-        lines.append(f"{program} convert to-hf {folder} exported   # for transformers and vLLM")
+        names = ("exported" + f"_{number}" * (number > 1) for number in count(1))
+        target = next(name for name in names if not Path(name).exists())
+        lines.append(f"{program} convert to-hf {folder} {target}   # for transformers and vLLM")
     if summary["last_lm_loss"] is None and summary["nan_iterations"]:
         lines.append(f"LR={config.lr / 4:g} with another RUN_NAME: the loss is not a number any more")
     has_failed = summary["status"] == "failed" or summary["exit_code"] == FAILED
@@ -321,17 +330,19 @@ def _other_runs(config: Config, caller: Caller) -> list[str]:
     if config.nnodes > 1 or "--resume" in caller.command:
         return []
     others: list[tuple[str, str, dict[str, Any]]] = []
+    # the checkpoint that the run began with is of the same kind of model
+    fresh, new = ({"load_dir": ""}, ", from new weights") if config.load_dir else ({}, "")
     if config.use_moe:
-        others.append(("dense", "the dense baseline", {"use_moe": False}))
+        others.append(("dense", f"the dense baseline{new}", {"use_moe": False} | fresh))
         if config.ep == 1:
             others.append(("ep2", "experts spread over two ranks", {"ep": 2} | _more_ranks(config)))
     else:
-        others.append(("moe", "the same with experts", {"use_moe": True}))
+        others.append(("moe", f"the same with experts{new}", {"use_moe": True} | fresh))
     lines = []
     for suffix, what, changes in others:
         if config.run_name:  # names that are built change by themselves
             changes |= {"run_name": f"{config.run_name}_{suffix}"}
-        if _can_run(config, changes):
+        if _can_run(config, changes, caller):
             lines.append(f"{caller.command_with(**changes)}   # {what}")
     return lines
 
@@ -341,9 +352,9 @@ def _more_ranks(config: Config) -> dict[str, Any]:
     return {} if fits else {"gpus_per_node": 2 * config.gpus_per_node}
 
 
-def _can_run(config: Config, changes: Mapping[str, Any]) -> bool:
+def _can_run(config: Config, changes: Mapping[str, Any], caller: Caller) -> bool:
     try:
-        return not check_config(Config(**{**config.model_dump(), **changes}))
+        return not caller.problems(Config(**{**config.model_dump(), **changes}))
     except ValidationError:
         return False
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.config.model_changes import refuse_other_model
+from moe_exp.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,9 @@ def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, A
     name = f"the checkpoint {folder}"
     if has_optimizer:
         name = f"the checkpoint at iteration {common['progress']['iteration']} of {folder.parent}"
-    refuse_other_model(config, common["config"], name, with_optimizer=has_optimizer)
+    is_own = RunFolder.of(config).checkpoints.resolve() in folder.resolve().parents
+    instead = "" if is_own else ", or LOAD_DIR= (--load-dir '') to begin with new weights"
+    refuse_other_model(config, common["config"], name, with_optimizer=has_optimizer, instead=instead)
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.document_ends import trained_documents
 from moe_exp.host.files import write_json
+from moe_exp.host.processes import own_command
 
 _OPTIMIZER = ("optimizer.", "chained_")
 _OF_LAYER, _OF_EXPERT = re.compile(r"^decoder\.layers\.\d+\."), re.compile(r"\.experts\.experts\.\d+\.")
@@ -189,8 +191,10 @@ class _Weights:
             fix = "use another checkpoint of the run"
             if any(_OF_EXPERT.search(key) or (are_stacked and _OF_LAYER.match(key)) for key in unused):
                 layers = "stacked" if are_stacked else "single"  # dense and MoE layers cannot be stacked
-                command = f"moe-exp ckpt reshape --weights-only --layers {layers} --experts stacked"
-                fix = f"stack them first, {command}"
+                options = ["--weights-only", "--layers", layers, "--experts", "stacked"]
+                source = str(reader.folder)
+                command = [*own_command(), "ckpt", "reshape", source, f"{source}_stacked", *options]
+                fix = f"stack them first, {shlex.join(command)}"
             raise ValueError(f"checkpoint={reader.folder}: tensors {lists}. Fix: {fix}.")
 
     def _stored(self, key: str) -> StoredTensor | None:

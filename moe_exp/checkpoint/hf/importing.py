@@ -29,6 +29,7 @@ from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_atomically
+from moe_exp.host.processes import own_command
 from moe_exp.planner.search.layout_text import setting_text
 from moe_exp.runs.run_folder import LATEST
 
@@ -109,7 +110,7 @@ def from_hf(
             _write_settings(partial / SETTINGS, settings, config, target)
     finally:
         folder.close()
-    command = shlex.join(["moe-exp", "train", "--config", str(target.resolve() / SETTINGS)])
+    command = shlex.join([*own_command(), "train", "--config", str(target.resolve() / SETTINGS)])
     return Imported(config, architecture.name, command, tuple(_notes(config)))
 
 

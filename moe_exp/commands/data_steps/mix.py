@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 from pathlib import Path
 
 from moe_exp.commands.data_steps.execution import add_execution, execution_of
@@ -62,6 +63,6 @@ def _mix(arguments: argparse.Namespace) -> int:
         print("SLURM jobs are under way; `squeue --me` shows them. The same command shows how far they are.")
         return UNDER_WAY
     print(f"datasheet: {mixing.folder / 'datasheet.md'}")
-    data = f"TRAIN_DATA='{facts['train_data']}' VALID_DATA='{facts['valid_data']}'"
-    print(f"{data} VOCAB_SIZE={facts['vocab_size']} TOKENIZER={facts['tokenizer']}")
+    for_training = ("train_data", "valid_data", "vocab_size", "tokenizer")
+    print(*(f"{name.upper()}={shlex.quote(str(facts[name]))}" for name in for_training))
     return 0

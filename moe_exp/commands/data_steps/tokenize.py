@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import shlex
 import time
 from pathlib import Path
 
@@ -138,7 +139,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
             code = UNDER_WAY
         else:
             print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
-            print(f"TRAIN_DATA={output} VOCAB_SIZE={tokenizer.vocab_size}")
+            print(f"TRAIN_DATA={shlex.quote(str(output))} VOCAB_SIZE={tokenizer.vocab_size}")
     return code
 
 
@@ -149,7 +150,7 @@ def _merge(arguments: argparse.Namespace) -> int:
         return 0
     manifest = merge_token_files(prefixes, output, start_over=arguments.start_over)
     print_summary("merge", {"documents": manifest["num_documents"], "tokens": manifest["num_tokens"]})
-    print(f"TRAIN_DATA={output}")
+    print(f"TRAIN_DATA={shlex.quote(str(output))}")
     return 0
 
 
@@ -161,5 +162,5 @@ def _train(arguments: argparse.Namespace) -> int:
     manifest = train_tokenizer(find_inputs(arguments.input), Path(arguments.out), **options)
     rows = {"documents": manifest["num_documents"], "text": bytes_text(manifest["num_text_bytes"])}
     print_summary(f"train-tokenizer: {arguments.out}", rows | {"tokens": manifest["vocab_size"]})
-    print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {arguments.out}")
+    print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(str(arguments.out))}")
     return 0

@@ -257,10 +257,11 @@ def _exported_lines(candidate: Candidate, config: Config, num_tokens: int | None
 
 def _write_export(path: Path, lines: str, *, quiet: bool) -> None:
     from moe_exp.host.files import write_atomically
+    from moe_exp.host.processes import own_command
 
     write_atomically(path, "# Written by moe-exp plan search, for moe-exp train --config\n" + lines)
     if not quiet:
-        command = shlex.join(["moe-exp", "train", "--config", str(path)])
+        command = shlex.join([*own_command(), "train", "--config", str(path)])
         print(f"{path}: written, for\n  {command}")
 
 
@@ -281,7 +282,7 @@ def _calibrate(arguments: argparse.Namespace) -> None:
     PlanPrinter(sys.stdout).calibration(calibration)
     for line in doubts(calibration):
         print(f"moe-exp plan: warning: {line}", file=sys.stderr)
-    print(f"{arguments.out}: written, for moe-exp plan ... --profile {arguments.out}")
+    print(f"{arguments.out}: written, for moe-exp plan ... --profile {shlex.quote(str(arguments.out))}")
 
 
 def _read(path: Path) -> list[dict[str, str]]:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from moe_exp.config import Config, ConfigError, module_arguments, problem
 from moe_exp.config.presets import preset_values
-from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, blend_members, is_one_line
+from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, as_given, blend_members, is_one_line
 from moe_exp.host.files import is_url
+from moe_exp.host.processes import own_command
 from moe_exp.host.slurm_queue import job_environment
 from moe_exp.launch.slurm.settings import PASSED_ALWAYS, SlurmSettings
 from moe_exp.runs.run_folder import RunFolder
@@ -135,6 +136,7 @@ def _variables(job: RunJob) -> list[str]:
     lists = {"modules": slurm.modules.split(), "srun_options": _srun_options(job), "launcher": _launcher(job)}
     return [
         checked_line(job_environment()),
+        f"export MOE_EXP_COMMAND={_shell(_submit_command(job))}  # for what a run suggests at its end",
         *(f"{name}={_shell(value)}" for name, value in values.items()),
         *(f"{name}=({' '.join(map(_word, words))})" for name, words in lists.items()),
         'export EXCLUDE_FILE="$exclude_file"  # for PREFLIGHT',
@@ -160,12 +162,22 @@ def _srun_options(job: RunJob) -> list[str]:
     return options
 
 
+def _submit_command(job: RunJob) -> str:
+    """The command that submits such a job, beside the settings that the file exports."""
+    own = job.slurm.model_dump(exclude_defaults=True, exclude={"after", "job_name"})
+    flags = {name: as_given(value) for name, value in own.items()} | _emptied(job)
+    return shlex.join([*own_command(), "slurm", *module_arguments(flags)])
+
+
+def _emptied(job: RunJob) -> dict[str, str]:
+    """Settings that are flags, as an exported empty variable would leave what the preset has."""
+    preset = preset_values(job.config.preset)
+    return {name: "" for name, value in job.given.items() if value == "" and preset.get(name)}
+
+
 def _launcher(job: RunJob) -> list[str]:
     python = job.slurm.container_python if job.slurm.container else sys.executable
-    preset = preset_values(job.config.preset)
-    # an exported empty variable would leave what the preset has
-    emptied = {name: "" for name, value in job.given.items() if value == "" and preset.get(name)}
-    command = [python, "-m", "moe_exp", "train", *module_arguments(emptied)]
+    command = [python, "-m", "moe_exp", "train", *module_arguments(_emptied(job))]
     if job.slurm.runtime == "apptainer":
         gpus = [] if job.slurm.cpu_nodes else ["--nv"]
         places = ["--bind", ",".join(mounts(job)), "--pwd", str(Path.cwd())]
