@@ -62,6 +62,11 @@ class Run:
             raise ConfigError([f"{self._folder.config}: {line}" for line in explain(error)]) from None
 
     @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """As they are in the file; empty without one."""
+        return dict(read_yaml(self._folder.config)) if self._folder.config.exists() else {}
+
+    @cached_property
     def summary(self) -> dict[str, Any]:
         found: dict[str, Any] = read_json(self._folder.summary) if self._folder.summary.exists() else {}
         return found
@@ -94,6 +99,9 @@ class Run:
     def plot(self, *others: Run, x: str = "iteration") -> Figure:
         """Draws losses, throughput and the balance of the experts, together with those of `others`.
 
+        Runs that differ only in SEED are a line, their mean, in a band from the lowest to the highest. Lines
+        are named by the settings in which they differ, else by their folders.
+
         Args:
             others: runs to draw over this one.
             x: iteration, consumed_tokens, consumed_flops or training_seconds.
@@ -104,8 +112,9 @@ class Run:
         _package("matplotlib", extra="analysis")
         from moe_exp.runs.curves import draw_runs
 
-        names = _distinct_names([self, *others])
-        return draw_runs(dict(zip(names, (run.records for run in (self, *others)), strict=True)), x)
+        return draw_runs(
+            {name: [run.records for run in runs] for name, runs in _named([self, *others]).items()}, x
+        )
 
     def _of_kind(self, kind: str) -> list[Record]:
         return [record for record in self.records if record.get("kind") == kind]
@@ -235,9 +244,20 @@ def _flags(settings: Mapping[str, Any]) -> dict[str, str]:
     return {name: text.lower() if isinstance(settings[name], bool) else text for name, text in texts.items()}
 
 
-def _distinct_names(runs: Sequence[Run]) -> list[str]:
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.path) for run in runs]
+def _named(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """Runs to draw as one line each, several if they differ in SEED alone, by a name for each line."""
+    from moe_exp.runs.seeds import grouped_by_seed, names_by_difference
+
+    settings = [run._settings for run in runs]
+    groups = []
+    for group in grouped_by_seed(settings):
+        has_seeds = len({str(settings[index].get("seed")) for index in group}) == len(group)
+        groups += [group] if has_seeds else [[index] for index in group]
+    first = [runs[group[0]] for group in groups]
+    names = [run.name for run in first]
+    paths = names if len(set(names)) == len(names) else [str(run.path) for run in first]
+    labels = names_by_difference([settings[group[0]] for group in groups], paths)
+    return {label: [runs[index] for index in group] for label, group in zip(labels, groups, strict=True)}
 
 
 def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from matplotlib.collections import LineCollection, PolyCollection
 
 import moe_exp
 from helpers import ROOT
@@ -118,6 +119,57 @@ def test_plot_draws_a_line_per_run_and_leaves_pyplot_alone(dense_and_moe_runs, t
     assert len(figure.axes) == 2  # no validation with that key, no experts
     assert figure._repr_png_().startswith(b"\x89PNG")
     figure.savefig(tmp_path / "curves.png")
+
+
+def test_plot_draws_seeds_as_a_band_and_names_lines_by_what_differs(tmp_path):
+    """Two dense seeds, of which one has not finished; three MoE runs, one of another learning rate."""
+    runs = []
+    kinds = [
+        (False, 1, 1e-3, 4),
+        (False, 2, 1e-3, 3),
+        (True, 1, 1e-3, 4),
+        (True, 3, 1e-3, 4),
+        (True, 1, 2e-3, 4),
+    ]
+    for number, (use_moe, seed, lr, end) in enumerate(kinds):
+        records = [train_record(index, 10.0 * seed - index) for index in range(1, end + 1)]
+        stage = event("data_stage", 3, "10:00:00", stage=1, train_data="web", seq_len=64)
+        name = f"moe_{use_moe}_num_experts_4_topk_1_gbsz_8_seq_len_64_number_{number}"
+        path = write_run(tmp_path / name, [*records, stage], use_moe=use_moe, seed=seed, lr=lr)
+        runs.append(moe_exp.load_run(path))
+    axes = runs[0].plot(*runs[1:]).axes[0]
+    lines = {line.get_label(): (line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines}
+    assert lines == {
+        "dense, LR=0.001 (2 seeds)": ([1, 2, 3], [14, 13, 12]),  # of 9, 8, 7 and 19, 18, 17
+        "dmoe, LR=0.001 (2 seeds)": ([1, 2, 3, 4], [19, 18, 17, 16]),
+        "dmoe, LR=0.002": ([1, 2, 3, 4], [9, 8, 7, 6]),
+    }
+    band = next(one for one in axes.collections if isinstance(one, PolyCollection))
+    assert sorted({*band.get_paths()[0].vertices[:, 1]}) == [7, 8, 9, 17, 18, 19]
+    marks = [one.get_segments()[0][0][0] for one in axes.collections if isinstance(one, LineCollection)]
+    assert marks == [2, 2, 2] and [text.get_text() for text in axes.texts] == ["stage 1"] * 3
+
+
+@pytest.mark.parametrize(
+    ("others", "names"),
+    [
+        ([{"use_moe": False}, {"use_moe": True}], ["dense", "dmoe"]),
+        ([{"num_experts": 4}, {"num_experts": 8}], ["NUM_EXPERTS=4", "NUM_EXPERTS=8"]),
+        ([{"use_moe": False}, {"topk": 2}, {"topk": 1}], ["dense", "dmoe, TOPK=2", "dmoe, TOPK=1"]),
+        # DECAY_ITERS follows, and a path says less than the name that was chosen
+        ([{"train_iters": 4}, {"train_iters": 8, "decay_iters": 8}], ["TRAIN_ITERS=4", "TRAIN_ITERS=8"]),
+        ([{"train_data": "a/" * 30}, {"train_data": "b"}], ["run0", "run1"]),
+        ([{}, None], ["run0", "run1"]),
+    ],
+)
+def test_names_of_lines(others, names, tmp_path):
+    runs = []
+    for index, settings in enumerate(others):
+        path = write_run(tmp_path / f"run{index}", [train_record(1, 5.0)], **(settings or {}))
+        if settings is None:
+            (path / "config.yaml").unlink()
+        runs.append(moe_exp.load_run(path))
+    assert [line.get_label() for line in runs[0].plot(*runs[1:]).axes[0].lines] == names
 
 
 def test_plot_names_runs_of_one_name_by_their_paths(dense_and_moe_runs, tmp_path):

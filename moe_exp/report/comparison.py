@@ -15,7 +15,7 @@ from moe_exp.host.quantities import rate_text
 from moe_exp.report.load_history import Floats
 from moe_exp.report.run_data import AXES, Run
 from moe_exp.report.series import begin_of, first_at_or_below, on_the_way, trailing_mean
-from moe_exp.runs.seeds import grouped_by_seed
+from moe_exp.runs.seeds import grouped_by_seed, shared_points
 
 SMOOTHED_SHARE = 0.05  # of the tokens of the shortest run
 _FEWEST_SHARE = 0.01  # of those of the longest; shorter runs are not compared
@@ -196,8 +196,7 @@ def mean_curve(group: Group, what: str, unit: str, window_tokens: float) -> Loss
     if len(curves) < 2:
         return curves[0] if curves else None
     tokens = [curve.at["consumed_tokens"] for curve in curves]
-    points = np.unique(np.concatenate(tokens))
-    points = points[(max(x[0] for x in tokens) <= points) & (points <= min(x[-1] for x in tokens))]
+    points = shared_points(tokens)
 
     def mean(values: Sequence[Floats]) -> Floats:
         return np.mean([np.interp(points, x, y) for x, y in zip(tokens, values, strict=True)], axis=0)

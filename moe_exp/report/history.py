@@ -39,7 +39,8 @@ def events_html(runs: Sequence[Run]) -> str:
     key = (
         '<p class="note key"><span><i class="start"></i>start,'
         ' resume</span><span><i></i>checkpoint</span><span><i class="changed"></i>resume with changed'
-        ' settings</span><span><i class="fault"></i>fault</span><span><i'
+        ' settings</span><span><i class="stage"></i>data stage</span>'
+        '<span><i class="fault"></i>fault</span><span><i'
         f' class="end"></i>end</span><span>whole width: {duration(longest)}</span></p>'
     )
     kept = [most_informative(run.events, _MOST_ROWS) for run in runs]
@@ -106,8 +107,7 @@ def _track(
         when = times[id(event)]
         name = str(event.get("event"))
         css = "fault" if is_fault(event) else name if name in ("start", "resume", "checkpoint", "end") else ""
-        if name == "changed_settings":
-            css = "changed"
+        css = {"changed_settings": "changed", "data_stage": "stage"}.get(name, css)
         text = f"{name} at iteration {event.get('iteration')}, {event.get('time')}"
         parts.append(f'<i class="mark {css}" style="left:{place(when)}" title="{escape(text)}"></i>')
     return (

@@ -12,9 +12,10 @@ import numpy as np
 
 from moe_exp.report.comparison import BITS, NATS, bits_per_nat, common_loss, loss_unit, smoothed, window_of
 from moe_exp.report.headline import baseline_of
-from moe_exp.report.load_history import NUM_COLUMNS, Floats, number
+from moe_exp.report.load_history import NUM_COLUMNS, Floats
 from moe_exp.report.run_data import AXES, VALID_CURVES, Run
 from moe_exp.report.series import bucket_starts, bucketed, new_minima, spikes
+from moe_exp.runs.marks import marks_of
 from moe_exp.runs.seeds import grouped_by_seed
 
 # Limits of one page, far under 5 MB for any runs.
@@ -38,7 +39,6 @@ _EXPERT_CURVES = (
 _WITH_RANGE = ("lm_loss", "grad_norm")
 LOAD_SCALE = 256  # steps per fair share: uint16 reaches 255 fair shares
 _MOST_SPIKES, _MOST_CHANGES = 200, 20
-_CHANGES = ("changed_settings", "data_stage")  # events that are marked on curves
 
 
 def page_data(runs: Sequence[Run], loss: float | None, detail: float = 1.0) -> dict[str, Any]:
@@ -108,29 +108,15 @@ def _run(run: Run, points: int, unit: str, window: float) -> dict[str, Any]:
 
 
 def _changes(run: Run) -> dict[str, Any]:
-    """The newest resumes with changed settings and begins of data stages, each at the record before it, or at
-    the first record.
-    """
-    events = [event for event in run.events if event.get("event") in _CHANGES][-_MOST_CHANGES:]
-    if not run.num_records:
-        events = []
-    iterations = [number(event.get("iteration")) for event in events]
-    before = np.searchsorted(run.train["iteration"], iterations, side="right") - 1
+    """The newest stages of data and resumes, each at the record before it, or at the first record."""
+    marks = marks_of(run.events)[-_MOST_CHANGES:] if run.num_records else []
+    before = np.searchsorted(run.train["iteration"], [mark.after for mark in marks], side="right") - 1
     at = np.maximum(before, 0).astype(int)
     return {
-        "text": [f"{event.get('iteration')}: {_change(event)}" for event in events],
+        "text": [mark.text for mark in marks],
+        "kind": [mark.kind for mark in marks],
         **{key: _list(run.train[key][at]) for key in AXES},
     }
-
-
-def _change(event: Mapping[str, Any]) -> str:
-    if event.get("event") == "data_stage":
-        return f"data stage {event.get('stage')}: {event.get('train_data')}, SEQ_LEN {event.get('seq_len')}"
-    return _joined(event.get("changes"))
-
-
-def _joined(texts: object) -> str:
-    return ", ".join(map(str, texts)) if isinstance(texts, list) else str(texts)
 
 
 def _reach(loss: Floats, axes: Mapping[str, Floats], minima: Sequence[int]) -> dict[str, Any]:

@@ -5,18 +5,27 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from moe_exp.runs.marks import Mark, marks_of
+from moe_exp.runs.seeds import shared_points
+
+Records = Sequence[Mapping[str, Any]]
+Points = tuple[list[float], list[float]]
 _RAW, _SMOOTH, _VALID, _RATE, _TEXT = "#9dc3e6", "#1f5f9e", "#d9541e", "#c4c4c4", "#333333"
+_MARK = "#6a3d9a"
+_LONGEST_MARK, _MOST_MARKS = 40, 20
 
 
 def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str) -> None:
     """Draws train and validation loss over iterations, with the learning rate behind them, to a PNG.
 
-    Losses that are None leave a gap; a long title is wrapped.
+    Losses that are None leave a gap; a long title is wrapped. Lines mark stages of data and resumes.
 
     Raises:
         ValueError: no train record has a loss.
@@ -40,6 +49,7 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     rate_axes = axes.twinx()
     handles = _draw_losses(axes, train, [record for record in records if record["kind"] == "valid"])
     handles += _draw_learning_rate(rate_axes, train)
+    _draw_marks(axes, [(mark, float(mark.after)) for mark in marks_of(records)], _MARK)
     # Draw the loss over the learning rate; twinx puts the second axes on top.
     axes.set_zorder(rate_axes.get_zorder() + 1)
     axes.patch.set_visible(False)
@@ -121,6 +131,29 @@ def _draw_learning_rate(axes: Any, train: Sequence[Mapping[str, Any]]) -> list[A
     return list(handles)
 
 
+def _draw_marks(axes: Any, marks: Iterable[tuple[Mark, float]], color: str) -> None:
+    """Vertical lines: dashed with a label for a stage or changed settings, dotted for another resume."""
+    low, high = axes.get_xlim()
+    known = {(mark, round(x, 6)): None for mark, x in marks if low <= x <= high}  # seeds may share one
+    for mark, x in list(known)[-_MOST_MARKS:]:
+        style = {"color": color, "linewidth": 1, "linestyle": "--" if mark.label else ":", "zorder": 1}
+        axes.vlines(x, 0, 1, transform=axes.get_xaxis_transform(), **style)
+        label = mark.label if len(mark.label) <= _LONGEST_MARK else f"{mark.label[:_LONGEST_MARK]}..."
+        axes.annotate(
+            label or "resume",
+            (x, 0.98),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            rotation=90,
+            ha="right",
+            va="top",
+            fontsize=7,
+            color=color,
+            parse_math=False,
+        )
+
+
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
     return [math.nan if record[key] is None else float(record[key]) for record in records]
 
@@ -151,11 +184,14 @@ _PANELS: tuple[tuple[str, str, Callable[[Mapping[str, Any]], float | None]], ...
 )
 
 
-def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "iteration") -> Any:
+def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> Any:
     """Draws a panel each for losses, throughput and expert balance, with a line per run.
 
+    Several seeds are a line, their mean, in a band from the lowest to the highest, as far as all have come.
+    In the panels of the losses, lines mark stages of data and resumes.
+
     Args:
-        runs: records by the name of the run.
+        runs: records of one run, or of several seeds, by name.
         x: key of the records for the horizontal axis.
 
     Returns:
@@ -165,10 +201,14 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "iterati
         ValueError: no record has a value to draw.
     """
     curves = {
-        title: {name: _curve(records, kind, x, value) for name, records in runs.items()}
+        title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
         for title, kind, value in _PANELS
     }
-    shown = {title: lines for title, lines in curves.items() if any(xs for xs, _ in lines.values())}
+    shown = {
+        title: lines
+        for title, lines in curves.items()
+        if any(xs for of_run in lines.values() for xs, _ in of_run)
+    }
     if not shown:
         fix = "run until the first LOG_INTERVAL, or give another x"
         raise ValueError(f"x={x}: no record has it with a value to draw. Fix: {fix}.")
@@ -180,11 +220,12 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "iterati
     FigureCanvasAgg(figure)
     for place, (title, lines) in enumerate(shown.items(), start=1):
         axes = figure.add_subplot(num_rows, min(2, len(shown)), place)
-        for number, (name, points) in enumerate(lines.items()):
-            if points[0]:
-                axes.plot(
-                    *points, color=f"C{number}", label=name, marker="o" if len(points[0]) < 10 else None
-                )
+        for number, (name, seeds) in enumerate(lines.items()):
+            _draw_line(axes, f"C{number}", name, [points for points in seeds if points[0]])
+        for number, of_run in enumerate(runs.values() if "loss" in title else ()):
+            _draw_marks(
+                axes, [found for records in of_run for found in _placed_marks(records, x)], f"C{number}"
+            )
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel(x.replace("_", " "))
         axes.grid(axis="y", color="#ececec")
@@ -194,12 +235,25 @@ def draw_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], x: str = "iterati
     return figure
 
 
-def _curve(
-    records: Sequence[Mapping[str, Any]],
-    kind: str,
-    x: str,
-    value: Callable[[Mapping[str, Any]], float | None],
-) -> tuple[list[float], list[float]]:
+def _draw_line(axes: Any, color: str, name: str, seeds: Sequence[Points]) -> None:
+    if not seeds:
+        return
+    x, y = map(np.array, seeds[0])
+    if len(seeds) > 1:
+        name, x = f"{name} ({len(seeds)} seeds)", shared_points([np.array(points[0]) for points in seeds])
+        values = np.array([np.interp(x, *points) for points in seeds])
+        axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, linewidth=0)
+        y = values.mean(axis=0)
+    axes.plot(x, y, color=color, label=name, marker="o" if len(x) < 10 else None)
+
+
+def _placed_marks(records: Records, x: str) -> list[tuple[Mark, float]]:
+    """The marks of a run, and where they are on the axis `x`."""
+    iterations, places = _curve(records, "train", "iteration", lambda record: record.get(x))
+    return [(mark, float(np.interp(mark.after, iterations, places))) for mark in marks_of(records) if places]
+
+
+def _curve(records: Records, kind: str, x: str, value: Callable[[Mapping[str, Any]], float | None]) -> Points:
     measured = [
         (record[x], number)
         for record in records

@@ -3,7 +3,7 @@
 import pytest
 
 from helpers.chromium import BINARY, Chromium
-from helpers.run_folders import dense_and_moe, experts, train_record, write_run
+from helpers.run_folders import dense_and_moe, event, experts, train_record, write_run
 from moe_exp.host import quantities
 from moe_exp.report.page import write_report
 
@@ -90,7 +90,10 @@ def test_every_axis_and_scale(browser, page):
     assert colored(browser, '[data-chart="loss"] canvas') > 5
     # a gap stays one
     assert browser("Report.charts[0].plot.data.slice(1).some(values => values[10] === null)")
-    assert browser("Report.charts[0].note.textContent") == "× marks records that are not a number."
+    assert browser("Report.charts[0].note.textContent") == (
+        "× marks records that are not a number. ┆ marks stages of data and resumes."
+        " experts: resume after iteration 20."
+    )
     assert browser.problems == []
 
 
@@ -163,6 +166,29 @@ def test_seeds_are_a_band_and_the_difference_a_curve(browser, tmp_path):
     assert "Training loss minus that of moe_2" in charts(browser)
     # Records of the baseline at other places: 3 lies halfway between 4 and 2.
     assert browser("Report.interpolated([2, 4], [4, 2], [1, 2, 3, 4, 5])") == [None, 4, 3, 2, None]
+    assert browser.problems == []
+
+
+def test_marks_of_several_runs_and_seeds_are_named(browser, tmp_path):
+    paths = []
+    for name, use_moe in (("dense", False), ("moe", True), ("moe_2", True)):
+        records = [train_record(index, 5 - index / 10) for index in range(1, 21)]
+        at = [event("start", 0, "10:00:00"), event("resume", 5, "10:01:00")]
+        if use_moe:  # the second seed was also resumed
+            resume = at.pop()
+            at.append(event("data_stage", 11, "10:01:00", stage=1, train_data="web", seq_len=64))
+            at += [resume | {"iteration": 10}] * (name == "moe_2")
+        paths.append(
+            write_run(tmp_path / name, [*at, *records], use_moe=use_moe, seed=2 if name == "moe_2" else 1)
+        )
+    write_report(paths, tmp_path / "report.html")
+    browser.open(tmp_path / "report.html")
+    note = browser("Report.charts[0].note.textContent")
+    assert note.startswith(
+        "┆ marks stages of data and resumes. dense: resume after iteration 5."
+        " moe (2 seeds): data stage 1 from iteration 11: web, SEQ_LEN 64; resume after iteration 10. "
+    )
+    assert browser("Report.charts[0].series().map(one => one.changes.iteration)") == [[5], [10, 10]]
     assert browser.problems == []
 
 

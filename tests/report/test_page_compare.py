@@ -237,11 +237,14 @@ def test_changed_settings_and_data_stages_are_marked(tmp_path):
     changed = event("changed_settings", 12, "10:00:00", changes=["LR 0.001 -> 0.003", "TP 1 -> 2"])
     stage = event("data_stage", 13, "10:00:01", stage=1, train_data="0.5 a 0.5 b", seq_len=4096)
     records = [train_record(iteration, 5.0) for iteration in (5, 10, 15)]
-    runs = read_runs([write_run(tmp_path / "resumed", [*records[:2], changed, stage, records[2]])])
+    before, resume = event("start", 0, "09:00:00"), event("resume", 5, "09:30:00")
+    records = [before, records[0], resume, records[1], changed, stage, records[2]]
+    runs = read_runs([write_run(tmp_path / "resumed", records)])
     found = page_data(runs, None)["runs"][0]["changes"]
-    assert found["iteration"] == [10, 10]
-    texts = ["12: LR 0.001 -> 0.003, TP 1 -> 2", "13: data stage 1: 0.5 a 0.5 b, SEQ_LEN 4096"]
-    assert found["text"] == texts
+    assert found["iteration"] == [5, 10, 10] and found["kind"] == ["resume", "settings", "stage"]
+    texts = ["resume after iteration 5", "resume after iteration 12: LR 0.001 -> 0.003, TP 1 -> 2"]
+    assert found["text"] == [*texts, "data stage 1 from iteration 13: 0.5 a 0.5 b, SEQ_LEN 4096"]
     page = report_html(runs)
-    assert '<i class="mark changed"' in page and "changes: ['LR 0.001 -&gt; 0.003'" not in page
+    assert '<i class="mark changed"' in page and '<i class="mark stage"' in page
+    assert "changes: ['LR 0.001 -&gt; 0.003'" not in page
     assert "LR 0.001 -&gt; 0.003, TP 1 -&gt; 2" in page

@@ -32,6 +32,7 @@ def pixels_like(path: Path, color: tuple[int, int, int]) -> int:
     return int((abs(image - [value / 255 for value in color]).max(axis=-1) < 0.02).sum())
 
 
+MARK = (0x6A, 0x3D, 0x9A)
 SMOOTH, RAW, VALID, RATE = (0x1F, 0x5F, 0x9E), (0x9D, 0xC3, 0xE6), (0xD9, 0x54, 0x1E), (0xC4, 0xC4, 0xC4)
 
 
@@ -56,6 +57,22 @@ def test_a_loss_that_is_null_leaves_a_gap(tmp_path: Path) -> None:
         drawn = [r | change if r["kind"] == "train" and 20 < r["iteration"] < 70 else r for r in records(90)]
         draw_loss_curve(drawn, tmp_path / name, "$name$")
     assert 0 < pixels_like(tmp_path / "gap", SMOOTH) < 0.7 * pixels_like(tmp_path / "whole", SMOOTH)
+
+
+def test_stages_and_resumes_are_marked(tmp_path: Path) -> None:
+    stage = {"kind": "event", "event": "data_stage", "stage": 1, "train_data": "web", "seq_len": 64}
+    changed = {"kind": "event", "event": "changed_settings", "changes": ["LR 0.1 -> 0.2"]}
+    events = [stage | {"iteration": 41}, changed | {"iteration": 70}]
+    draw_loss_curve(records(90), tmp_path / "a.png", "name")
+    draw_loss_curve([*records(90), *events], tmp_path / "b.png", "name")
+    assert pixels_like(tmp_path / "a.png", MARK) == 0
+    image = matplotlib_image.imread(tmp_path / "b.png")[..., :3]
+    dark = (abs(image - [value / 255 for value in MARK]).max(axis=-1) < 0.1).sum(axis=0)
+    columns = [column for column in range(len(dark)) if dark[column] > 150]
+    # The axes reach from 108 to 1104 pixels, and from 0 to 90.9 iterations.
+    expected = [108 + 996 * after / 90.9 for after in (40, 70)]
+    assert all(min(abs(column - x) for column in columns) < 2 for x in expected)
+    assert all(min(abs(column - x) for x in expected) < 3 for column in columns)
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:

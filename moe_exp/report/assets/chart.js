@@ -2,7 +2,7 @@
 "use strict";
 Report.Chart = class {
   // `series()` gives [{ label, run, runs, color, dash, x: {axis: []}, y: [], last, low, high, members, gaps: [index], marks: {axis: [], value: []},
-  // changes: {axis: [], text: []}, points }]. `show` is for the axis, `exact` for the line above the chart.
+  // changes: {axis: [], text: [], kind: []}, points }]. `show` is for the axis, `exact` for the line above the chart.
   constructor(box, { title, series, show = Report.digits, exact = show, smooth = false, zero = false, signed = false, keep = false, note = "", height = 230 }) {
     Object.assign(this, { box, title, series, show, exact, smooth, zero, signed, keep, height, plot: null, range: { low: null, high: null } });
     const head = Report.element("div", undefined, { class: "head" });
@@ -128,8 +128,8 @@ Report.Chart = class {
     const parts = [];
     if (this.shown.some(one => (one.gaps || []).length)) parts.push("× marks records that are not a number.");
     if (this.shown.some(one => one.marks && one.marks.value.length)) parts.push("▼ marks spikes.");
-    const changed = this.shown.flatMap(one => (one.changes || { text: [] }).text.map(text => (this.shown.length > 1 ? `${one.label}, ${text}` : text)));
-    if (changed.length) parts.push(`┆ marks resumes with changed settings, after iteration ${changed.join("; ")}.`);
+    const changed = this.shown.filter(one => one.changes && one.changes.text.length);
+    if (changed.length) parts.push(`┆ marks stages of data and resumes. ${changed.map(one => `${one.label}: ${one.changes.text.join("; ")}.`).join(" ")}`);
     if (this.shown.some(one => one.low && !one.members)) parts.push("A band is the range of the records that share a point.");
     if (this.shown.some(one => one.members)) parts.push("The line of several seeds is their mean, its band reaches from the lowest to the highest.");
     return parts.join(" ");
@@ -156,13 +156,15 @@ Report.Chart = class {
       }
       context.strokeStyle = one.color;
       context.setLineDash([3 * ratio, 4 * ratio]);
-      for (const value of (one.changes || {})[axis] || []) {
+      for (const [index, value] of ((one.changes || {})[axis] || []).entries()) {
         const x = value == null ? NaN : u.valToPos(value / this.divisor, "x", true);
         if (!(x >= left && x <= left + width)) continue;
+        context.globalAlpha = one.changes.kind[index] === "resume" ? 0.4 : 1;
         context.beginPath();
         context.moveTo(x, top); context.lineTo(x, top + height);
         context.stroke();
       }
+      context.globalAlpha = 1;
       context.setLineDash([]);
       const marks = one.marks || { value: [] };
       context.fillStyle = one.color;

@@ -43,9 +43,16 @@ Report.grouped = (list, groups, axis) => groups.flatMap(group => {
   const [first] = found, members = found.map(one => Report.interpolated(one.x[axis], one.y, first.x[axis]));
   return [{
     ...first, label: `${first.label} (${found.length} seeds)`, seeds: found.flatMap(one => one.seeds), x: { [axis]: first.x[axis] }, members, ...Report.spread(members),
-    gaps: [], marks: undefined, changes: undefined, last: undefined,
+    gaps: [], marks: undefined, changes: Report.together(found.map(one => one.changes).filter(Boolean)), last: undefined,
   }];
 });
+
+// The marks of several runs, those that they share once.
+Report.together = changes => {
+  const all = changes.flatMap(one => one.text.map((_, index) => Object.fromEntries(Object.keys(one).map(name => [name, one[name][index]]))));
+  const marks = [...new Map(all.map(mark => [`${mark.iteration} ${mark.text}`, mark])).values()].sort((a, b) => a.iteration - b.iteration);
+  return marks.length ? Object.fromEntries(Object.keys(marks[0]).map(name => [name, marks.map(mark => mark[name])])) : undefined;
+};
 
 // Every curve minus that of the baseline or its group; where the seeds of a curve are among those of `group`, seed by seed.
 Report.differences = (list, baseline, axis, group) => {
