@@ -103,6 +103,7 @@ def test_the_script_suggests_its_own_command(runs: Runs, trained: Path, tmp_path
     assert done.returncode == 0 and "\nRUN_NAME=mine_dense " in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_job_of_slurm_suggests_to_submit_one(
     runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
