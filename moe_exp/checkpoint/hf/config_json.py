@@ -15,7 +15,8 @@ WITHOUT_EFFECT = {
     "_name_or_path", "architectures", "attention_dropout", "aux_loss_alpha", "bos_token_id", "dtype",
     "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "return_dict",
-    "router_aux_loss_coef", "router_jitter_noise", "seq_aux", "torch_dtype", "transformers_version",
+    "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "torch_dtype",
+    "transformers_version",
     "unsloth_fixed", "use_cache", "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers",
     "num_mtp_layers", "resid_pdrop", "embd_pdrop", "initializer_cutoff_factor", "sep_token_id",
     "tokenizer_class", "finetuning_task", "task_specific_params", "tie_encoder_decoder", "torchscript",
@@ -100,4 +101,4 @@ def fields_of(config: Config, architecture: Architecture) -> dict[str, Any]:
     fields: dict[str, Any] = {"architectures": [architecture.name], "model_type": architecture.model_type}
     for rule in architecture.fields:
         fields |= rule.write(config)
-    return fields | {"attention_dropout": config.attention_dropout, "use_cache": True}
+    return fields | {"use_cache": True}

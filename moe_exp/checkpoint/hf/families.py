@@ -51,7 +51,7 @@ _SIZES = (
     same("num_hidden_layers", "num_layers"), same("hidden_size", "hidden_size"),
     same("num_attention_heads", "num_heads"), same("vocab_size", "vocab_size"),
     FieldRule(("max_position_embeddings",), same("max_position_embeddings", "seq_len").read, _longest),
-    same("initializer_range", "init_std"),
+    same("initializer_range", "init_std"), same("attention_dropout", "attention_dropout"),
     must_be("hidden_act", "silu", because=_ACTIVATION),
 )  # fmt: skip
 
@@ -163,13 +163,15 @@ _SHARED_GATE = (
 # Defaults and meanings of null in the classes of transformers. Without sizes: a folder that omits one hardly
 # has weights of the default size.
 _DEFAULTS = {
-    "hidden_act": "silu", "initializer_range": 0.02, "rms_norm_eps": 1e-6, "tie_word_embeddings": False
+    "hidden_act": "silu", "initializer_range": 0.02, "attention_dropout": 0.0, "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
 }  # fmt: skip
 _QWEN_MOE_DEFAULTS = _DEFAULTS | {
     "max_position_embeddings": 32768, "decoder_sparse_step": 1, "mlp_only_layers": None,
-    "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False,
+    "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False, "router_aux_loss_coef": 0.001,
 }  # fmt: skip
 _AS_MANY_AS_HEADS = {"num_key_value_heads": None}
+_NO_DROPOUT = {"attention_dropout": 0.0}
 _QWEN_MOE_NULL = {"mlp_only_layers": None, "sliding_window": None}
 
 _SOFTMAX = {"router_score": "softmax"}
@@ -186,14 +188,16 @@ MIXTRAL = Architecture(
     "MixtralForCausalLM", "mixtral",
     fields=(
         *_common(theta=1e6), *_HEADS, _ONE_WIDTH, same("num_local_experts|num_experts", "num_experts"), _TOPK,
-        rules.no_sliding_window(switched=False),
+        rules.no_sliding_window(switched=False), rules.balancing(),
+        # there the noise also reaches the experts
+        same("router_jitter_noise", "router_jitter"),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_experts("block_sparse_moe", "w1", "w3", "w2")),
     settings=_SOFTMAX | {"router_pre_softmax": False},
     traits={"routing": ("softmax, normalized",), "head_dim": _HEAD_DIMS, "tied": _EITHER},
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": None,
-        "sliding_window": None,
+        "sliding_window": None, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
     },
     null={"head_dim": None, "sliding_window": None},
 )  # fmt: skip
@@ -203,14 +207,14 @@ OLMOE = Architecture(
         *_common(), *_HEADS_BY_WIDTH, _NO_BIAS, _ONE_WIDTH,
         same("num_experts|num_local_experts", "num_experts"), _TOPK,
         must_be("clip_qkv", None, because="queries, keys and values are not clipped here"),
-        rules.normalized_weights(),
+        rules.normalized_weights(), rules.balancing(),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_PROJECTION_NORMS, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True, "qk_norm_scope": "all"},
     traits={"qk_norm": ("all",), "routing": _NORMALIZED_OR_NOT, "tied": _EITHER},
     defaults=_DEFAULTS | {
         "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "num_key_value_heads": None,
-        "attention_bias": False, "clip_qkv": None, "norm_topk_prob": False,
+        "attention_bias": False, "clip_qkv": None, "norm_topk_prob": False, "router_aux_loss_coef": 0.01,
     },
     null=_AS_MANY_AS_HEADS | {"clip_qkv": None},
 )  # fmt: skip
@@ -219,7 +223,7 @@ QWEN3_MOE = Architecture(
     fields=(
         *_common(), *_HEADS, _NO_BIAS, _DENSE_WIDTH, _EXPERT_WIDTH,
         same("num_experts|num_local_experts", "num_experts"), _TOPK, rules.normalized_weights(),
-        rules.dense_layers_by_list(), rules.no_sliding_window(),
+        rules.dense_layers_by_list(), rules.no_sliding_window(), rules.balancing(),
     ),
     tensors=(*_MODEL, *_ATTENTION, *_HEAD_NORMS, *_DENSE, *_EXPERTS),
     settings=_SOFTMAX | {"qk_norm": True},
@@ -256,7 +260,7 @@ QWEN2_MOE = Architecture(
     fields=(
         *_common(), *_HEADS_BY_WIDTH, _DENSE_WIDTH, _EXPERT_WIDTH,
         _SHARED_EXPERT, same("num_experts", "num_experts"), _TOPK, _WITH_BIAS, rules.normalized_weights(),
-        rules.dense_layers_by_list(), rules.no_sliding_window(),
+        rules.dense_layers_by_list(), rules.no_sliding_window(), rules.balancing(),
     ),
     tensors=(
         *_MODEL, *_ATTENTION, *_QKV_BIAS, *_DENSE, *_EXPERTS, *_shared("shared_expert"), *_SHARED_GATE
@@ -272,7 +276,7 @@ QWEN2_MOE = Architecture(
 _DEEPSEEK_FIELDS = (
     _DENSE_WIDTH, _EXPERT_WIDTH, same("n_routed_experts|num_local_experts", "num_experts"), _TOPK,
     rules.shared_experts_by_number(), rules.first_dense_layers(), rules.sigmoid_routing(),
-    rules.limited_groups(),
+    rules.limited_groups(), rules.balancing("aux_loss_alpha"),
 )  # fmt: skip
 _DEEPSEEK_TRAITS = {
     "moe_layers": ("all", "after the first"), "routing": ("sigmoid", "sigmoid, normalized"),
@@ -299,7 +303,9 @@ DEEPSEEK_V3 = Architecture(
         "q_lora_rank": 1536, "rope_interleave": True, "first_k_dense_replace": 3, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
     },
-    null=_AS_MANY_AS_HEADS | {"q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False},
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {
+        "q_lora_rank": None, "rope_interleave": False, "norm_topk_prob": False
+    },
 )  # fmt: skip
 # DeepSeek-V3's MoE without latent attention.
 GLM4_MOE = Architecture(
@@ -338,7 +344,7 @@ LLAMA = Architecture(
         "max_position_embeddings": 2048, "num_key_value_heads": None, "head_dim": None,
         "attention_bias": False, "mlp_bias": False,
     },
-    null=_AS_MANY_AS_HEADS | {"head_dim": None},
+    null=_AS_MANY_AS_HEADS | _NO_DROPOUT | {"head_dim": None},
 )  # fmt: skip
 QWEN3 = Architecture(
     "Qwen3ForCausalLM", "qwen3",

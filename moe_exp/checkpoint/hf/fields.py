@@ -211,6 +211,35 @@ def sigmoid_routing() -> FieldRule:
     return FieldRule(("norm_topk_prob", "routed_scaling_factor"), read, write)
 
 
+# The formula of transformers and DeepSeek: E/(T*K) sum_e count_e mean_score_e. They differ in what T counts.
+_BALANCING = ("aux_loss", "global_aux_loss", "seq_aux_loss")
+
+
+def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
+    """Weights of balancing loss and z-loss. With `aux_loss_alpha` of DeepSeek, whose class has no loss, a
+    missing one is 0, and `seq_aux` chooses between the loss over a sequence, its default, and over a batch.
+    """
+    names, is_optional = (weight, "router_aux_loss_coef", "seq_aux", "router_z_loss_coef"), "alpha" in weight
+
+    def read(fields: Fields) -> Settings:
+        coefficient = float(given(fields, weight, given(fields, "router_aux_loss_coef", 0.0)))
+        kind = "seq_aux_loss" if is_optional and given(fields, "seq_aux", True) else "aux_loss"
+        return {
+            "aux_loss_type": kind if coefficient else "none",
+            "aux_loss_coeff": str(coefficient),
+            "z_loss_coeff": given(fields, "router_z_loss_coef", 0.0),
+        }
+
+    def write(config: Config) -> dict[str, Any]:
+        losses = config.balancing_losses
+        coefficient = sum(losses.get(kind, 0.0) for kind in _BALANCING)
+        fields = {} if is_optional and not coefficient else {weight: coefficient}
+        fields |= {"seq_aux": "seq_aux_loss" in losses} if is_optional and fields else {}
+        return fields | ({"router_z_loss_coef": config.z_loss_coeff} if config.z_loss_coeff else {})
+
+    return FieldRule(tuple(dict.fromkeys(names)), read, write)
+
+
 # Of the inner norms in transformers, regardless of config.json; Megatron has one for all norms.
 LATENT_EPSILON = 1e-6
 

@@ -36,6 +36,10 @@ from moe_exp.runs.run_folder import LATEST
 logger = logging.getLogger(__name__)
 
 SETTINGS = "settings.env"
+# Named, so that no preset of the machine decides; the rate is about a tenth of the usual one of pretraining.
+_CONTINUED: Settings = {
+    "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
+}  # fmt: skip
 _USUAL_SEQ_LEN = 8192
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -280,11 +284,13 @@ def _write_companions(source: Path, partial: Path, target: Path, config: Config)
 
 
 def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:
-    """Writes all settings of the model, independent of presets, and the path of its weights."""
+    """Writes all settings of the model, the path of its weights, and how to continue training, all independent
+    of the machine.
+    """
     values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
-    values |= {"load_dir": str(target.resolve())}
+    values |= {"load_dir": str(target.resolve())} | _CONTINUED
     texts = {name.upper(): setting_text(value) for name, value in values.items() if value != ""}
-    lines = ["# The model of this checkpoint, for moe-exp train --config"]
+    lines = ["# The model of this checkpoint, and how to continue its training, for moe-exp train --config"]
     lines += [f"{name}={shlex.quote(text)}" for name, text in texts.items()]
     write_atomically(path, "\n".join(lines) + "\n")
 
@@ -301,4 +307,8 @@ def _notes(config: Config) -> list[str]:
             f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {added} rows of zeros were added, whose"
             " logits are 0 and count in the softmax until training has pushed them down"
         )
-    return notes
+    names = ("aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")
+    balancing = " ".join(f"{name.upper()}={getattr(config, name)}" for name in names)
+    rates = f"LR={_CONTINUED['lr']} falling to MIN_LR={_CONTINUED['min_lr']}"
+    of_model = f", and the balancing of config.json: {balancing}" if config.use_moe else ""
+    return [*notes, f"{SETTINGS} continues the training with AdamW, {rates}{of_model}"]

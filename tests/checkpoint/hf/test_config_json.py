@@ -15,6 +15,7 @@ from moe_exp.checkpoint.hf.families import ARCHITECTURES, Architecture
 from moe_exp.checkpoint.hf.fields import UnsupportedModel
 from moe_exp.checkpoint.hf.importing import _config
 
+COEF, Z = "router_aux_loss_coef", "router_z_loss_coef"
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "intermediate_size": 96,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256,
@@ -132,6 +133,61 @@ def test_deepseek_v3_as_it_is_published():
     assert {name: back[name] for name in DEEPSEEK if name in back and name != "rope_scaling"} == {
         name: value for name, value in DEEPSEEK.items() if name not in lost and name != "rope_scaling"
     }
+
+
+# What a config.json says about balancing, the settings AUX_LOSS_TYPE, AUX_LOSS_COEFF and Z_LOSS_COEFF for it,
+# and the fields that an export writes.
+ALPHA = {"aux_loss_alpha": 0.001, "seq_aux": True}
+BALANCING: dict[str, tuple[str, dict[str, Any], tuple[str, str, float], dict[str, Any]]] = {
+    "given": ("Mixtral", {COEF: 0.02}, ("aux_loss", "0.02", 0), {COEF: 0.02}),
+    "default": ("Mixtral", {}, ("aux_loss", "0.001", 0), {COEF: 0.001}),
+    "default of OLMoE": ("Olmoe", {}, ("aux_loss", "0.01", 0), {COEF: 0.01}),
+    "zero": ("Qwen3Moe", {COEF: 0}, ("none", "0.0", 0), {COEF: 0.0}),
+    "small": ("Qwen2Moe", {COEF: 1e-5}, ("aux_loss", "1e-05", 0), {COEF: 1e-5}),
+    "z-loss": ("Olmoe", {COEF: 0.01, Z: 1e-3}, ("aux_loss", "0.01", 1e-3), {COEF: 0.01, Z: 1e-3}),
+    "bias": ("DeepseekV3", {}, ("none", "0.0", 0), {}),
+    "bias, GLM": ("Glm4Moe", {}, ("none", "0.0", 0), {}),
+    "sequences": ("DeepseekV3", ALPHA, ("seq_aux_loss", "0.001", 0), ALPHA),
+    "batch": (
+        "DeepseekV3", ALPHA | {"seq_aux": False}, ("aux_loss", "0.001", 0), ALPHA | {"seq_aux": False}
+    ),
+    "another name": ("Glm4Moe", {COEF: 1e-4}, ("seq_aux_loss", "0.0001", 0), ALPHA | {"aux_loss_alpha": 1e-4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "fields", "expected", "written"), BALANCING.values(), ids=BALANCING)
+def test_balancing_there_and_back(family, fields, expected, written):
+    architecture = ARCHITECTURES[f"{family}ForCausalLM"]
+    whole = {name: value for name, value in fields_of_class(architecture)[2].items() if name != COEF}
+    model = _config(settings_of(whole | fields, architecture))
+    assert (model.aux_loss_type, model.aux_loss_coeff, model.z_loss_coeff) == expected
+    back = fields_of(model, architecture)
+    assert {name: back[name] for name in (COEF, Z, "aux_loss_alpha", "seq_aux") if name in back} == written
+
+
+@pytest.mark.parametrize(
+    ("kinds", "coefficients", "weight"),
+    [
+        ("global_aux_loss", "0.02", 0.02),
+        ("seq_aux_loss,aux_loss", "0.01,0.02", 0.03),
+        ("importance", "0.1", 0.0),
+        ("entropy,aux_loss", "0.1,0.02", 0.02),
+    ],
+)
+def test_the_weight_that_an_export_has_is_that_of_the_losses_of_its_formula(kinds, coefficients, weight):
+    architecture = ARCHITECTURES["MixtralForCausalLM"]
+    model = _config(settings_of(fields_of_class(architecture)[2], architecture))
+    model = model.model_copy(update={"aux_loss_type": kinds, "aux_loss_coeff": coefficients})
+    assert fields_of(model, architecture)[COEF] == pytest.approx(weight)
+
+
+def test_noise_of_the_training_is_taken_over():
+    mixtral = ARCHITECTURES["MixtralForCausalLM"]
+    noise = {"attention_dropout": 0.1, "router_jitter_noise": 0.02}
+    model = _config(settings_of(fields_of_class(mixtral)[2] | noise, mixtral))
+    assert (model.attention_dropout, model.router_jitter) == (0.1, 0.02)
+    back = fields_of(model, mixtral)
+    assert {name: back[name] for name in noise} == noise
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import torch
 from helpers import ROOT
 from helpers.hf.tiny_models import tiny_folder, weights_of
 from moe_exp.cli import main
+from moe_exp.config.loading import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
 
 
@@ -111,6 +112,35 @@ def test_settings_of_the_printed_command_are_read(tmp_path):
     assert done.returncode == 0, done.stderr
     resolved = {line.partition("#")[0].strip() for line in done.stdout.splitlines()}
     assert set(env.read_text().splitlines()[1:]) <= resolved
+
+
+@pytest.mark.parametrize(("name", "balancing"), [
+    ("mixtral", ("aux_loss", {"aux_loss": 0.02}, 0.0)), ("deepseek_v3", ("none", {}, 0.0)),
+])  # fmt: skip
+def test_how_a_run_from_settings_env_trains_does_not_depend_on_the_machine(
+    name, balancing, tmp_path, capsys, monkeypatch
+):
+    """The balancing of the folder, AdamW and a small learning rate, with GPUs and without."""
+    changes = {"router_aux_loss_coef": 0.02} if name == "mixtral" else {}
+    assert main(["convert", "from-hf", str(tiny_folder(tmp_path / "hf", name, changes=changes)),
+                 str(tmp_path / "ours")]) == 0  # fmt: skip
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if "AUX_LOSS_TYPE" in line]
+    assert (
+        note.startswith("Note: settings.env continues the training with AdamW, LR=3e-05 ")
+        and f"AUX_LOSS_TYPE={balancing[0]}" in note
+    )
+    flags = {"config": str(tmp_path / "ours/settings.env"), "train_iters": 200}
+    found = []
+    for num_gpus in (0, 8):
+        for module in ("loading", "presets", "settings", "model_settings"):
+            monkeypatch.setattr(f"moe_exp.config.{module}.count_gpus", lambda number=num_gpus: number)
+        found += [load_config(flags | data, {}) for data in ({}, {"train_data": "tokens"})]
+    for config in found:
+        assert (config.optimizer, config.lr, config.min_lr) == ("adam", 3e-5, 3e-6)
+        assert (config.lr_decay_style, config.warmup_iters, config.decay_end) == ("cosine", 20, 200)
+        assert (config.aux_loss_type, config.balancing_losses, config.z_loss_coeff) == balancing
+        of_machine = {"gpus_per_node": 1, "num_workers": 0, "train_data": ""}
+        assert config.model_copy(update=of_machine) == found[0].model_copy(update=of_machine)
 
 
 @pytest.mark.parametrize("flag", ["--max-shard-size", "--dtype", "--weights"])

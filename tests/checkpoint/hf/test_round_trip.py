@@ -23,7 +23,6 @@ from moe_exp.config.checks.checks import check_config
 # which its DeepSeek-V3 asks for, and transformers does not write
 _VLLM = {"ep_size", "moe_layer_freq", "scoring_func", "topk_method"}
 _NOT_KEPT = {
-    "router_aux_loss_coef",
     "num_nextn_predict_layers",
     "num_mtp_layers",
     "transformers_version",
