@@ -112,7 +112,10 @@ def _no_checkpoint(folder: Path) -> str:
             "holds no checkpoint itself; the runs in it do:"
             f" {', '.join(runs[:5])}{' ...' if len(runs) > 5 else ''}"
         )
-    return "holds no distributed checkpoint (no metadata.json)"
+    rule = "holds no distributed checkpoint (no metadata.json)"
+    if (folder / "config.json").is_file():
+        rule += "; it is a Hugging Face folder, which moe-exp convert from-hf converts"
+    return rule
 
 
 def existing(folder: Path) -> Path:

@@ -16,7 +16,7 @@ WITHOUT_EFFECT = {
     "eos_token_id", "id2label", "is_encoder_decoder", "label2id", "model_type", "output_attentions",
     "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp", "return_dict",
     "router_aux_loss_coef", "router_jitter_noise", "router_z_loss_coef", "seq_aux", "torch_dtype",
-    "transformers_version",
+    "transformers_version", "transformers_weights",
     "unsloth_fixed", "use_cache", "chunk_size_feed_forward", "problem_type", "num_nextn_predict_layers",
     "num_mtp_layers", "resid_pdrop", "embd_pdrop", "initializer_cutoff_factor", "sep_token_id",
     "tokenizer_class", "finetuning_task", "task_specific_params", "tie_encoder_decoder", "torchscript",

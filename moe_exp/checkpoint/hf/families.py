@@ -168,7 +168,8 @@ _DEFAULTS = {
 }  # fmt: skip
 _QWEN_MOE_DEFAULTS = _DEFAULTS | {
     "max_position_embeddings": 32768, "decoder_sparse_step": 1, "mlp_only_layers": None,
-    "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False, "router_aux_loss_coef": 0.001,
+    "norm_topk_prob": False, "sliding_window": 4096, "use_sliding_window": False,
+    "router_aux_loss_coef": 0.001,
 }  # fmt: skip
 _AS_MANY_AS_HEADS = {"num_key_value_heads": None}
 _NO_DROPOUT = {"attention_dropout": 0.0}

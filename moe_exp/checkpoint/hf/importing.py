@@ -284,9 +284,7 @@ def _write_companions(source: Path, partial: Path, target: Path, config: Config)
 
 
 def _write_settings(path: Path, settings: Settings, config: Config, target: Path) -> None:
-    """Writes all settings of the model, the path of its weights, and how to continue training, all independent
-    of the machine.
-    """
+    """Writes all settings of the model, its weights and its training, which no machine's preset changes."""
     values = settings | {"dtype": config.dtype, "tokenizer": config.tokenizer}
     values |= {"load_dir": str(target.resolve())} | _CONTINUED
     texts = {name.upper(): setting_text(value) for name, value in values.items() if value != ""}

@@ -5,6 +5,7 @@ of a mapped file would count as memory of the process until the file is closed.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from moe_exp.host import files
 
+logger = logging.getLogger(__name__)
+
+ADAPTER = "adapter_config.json"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}  # of the setting DTYPE
@@ -34,7 +38,11 @@ class StoredWeight:
 
 
 class ModelFolder:
-    """Config and weights of a folder, values read on request; ValueError if it is incomplete or damaged."""
+    """Config and weights of a folder, values read on request; ValueError if it is incomplete or damaged.
+
+    The weights are those that `from_pretrained` of transformers reads: model.safetensors, or without it the
+    files that its index names. Weights that it would take from elsewhere are refused.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -42,35 +50,47 @@ class ModelFolder:
             raise ValueError(
                 f"SRC={path}: is no folder. Fix: give a local folder with config.json and safetensors files."
             )
+        if (path / ADAPTER).is_file():
+            rule = f"has {ADAPTER}, and transformers adds the adapter to the weights"
+            fix = "merge the adapter: PeftModel.from_pretrained(...).merge_and_unload().save_pretrained(...)"
+            raise ValueError(f"SRC={path}: {rule}. Fix: {fix}.")
         self.config = read_json(path / "config.json")
         self.weights: dict[str, StoredWeight] = {}
         self._open: tuple[str, Any] | None = None
         index = self._index()
-        for file in self._files(index):
+        for file in [SINGLE] if index is None else sorted(set(index.values())):
             self._read_header(file)
         if index is not None:
             self._compare(index)
 
     def _index(self) -> dict[str, str] | None:
-        if not (self.path / INDEX).is_file():
+        """File by tensor; None if all tensors are in SINGLE."""
+        has_index, is_single = ((self.path / name).is_file() for name in (INDEX, SINGLE))
+        used = SINGLE if is_single else INDEX
+        if (named := self.config.get("transformers_weights") or used) != used:
+            rule = f"names other weights, not {used}"
+            fix = "remove the field, and the weights that are not meant"
+            raise ValueError(f"{self.path}/config.json: transformers_weights={named}: {rule}. Fix: {fix}.")
+        if is_single:
+            if has_index:
+                logger.warning("%s: reading %s, as transformers does, and not %s", self.path, SINGLE, INDEX)
             return None
+        if not has_index:
+            raise self._no_weights()
         index = read_json(self.path / INDEX).get("weight_map")
         if not isinstance(index, dict) or not all(isinstance(file, str) for file in index.values()):
             raise ValueError(f"{self.path / INDEX}: has no weight_map. Fix: {_FETCH}.")
         return index
 
-    def _files(self, index: Mapping[str, str] | None) -> list[str]:
-        if index is not None:
-            return sorted(set(index.values()))
-        if (self.path / SINGLE).is_file():
-            return [SINGLE]
-        if any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
+    def _no_weights(self) -> ValueError:
+        rule, fix = f"has neither {SINGLE} nor {INDEX}", _FETCH
+        if others := sorted(path.name for path in self.path.glob("*.safetensors")):
+            rule += f", but {', '.join(others[:3])}{' ...' if len(others) > 3 else ''}"
+            fix = f"save the model with save_pretrained of transformers, or {fix}"
+        elif any(found for pattern in _PICKLES for found in self.path.glob(pattern)):
+            rule = "has pickled weights alone, which can run code when they are read"
             fix = "load it with transformers and save it again: from_pretrained(...).save_pretrained(...)"
-            raise ValueError(
-                f"SRC={self.path}: has pickled weights alone, which can run code when they are read. Fix:"
-                f" {fix}."
-            )
-        raise ValueError(f"SRC={self.path}: has neither {SINGLE} nor {INDEX}. Fix: {_FETCH}.")
+        return ValueError(f"SRC={self.path}: {rule}. Fix: {fix}.")
 
     def _read_header(self, file: str) -> None:
         if Path(file).name != file:

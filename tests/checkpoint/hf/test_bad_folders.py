@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from helpers.hf.tiny_models import tiny_folder, weights_of
+from helpers.hf.tiny_models import their_logits, tiny_folder, tiny_model, weights_of
+from helpers.relative_error import assert_equal_to
 from moe_exp.checkpoint.hf import target as target_module
+from moe_exp.checkpoint.hf.averaging import average_folders
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -307,6 +309,73 @@ def test_index_that_disagrees(change, text, sharded):
     change(index["weight_map"])
     path.write_text(json.dumps(index))
     refused(sharded, text)
+
+
+@pytest.mark.parametrize("left", ["shards", "one shard", "no shard", "no JSON"])
+def test_a_whole_file_beside_an_index_is_read_as_transformers_does(left, sharded, hf_folders, caplog):
+    """`save_pretrained` leaves the index of a model that had shards before."""
+    other = tiny_model("mixtral")
+    with torch.no_grad():
+        for value in other.parameters():
+            value.mul_(1.25)
+    other.save_pretrained(sharded.parent / "other")
+    shutil.copy(sharded.parent / "other/model.safetensors", sharded)
+    for path in sorted(sharded.glob("model-*"))[{"shards": 99, "one shard": 1}.get(left, 0) :]:
+        path.unlink()
+    if left == "no JSON":
+        (sharded / INDEX).write_text("{")
+    from_hf(sharded, sharded.parent / "ours")
+    assert f"reading model.safetensors, as transformers does, and not {INDEX}" in caplog.text
+    to_hf(sharded.parent / "ours", sharded.parent / "back")
+    average_folders([sharded], sharded.parent / "average", [1.0])
+    tokens = torch.arange(1, 30)[None]
+    expected = their_logits(sharded, tokens)
+    assert (their_logits(hf_folders["mixtral"], tokens) - expected).norm() > 0.1 * expected.norm()
+    for name in ("back", "average"):
+        assert_equal_to(1e-6, {name: their_logits(sharded.parent / name, tokens)}, {name: expected})
+
+
+def as_variant(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.fp16.safetensors")
+
+
+def as_adapter(folder: Path) -> None:
+    for name in ("model.safetensors", "config.json"):
+        (folder / name).unlink()
+    (folder / "adapter_config.json").write_text("{}")
+
+
+OTHER_WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a variant": (as_variant, r"has neither .* but model\.fp16\.safetensors\. Fix: "),
+    "Mistral's format": (
+        lambda f: (f / "model.safetensors").rename(f / "consolidated.safetensors"),
+        r"has neither .* but consolidated\.safetensors\. Fix: save the model with save_pretrained",
+    ),
+    "beside a pickle": (
+        lambda f: (as_variant(f), (f / "training_args.bin").touch()), r"but model\.fp16\.safetensors\. Fix: "
+    ),
+    "an adapter": (as_adapter, r"SRC=.*: has adapter_config\.json, .* Fix: merge the adapter"),
+    "an adapter in a model": (
+        lambda f: (f / "adapter_config.json").write_text("{}"), r"Fix: merge the adapter"
+    ),
+    "another name": (
+        lambda f: with_config(f, transformers_weights="new.safetensors"),
+        r"config\.json: transformers_weights=new\.safetensors: .* not model\.safetensors",
+    ),
+    "the index by name": (lambda f: with_config(f, transformers_weights=INDEX), r"transformers_weights="),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "text"), OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)
+@pytest.mark.parametrize("reader", ["from_hf", "average"])
+def test_weights_that_are_not_under_the_usual_names(change, text, reader, folder):
+    source = folder("mixtral")
+    change(source)
+    if reader == "from_hf":
+        refused(source, text)
+    else:
+        with pytest.raises(ValueError, match=text):
+            average_folders([source], source.parent / "average", [1.0])
 
 
 def test_pickles_are_not_read(folder):

@@ -151,7 +151,9 @@ BALANCING: dict[str, tuple[str, dict[str, Any], tuple[str, str, float], dict[str
     "batch": (
         "DeepseekV3", ALPHA | {"seq_aux": False}, ("aux_loss", "0.001", 0), ALPHA | {"seq_aux": False}
     ),
-    "another name": ("Glm4Moe", {COEF: 1e-4}, ("seq_aux_loss", "0.0001", 0), ALPHA | {"aux_loss_alpha": 1e-4}),
+    "another name": (
+        "Glm4Moe", {COEF: 1e-4}, ("seq_aux_loss", "0.0001", 0), ALPHA | {"aux_loss_alpha": 1e-4}
+    ),
 }  # fmt: skip
 
 
