@@ -119,6 +119,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "eval": (
         "moe-exp eval --checkpoint runs/NAME                  # the run's own validation data",
         "moe-exp eval --checkpoint runs/NAME --data data/other_text_document --experts",
+        "moe-exp eval --checkpoint checkpoints/qwen3 --data-of runs/NAME   # another model on the same data",
     ),
     "generate": (
         'moe-exp generate --checkpoint runs/NAME --prompt "def main("',

@@ -87,6 +87,10 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
     )
     add = parser.add_argument
     add("--data", nargs="+", default=[], metavar="PREFIX", help=data_help)
+    data_of_help = (
+        "evaluate on the held-out data of this run instead of the checkpoint's own, in its sequences"
+    )
+    add("--data-of", default="", metavar="RUN", help=data_of_help)
     about = "the first N sequences of SEQ_LEN tokens of each prefix (default: all)"
     add("--samples", type=int, metavar="N", help=about)
     add("--by-document", action="store_true", help="every document alone, instead of one text of all of them")

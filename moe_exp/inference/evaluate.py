@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,14 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.settings import saved_config, saved_order
+from moe_exp.checkpoint.format.settings import UNKNOWN_DATA, saved_config, saved_order
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.document_ends import check_ends
-from moe_exp.data.tokens.files import Share, parse_split
+from moe_exp.data.tokens.files import Share, parse_split, tokenizer_facts
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import parse_blend
@@ -32,7 +34,7 @@ from moe_exp.inference.eval_report import Evaluation, Row, print_evaluation
 from moe_exp.inference.expert_usage import LayerUsage, RouterCounts
 from moe_exp.inference.held_out import Cut, HeldOut, Int64Array
 from moe_exp.inference.jobs import Request, advancing, batch_size_of, planned_quietly, run_rank
-from moe_exp.inference.layout import Layout, config_for_use
+from moe_exp.inference.layout import Layout, config_for_use, longest_sample
 from moe_exp.inference.loading import load_model
 from moe_exp.inference.stage import Stage
 from moe_exp.inference.text import tokenizer_for
@@ -49,6 +51,9 @@ class EvalRequest(Request):
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
     # prefixes of .bin/.idx files, each a row; none: VALID_DATA of the run, its SPLIT, or the embedded corpus
     data: tuple[str, ...] = ()
+    data_of: str = (
+        ""  # another run, in place of the checkpoint's own: its held-out data, cut and masked as there
+    )
     samples: int | None = None  # only the first sequences of each prefix; None: all
     by_document: bool = False  # every document alone, see `held_out.Cut`
     experts: int | None = None  # show this many experts per layer; None: count no experts
@@ -92,25 +97,32 @@ class Plan:
 def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
     """Checks a request without loading weights, and `check_ids` its tokens; ValueError with all problems."""
     folder = one_checkpoint(expanded(request.checkpoint))
-    saved = saved_config(folder)
+    saved, order = saved_config(folder), saved_order(folder)
+    owner = _data_owner(request.data_of) if request.data_of else _Owner(saved, order)
+    if owner.settings.seq_len > (longest := longest_sample(saved)):
+        text = "data: sequences of SEQ_LEN=%d as in %s; the model was trained on SEQ_LEN=%d"
+        logger.warning(text, owner.settings.seq_len, owner.named, longest)
+    saved = saved.model_copy(update={name: getattr(owner.settings, name) for name in _HOW_DATA_IS_CUT})
     problems = _number_problems(request, saved)
+    mask = saved.document_mask if request.document_mask is None else request.document_mask
     config = config_for_use(
         folder,
         request.layout,
         dtype=request.dtype or None,
         capacity=request.capacity,
-        document_mask=False if request.by_document else request.document_mask,
-    )
-    order = saved_order(folder)
-    tokenizer, trained = _tokenizer(request, saved, order), order.get("tokenizer") or ""
+        document_mask=mask and not request.by_document,
+        seq_len=saved.seq_len,
+    ).model_copy(update={"eod_mask_loss": saved.eod_mask_loss})
+    of_data = owner.tokenizer()
+    tokenizer = _tokenizer(request, saved, order, of_data)
     if problems:
         raise ConfigError(problems)
-    sources = _sources(request, saved, trained, check_ids=check_ids)
+    sources = _sources(request, saved, owner, check_ids=check_ids)
     batch_size = request.batch_size or batch_size_of(
         saved, saved.seq_len, max(map(len, sources)), capacity=request.capacity
     )
     if tokenizer is not None:
-        _compare_tokenizers(tokenizer, sources)
+        _compare_tokenizers(tokenizer, sources, data_of="" if of_data else request.data_of)
     if saved.use_moe and saved.moe_type == "moe" and not request.capacity:
         logger.info("MOE_TYPE=moe: no token is dropped here; --capacity drops as in training")
     eod_id = None
@@ -120,6 +132,41 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
             raise ConfigError(problems)
     token_bytes = TokenBytes(tokenizer) if tokenizer else None
     return Plan(request, folder, config, sources, token_bytes, batch_size, eod_id)
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """The run whose held-out data is used, if no --data is given."""
+
+    settings: Config
+    order: Mapping[str, Any]  # as of `saved_order`
+    named: str = ""  # --data-of; empty: it is the run of the checkpoint
+
+    def error(self, rule: str) -> ValueError:
+        """The error about its data."""
+        others = "" if self.named else ", or --data-of, a run"
+        name, fix = "data_of" if self.named else "data", f"give --data, prefixes of .bin/.idx files{others}"
+        return ValueError(problem(name, self.named, rule, fix))
+
+    def tokenizer(self) -> TextTokenizer | None:
+        """Returns the tokenizer of the data of --data-of; None if it is not known."""
+        with suppress(ValueError):
+            return tokenizer_for(self.settings, "", order=self.order) if self.named else None
+        return None
+
+
+_HOW_DATA_IS_CUT = ("seq_len", "data_order", "document_mask", "eod_mask_loss")
+
+
+def _data_owner(data_of: str) -> _Owner:
+    path = expanded(data_of)
+    if (path / "config.yaml").is_file() and not any(path.glob("checkpoints/iter_*")):
+        return _Owner(load_config({"config": path}, {}), {}, data_of)
+    try:
+        folder = one_checkpoint(path)
+        return _Owner(saved_config(folder), saved_order(folder), data_of)
+    except ValueError as error:
+        raise ValueError(str(error).replace("checkpoint=", "DATA_OF=", 1)) from None
 
 
 def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
@@ -137,25 +184,38 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
             f"with --capacity the {saved.seq_len} tokens of a sequence cannot be padded to a multiple of it"
         )
         problems.append(problem("tp", request.layout.tp, rule, "use another TP, or leave --capacity out"))
+    if request.data_of and request.data:
+        fix = "leave one of the two out"
+        problems.append(problem("data_of", request.data_of, "--data names other data", fix))
     if request.capacity and request.by_document:
         rule = "training drops tokens in sequences of SEQ_LEN, whatever documents are in them"
         problems.append(problem("by_document", "true", rule, "leave --capacity or --by-document out"))
     return problems
 
 
-def _tokenizer(request: EvalRequest, saved: Config, order: Mapping[str, Any]) -> TextTokenizer | None:
-    """None, with a warning, if there is none and none was requested."""
+def _tokenizer(
+    request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
+) -> TextTokenizer | None:
+    """The model's, else that of --data-of; None, with a warning, if there is none and none was requested.
+    ValueError if the two differ.
+    """
     try:
-        return tokenizer_for(saved, request.tokenizer, order=order)
+        found = tokenizer_for(saved, request.tokenizer, order=order)
     except ValueError as error:
         if request.tokenizer:
             raise
-        logger.warning("no bits per byte: %s", error)
-        return None
+        if of_data is None:
+            logger.warning("no bits per byte: %s", error)
+        return of_data
+    if of_data and not found.gives_same_ids(of_data):
+        rule = f"its tokenizer, {of_data.name}, differs from the model's, {found.name}"
+        fix = "name a run with the model's tokenizer, or tokenize its text with that one and give --data"
+        raise ValueError(problem("data_of", request.data_of, rule, fix))
+    return found
 
 
-def _sources(request: EvalRequest, saved: Config, trained: str, *, check_ids: bool) -> list[HeldOut]:
-    prefixes, share = (list(request.data), (0.0, 1.0)) if request.data else _own_data(saved, trained)
+def _sources(request: EvalRequest, saved: Config, owner: _Owner, *, check_ids: bool) -> list[HeldOut]:
+    prefixes, share = (list(request.data), (0.0, 1.0)) if request.data else _own_data(owner)
     cut = Cut(
         saved.seq_len, request.by_document, whole_only=request.capacity, samples=request.samples,
         share=share, share_of_sequences=saved.data_order == "megatron",
@@ -178,9 +238,12 @@ def _sources(request: EvalRequest, saved: Config, trained: str, *, check_ids: bo
     return sources
 
 
-def _own_data(saved: Config, trained: str) -> tuple[list[str], Share]:
+def _own_data(owner: _Owner) -> tuple[list[str], Share]:
     """Prefixes of the run's validation data, and the share of their documents."""
-    given, saved = saved, find_prepared_text(saved, trained)
+    given = owner.settings
+    if given.train_data == UNKNOWN_DATA:
+        raise owner.error("the model was converted, and its training data is not known")
+    saved = find_prepared_text(given, owner.order.get("tokenizer") or "")
     share = parse_split(saved.split)[1] if saved.split else None
     if saved.valid_data:
         logger.info("data: %s", "VALID_DATA of the run" if given.valid_data else "held out of TRAIN_DATA")
@@ -189,20 +252,22 @@ def _own_data(saved: Config, trained: str) -> tuple[list[str], Share]:
         logger.info("data: the part of TRAIN_DATA that SPLIT=%s holds out for validation", saved.split)
         return [prefix for _, prefix in parse_blend(saved.train_data)], share
     if saved.train_data:
-        rule = "there is none, and the training had neither VALID_DATA nor a SPLIT for validation"
-        raise ValueError(problem("data", "", rule, "give --data, prefixes of .bin/.idx files"))
+        raise owner.error("there is none, and the training had neither VALID_DATA nor a SPLIT for validation")
     logger.info("data: the held-out part of the embedded corpus")
     return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
 
 
-def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut]) -> None:
-    """Warns if the data's manifest names another tokenizer."""
+def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut], *, data_of: str) -> None:
+    """Warns if the data's manifest names another tokenizer; with `data_of` a ValueError."""
     for source in sources:
-        facts = source.files.manifest.get("settings", {}).get("tokenizer")
-        made_with = facts.get("hash") if isinstance(facts, dict) else None
-        if made_with not in (None, tokenizer.facts()["hash"]):
-            text = "data=%s: by its manifest of another tokenizer than %s"
-            logger.warning(text, source.prefix, tokenizer.name)
+        made_with = tokenizer_facts(source.files.manifest).get("hash")
+        if made_with in (None, tokenizer.facts()["hash"]):
+            continue
+        rule = f"by its manifest of another tokenizer than {tokenizer.name}"
+        if data_of:
+            fix = "give --tokenizer, that of the data, if the model was trained with it"
+            raise ValueError(problem("data_of", data_of, f"{source.prefix} is {rule}", fix))
+        logger.warning("data=%s: %s", source.prefix, rule)
 
 
 def evaluate(plan: Plan, rank: Runtime) -> Evaluation:

@@ -66,18 +66,21 @@ def config_for_use(
     dtype: str | None = None,
     capacity: bool = False,
     document_mask: bool | None = False,
+    seq_len: int = 0,
 ) -> Config:
     """Settings for inference with the model of an iteration's folder, by default in the training's dtype.
     With `capacity`, MOE_TYPE=moe drops tokens as in training; without, none is dropped, and its result does
-    not depend on others in the batch. `document_mask`: as DOCUMENT_MASK; None: as in training. ValueError for
-    an unusable checkpoint, ConfigError for a wrong layout.
+    not depend on others in the batch. `document_mask`: as DOCUMENT_MASK; None: as in training. `seq_len`: of
+    the sequences; 0: as in training. ValueError for an unusable checkpoint, ConfigError for a wrong layout.
     """
     saved = saved_config(folder)
     changes = layout.settings(use_moe=saved.use_moe) | _NO_TRAINING | _OUR_PARTS
     changes |= {} if capacity else _DROPLESS
     changes |= {} if document_mask is None else {"document_mask": document_mask}
     changes["gbsz"] = changes["nnodes"] * changes["gpus_per_node"]  # a row for each replica
-    changes["seq_len"] = -(-saved.seq_len // layout.tp) * layout.tp  # which the ranks of TP can share
+    changes["seq_len"] = (
+        -(-(seq_len or saved.seq_len) // layout.tp) * layout.tp
+    )  # which the ranks of TP can share
     config = saved_config(folder, **changes, **({"dtype": dtype} if dtype else {}))
     if problems := check_config(config):
         raise ConfigError(problems)

@@ -11,11 +11,13 @@ import os
 import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
+from moe_exp.checkpoint.format.folders import is_converted, one_checkpoint
 from moe_exp.checkpoint.remote import ahead_problem, find_there
 from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.checks.determinism import environment_problems
@@ -38,7 +40,7 @@ from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer, tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
-from moe_exp.host.files import bytes_text, is_url, read_yaml
+from moe_exp.host.files import bytes_text, expanded, is_url, read_yaml
 from moe_exp.launch.room import disk_problems
 from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
@@ -73,6 +75,7 @@ def check_files(config: Config, *, with_space: bool = True) -> list[str]:
         *_tokenizer(config),
         *(load_dir := list(_load_dir(config))),
         *([] if load_dir else source_problems(config)),
+        *_data_of_converted(config),
         *_remote_dir(config),
         *_upcycle_from(config),
         *_data_dir(config),
@@ -302,7 +305,7 @@ def data_problems(c: Config) -> Iterator[str]:
 def tokenizer_problems(c: Config) -> Iterator[str]:
     """A line if manifests say that not all data, and TOKENIZER, are of one tokenizer."""
     is_there = bool(c.tokenizer) and Path(c.tokenizer).exists()
-    if is_there and not c.train_data:
+    if is_there and not c.train_data and not any(_data_of_converted(c)):
         own = embedded_folder(Path(c.data_dir)) / "tokenizer.json"
         if not own.is_file() or not _is_tokenizer_of(c.tokenizer, load_named_tokenizer(str(own)).facts()):
             rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
@@ -407,6 +410,16 @@ def _load_dir(c: Config) -> Iterator[str]:
         fix = "set LOAD_DIR to a checkpoints folder, a run folder or the folder of one iteration"
         rule = f"is not a folder with checkpoints, it has no {LATEST}"
         yield problem("load_dir", c.load_dir, rule, f"{fix}, or leave it empty")
+
+
+def _data_of_converted(c: Config) -> Iterator[str]:
+    """Requires TRAIN_DATA for the weights of another program: its tokens are not the embedded corpus's."""
+    for name in ("load_dir", "upcycle_from") if not c.train_data else ():
+        with suppress(ValueError):  # reported by the checks of these settings
+            value = getattr(c, name)
+            if value and not is_url(value) and is_converted(one_checkpoint(expanded(value))):
+                rule = f"{name.upper()}={value} has other tokens than the embedded corpus"
+                yield problem("train_data", "", rule, "set TRAIN_DATA, to text or token files")
 
 
 def _upcycle_from(c: Config) -> Iterator[str]:

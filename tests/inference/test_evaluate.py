@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,23 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.hf.hf_checkpoint import EXPERTS, LAYERS, SEQ_LEN, VOCAB, tiny_model, write_checkpoint
+from helpers.hf.hf_checkpoint import (
+    EXPERTS,
+    LAYERS,
+    SEQ_LEN,
+    SETTINGS,
+    VOCAB,
+    tiny_model,
+    write_checkpoint,
+)
+from helpers.hf.tiny_models import tiny_folder
 from helpers.ranks import free_port, run_on_ranks
 from moe_exp import cli, train
+from moe_exp.checkpoint.hf.importing import from_hf
+from moe_exp.cli import main
+from moe_exp.config import Config
+from moe_exp.config.loading import to_yaml
+from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -26,6 +41,7 @@ from moe_exp.inference.evaluate import EvalRequest, evaluate, plan_evaluation
 from moe_exp.inference.held_out import Cut, HeldOut
 from moe_exp.inference.jobs import run_alone
 from moe_exp.inference.layout import Layout
+from moe_exp.launch.machine_checks import check_files
 from moe_exp.runs.records import read_metrics
 
 EOD = 256
@@ -62,12 +78,12 @@ def evaluated(checkpoint: Path, capsys: pytest.CaptureFixture[str], *flags: str)
 
 
 @torch.no_grad()
-def nats(tokens: list[int], samples: int | None = None) -> tuple[float, int, int]:
+def nats(tokens: list[int], samples: int | None = None, *, seq_len: int = SEQ_LEN) -> tuple[float, int, int]:
     """Cross entropy by transformers, one sequence after the other; tokens and sequences."""
     model, _ = tiny_model("mixtral")
     total, num_tokens, num_sequences = 0.0, 0, 0
-    for begin in range(0, len(tokens) - 1, SEQ_LEN):
-        ids = torch.tensor([tokens[begin : begin + SEQ_LEN + 1]])
+    for begin in range(0, len(tokens) - 1, seq_len):
+        ids = torch.tensor([tokens[begin : begin + seq_len + 1]])
         losses = torch.nn.functional.cross_entropy(model(ids[:, :-1]).logits[0], ids[0, 1:], reduction="none")
         total, num_tokens, num_sequences = (
             total + losses.double().sum().item(),
@@ -137,6 +153,109 @@ def test_without_data_it_takes_what_the_run_held_out(prefixes, tmp_path, caplog)
         (source,) = plan_evaluation(EvalRequest(str(folder), tokenizer="bytes")).sources
     assert "data: the part of TRAIN_DATA that SPLIT=50,50 holds out for validation" in caplog.text
     assert (source.begins[0], source.ends[-1]) == (bounds[2], bounds[4])
+
+
+@pytest.fixture
+def run(prefixes, tmp_path) -> Path:
+    """The folder of another run, with shorter samples and a split of its own."""
+    data = {"train_data": prefixes["prose"], "split": "50,50", "seq_len": 20, "tokenizer": "bytes"}
+    model, settings = tiny_model("mixtral")
+    settings = {**settings, **data, "run_name": "a1"}
+    with torch.no_grad():
+        for value in model.parameters():
+            value.mul_(0.5)
+    checkpoints = tmp_path / "runs/a1/checkpoints"
+    write_checkpoint(model, checkpoints / "iter_0000003", **settings)
+    (checkpoints / "latest_checkpointed_iteration.txt").write_text("3")
+    (tmp_path / "runs/a1/config.yaml").write_text(to_yaml(Config(**SETTINGS | settings)))
+    return tmp_path / "runs/a1"
+
+
+@pytest.mark.parametrize("named", ["run", "checkpoints", "iteration", "no checkpoint"])
+def test_data_of_another_run(named, checkpoint, run, capsys):
+    """Its held-out part, in sequences of its length, by the model of the checkpoint."""
+    own = evaluated(run, capsys)
+    path = {"checkpoints": run / "checkpoints", "iteration": run / "checkpoints/iter_0000003"}.get(named, run)
+    if named == "no checkpoint":
+        shutil.rmtree(run / "checkpoints")
+    found = evaluated(checkpoint, capsys, "--data-of", str(path))
+    expected, num_tokens, num_sequences = nats(
+        [token for document in documents("prose")[2:] for token in document], seq_len=20
+    )
+    (row,) = found["data"]
+    assert (row["sequences"], row["tokens"]) == (num_sequences, num_tokens)
+    assert row["lm_loss"] == pytest.approx(expected / num_tokens, rel=1e-6)
+    assert row["bits_per_byte"] == pytest.approx(expected / math.log(2) / row["bytes"], rel=1e-6)
+    counted = ("data", "sequences", "tokens", "bytes")
+    assert [row[name] for name in counted] == [own["data"][0][name] for name in counted]
+    assert abs(own["total"]["lm_loss"] - row["lm_loss"]) > 0.01
+
+
+@pytest.mark.parametrize("changes", [{"eod_mask_loss": True}, {"document_mask": True}])
+def test_data_of_counts_and_masks_as_that_run(changes, checkpoint, run, prefixes, capsys):
+    model, settings = tiny_model("mixtral")
+    data = {"train_data": prefixes["prose"], "split": "50,50", "seq_len": 20}
+    same = write_checkpoint(model, run.parent / "same/iter_0000000", **settings | data | changes)
+    write_checkpoint(model, run / "checkpoints/iter_0000003", **settings | data | changes)
+    expected = evaluated(same, capsys)["total"]
+    found = evaluated(checkpoint, capsys, "--data-of", str(run))["total"]
+    assert found == expected != evaluated(checkpoint, capsys, "--data", prefixes["prose"])["total"]
+
+
+def test_data_of_a_run_of_another_tokenizer(checkpoint, run, prefixes, tmp_path, capsys):
+    tokenizer = train_bpe([text for texts in TEXTS.values() for text in texts] * 3, 257)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    reformatted = json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()), indent=8)
+    (tmp_path / "same.json").write_text(reformatted)
+    model, settings = tiny_model("mixtral")
+    data = {"train_data": prefixes["prose"], "split": "50,50", "tokenizer": str(tmp_path / "tokenizer.json")}
+    other = write_checkpoint(model, tmp_path / "other/iter_0000000", **settings | data)
+    for flags, line in [
+        (["--data-of", str(other)], f"DATA_OF={other}: its tokenizer, {tmp_path}/tokenizer.json, differs"),
+        (["--data-of", str(run), "--data", prefixes["code"]], f"DATA_OF={run}: --data names other data."),
+        (["--data-of", str(tmp_path / "none")], f"DATA_OF={tmp_path}/none: does not exist. Fix: "),
+        (["--data-of", str(tmp_path)], f"DATA_OF={tmp_path}: holds no distributed checkpoint"),
+        (["--data-of", str(checkpoint)], f"DATA_OF={checkpoint}: "),
+    ]:  # fmt: skip
+        assert run_eval(checkpoint, *flags) == 1, flags
+        printed = capsys.readouterr()
+        assert printed.out == "" and printed.err.count("\n") == 1, printed.err
+        assert line in printed.err and " Fix: " in printed.err, printed.err
+    (tmp_path / "made.manifest.json").write_text(json.dumps({"settings": {"tokenizer": {"hash": "0"}}}))
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(prefixes["prose"] + suffix, tmp_path / f"made{suffix}")
+    data = {"train_data": "x", "valid_data": str(tmp_path / "made"), "tokenizer": ""}
+    made = write_checkpoint(model, tmp_path / "made/iter_0000000", **settings | data)
+    assert run_eval(checkpoint, "--data-of", str(made)) == 1
+    line = f"DATA_OF={made}: {tmp_path}/made is by its manifest of another tokenizer than bytes. Fix: "
+    assert line in capsys.readouterr().err
+    flags = ["--data-of", str(other), "--tokenizer", str(tmp_path / "same.json")]
+    assert evaluated(checkpoint, capsys, *flags)["total"]["tokens"]
+
+
+def test_a_converted_model_was_not_trained_on_the_embedded_corpus(tmp_path, capsys, monkeypatch):
+    """Neither its data nor its tokenizer takes the place of what nobody knows, in any command."""
+    monkeypatch.chdir(tmp_path)
+    embedded = embedded_folder(Path("data"))
+    embedded.mkdir(parents=True)
+    train_bpe(["def f(): return 1"] * 9, 300).save(str(embedded / "tokenizer.json"))
+    from_hf(tiny_folder(tmp_path / "hf", "mixtral", changes={"vocab_size": 2048}), tmp_path / "ours")
+    assert main(["ckpt", "average", "ours", "averaged"]) == 0
+    for name in ("ours", "averaged"):
+        assert run_eval(tmp_path / name) == 1
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert "DATA=: the model was converted, and its training data is not known. Fix: give --data" in line
+        assert main(["generate", "--checkpoint", name, "--prompt", "a"]) == 1
+        assert "TOKENIZER=: the training did not name one. Fix: give --tokenizer" in capsys.readouterr().err
+        for setting in ("load_dir", "upcycle_from"):
+            rule = (
+                f"TRAIN_DATA=: {setting.upper()}={name} has other tokens than the embedded corpus. Fix: set"
+            )
+            assert rule in "".join(check_files(Config(**{setting: name}, num_experts=4, vocab_size=2048)))
+        assert main(["convert", "to-hf", name, f"{name}_hf"]) == 0
+        assert "Note: no tokenizer was written" in capsys.readouterr().out
+        assert not (tmp_path / f"{name}_hf/tokenizer.json").exists()
+    assert [path.name for path in embedded.parent.iterdir()] == [embedded.name]  # no corpus was made
 
 
 def test_first_tokens_of_documents_count_as_such(tmp_path):

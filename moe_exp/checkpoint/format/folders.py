@@ -94,6 +94,12 @@ def holds_checkpoints(path: Path) -> bool:
     return is_run or any((folder / "metadata.json").is_file() for folder in usable(path))
 
 
+def is_converted(folder: Path) -> bool:
+    """Whether the weights came from `convert from-hf`, unchanged or averaged, and not from a training."""
+    manifest = Manifest.read(folder)
+    return manifest is not None and "converted_from" in manifest.facts
+
+
 def one_checkpoint(path: Path) -> Path:
     """The iteration's folder that `path` means, or its newest one; a ValueError if there is none."""
     for checkpoints in (path, path / "checkpoints"):

@@ -9,12 +9,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from moe_exp.checkpoint.format.folders import is_converted
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config
 from moe_exp.config.model_changes import refuse_other_model
 from moe_exp.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
+
+UNKNOWN_DATA = "(unknown)"  # TRAIN_DATA of a converted model: empty would mean the embedded corpus
 
 # How the run was spread over machines, which says nothing about the model, and what training alone is for:
 # with deterministic algorithms torch would refuse to draw tokens on a GPU.
@@ -61,6 +64,8 @@ def saved_config(folder: Path, **changes: Any) -> Config:
     if unknown := sorted(set(saved) - set(Config.model_fields)):
         logger.warning("%s: settings of another version are left out: %s", folder, ", ".join(unknown))
     known = {name: value for name, value in saved.items() if name in Config.model_fields}
+    if not known.get("train_data") and is_converted(folder):
+        known["train_data"] = UNKNOWN_DATA
     try:
         return Config(**(known | _LAYOUT | changes))
     except ValidationError as error:

@@ -14,7 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from moe_exp.checkpoint.format.folders import Manifest, one_checkpoint
+from moe_exp.checkpoint.format.folders import Manifest, is_converted, one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.checkpoint.hf.choice import choose_architecture
@@ -278,7 +278,7 @@ def _tokenizer_of(config: Config, folder: Path) -> Path | None:
         with suppress(ValueError):
             named = find_prepared_text(config, saved_order(folder).get("tokenizer") or "").tokenizer
     paths = [Path(named)] if named else []
-    if not named and not config.train_data:
+    if not (named or config.train_data or is_converted(folder)):
         paths.append(embedded_folder(Path(config.data_dir)) / "tokenizer.json")
     return next((path for path in (*paths, folder.parent / "tokenizer") if path.exists()), None)
 

@@ -106,6 +106,14 @@ class TextTokenizer:
             )
             logger.warning(text, self.name, self.bos_token)
 
+    def gives_same_ids(self, other: TextTokenizer) -> bool:
+        """Whether both give a text the same ids; the layout of a tokenizer.json does not count."""
+        if self.kind != other.kind:
+            return False
+        if self.kind != "huggingface":
+            return self.content == other.content
+        return _fingerprint(self.content) == _fingerprint(other.content)
+
 
 def special_token_reason(token: str) -> str:
     """Why a text that gives this special token is no document."""
@@ -212,11 +220,15 @@ def tokenizer_fingerprint(path: str | Path) -> str:
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     try:
-        content = orjson.loads(file.read_bytes())
-        names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
-        parts = [content.get(name) for name in names]
+        return _fingerprint(file.read_bytes())
     except _NO_TOKENIZER as error:
         raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
+
+
+def _fingerprint(tokenizer_json: bytes) -> str:
+    content = orjson.loads(tokenizer_json)
+    names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
+    parts = [content.get(name) for name in names]
     return xxhash.xxh3_64_hexdigest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
 
 

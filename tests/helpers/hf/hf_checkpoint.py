@@ -29,7 +29,7 @@ _SIZES = {
     "num_key_value_heads": GROUPS, "max_position_embeddings": 64, "initializer_range": 0.1,
     "rope_theta": 10000.0, "tie_word_embeddings": False,
 }  # fmt: skip
-_SETTINGS: dict[str, Any] = {
+SETTINGS: dict[str, Any] = {
     **SMALL, "gpus_per_node": 1, "num_layers": LAYERS, "hidden_size": HIDDEN, "ffn_hidden_size": 48,
     "num_heads": HEADS, "num_query_groups": GROUPS, "seq_len": SEQ_LEN, "vocab_size": VOCAB,
     "num_experts": EXPERTS, "topk": 2, "router_pre_softmax": False, "rotary_base": 10000.0,
@@ -42,7 +42,7 @@ KINDS = ("mixtral", "qwen3_moe", "llama", "deepseek_v3")
 
 @torch.no_grad()
 def tiny_model(kind: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A model with random weights, and the settings of ours that differ from `_SETTINGS`."""
+    """A model with random weights, and the settings of ours that differ from `SETTINGS`."""
     torch.manual_seed(7)
     if kind == "mixtral":
         config = MixtralConfig(
@@ -98,7 +98,7 @@ def write_checkpoint(model: PreTrainedModel, folder: Path, **settings: Any) -> P
     writer = TorchDistWriter(folder)
     for key, values in _tensors(model).items():
         writer.add_tensor(key, values)
-    writer.finish({"config": Config(**_SETTINGS | settings).model_dump(), "iteration": 0})
+    writer.finish({"config": Config(**SETTINGS | settings).model_dump(), "iteration": 0})
     return folder
 
 
