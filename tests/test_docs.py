@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch.nn.functional import cross_entropy
 
 from helpers import ROOT
 from helpers.docs.commands import (
@@ -20,10 +25,13 @@ from helpers.docs.commands import (
     problem_of,
 )
 from helpers.docs.links import GUIDES, PAGES, broken_links
+from helpers.hf.tiny_models import their_logits
 from helpers.ranks import free_port
 from moe_exp.cli import main
 from moe_exp.config import Config
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
+from moe_exp.inference.held_out import HeldOut
 from moe_exp.launch.slurm.settings import SlurmSettings
 from moe_exp.studies.sweep.settings import SweepSettings
 
@@ -154,3 +162,43 @@ def test_the_tutorial_runs_as_it_stands(tmp_path, monkeypatch):
     assert "my_model: MixtralForCausalLM" in done.stdout
     assert (tmp_path / "my_model" / "model.safetensors").is_file()
     assert (tmp_path / "report.html").stat().st_size > 100_000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_continued_training_runs_as_it_stands_and_makes_the_model_better(tmp_path, monkeypatch):
+    """Every command of the page in order; its losses are those of transformers."""
+    page = (ROOT / "docs" / "continued_training.md").read_text(encoding="utf-8")
+    steps = re.findall(r"```(python|bash)\n(.*?)```", page, flags=re.DOTALL)
+    python = shlex.quote(sys.executable)
+    program = f'set -e\nmoe-exp() {{ {python} -m moe_exp "$@"; }}\n'
+    for language, text in steps:
+        program += text if language == "bash" else f"{python} - <<'END'\n{text}END\n"
+    assert [language for language, _ in steps] == ["python", *["bash"] * 5]
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    done = subprocess.run(["bash", "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    rows = [line.split("│") for line in done.stdout.splitlines() if line.startswith("│ valid")]
+    before, after, averaged = (float(row[5]) for row in rows)
+    assert max(after, averaged) < before - 1
+    monkeypatch.chdir(tmp_path)
+    (held_out,) = plan_evaluation(EvalRequest("averaged", data_of="runs/continued")).sources
+    for name, loss in (("my_model", before), ("better_model", averaged)):
+        assert their_loss(tmp_path / name, held_out) == pytest.approx(loss, rel=1e-5)
+    kept = [
+        json.loads((tmp_path / name / "config.json").read_text()) for name in ("my_model", "better_model")
+    ]
+    for field in ("router_aux_loss_coef", "max_position_embeddings"):
+        assert kept[0][field] == kept[1][field]
+
+
+def their_loss(folder: Path, held_out: HeldOut) -> float:
+    """Loss per token by transformers."""
+    nats = 0.0
+    for first in range(0, len(held_out), 32):
+        sequences = held_out.read(first, min(32, len(held_out) - first))
+        for length in {len(ids) for ids in sequences}:
+            tokens = torch.from_numpy(np.stack([ids for ids in sequences if len(ids) == length]))
+            logits = their_logits(folder, tokens[:, :-1]).flatten(0, 1)
+            nats += cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum").item()
+    return nats / int((held_out.ends - held_out.begins - 1).sum())
