@@ -42,7 +42,7 @@ from moe_exp.config.choices import LOSS_STATE
 from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.document_ends import trained_documents
-from moe_exp.host.files import write_json
+from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
 
 _OPTIMIZER = ("optimizer.", "chained_")
@@ -85,7 +85,7 @@ def to_hf(
         max_shard_bytes: of tensors per file.
         tokenizer: folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings;
-            None: the one that the checkpoint was converted from.
+            None: the one that the checkpoint, or LOAD_DIR of its run, was converted from.
     """
     check_target(target)
     for name, path in (("tokenizer", tokenizer), ("like", like)):
@@ -124,10 +124,13 @@ def to_hf(
         if has_tokenizer and documents is not None:
             trained = as_in_documents(partial, documents)
         name, of_torch = choice.architecture.name, str(weights.usual_dtype).removeprefix("torch.")
-        beside = folder.parent / ORIGINAL
-        like = like or (beside if beside.is_dir() else None)
+        fields = fields_of(config, choice.architecture) | token_ids(partial)
+        longest = 0 if like else fields["max_position_embeddings"]
+        like = like or _original(config, folder)
+        fields |= kept_fields(like)
+        # the training may have extended the length of its source
+        fields["max_position_embeddings"] = max(longest, fields["max_position_embeddings"])
         # transformers 5 renamed `torch_dtype`, which others still read, to `dtype`
-        fields = fields_of(config, choice.architecture) | token_ids(partial) | kept_fields(like)
         fields |= as_trained(trained, fields)
         fields |= {"dtype": of_torch, "torch_dtype": of_torch}
         write_json(partial / "config.json", fields)
@@ -270,6 +273,12 @@ def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -
         shards.add(part.name, values.to(dtype))
         num_bytes += values.numel() * dtype.itemsize
     return num_bytes
+
+
+def _original(config: Config, folder: Path) -> Path | None:
+    """JSON files of the Hugging Face folder that the checkpoint, or the LOAD_DIR of its run, came from."""
+    places = [folder.parent, *([expanded(config.load_dir)] if config.load_dir else [])]
+    return next((place / ORIGINAL for place in places if (place / ORIGINAL).is_dir()), None)
 
 
 def _tokenizer_of(config: Config, folder: Path) -> Path | None:

@@ -219,7 +219,8 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
     """Weights of balancing loss and z-loss. With `aux_loss_alpha` of DeepSeek, whose class has no loss, a
     missing one is 0, and `seq_aux` chooses between the loss over a sequence, its default, and over a batch.
     """
-    names, is_optional = (weight, "router_aux_loss_coef", "seq_aux", "router_z_loss_coef"), "alpha" in weight
+    is_optional = weight == "aux_loss_alpha"
+    names = [weight, "router_z_loss_coef", *(("router_aux_loss_coef", "seq_aux") if is_optional else ())]
 
     def read(fields: Fields) -> Settings:
         coefficient = float(given(fields, weight, given(fields, "router_aux_loss_coef", 0.0)))
@@ -237,7 +238,7 @@ def balancing(weight: str = "router_aux_loss_coef") -> FieldRule:
         fields |= {"seq_aux": "seq_aux_loss" in losses} if is_optional and fields else {}
         return fields | ({"router_z_loss_coef": config.z_loss_coeff} if config.z_loss_coeff else {})
 
-    return FieldRule(tuple(dict.fromkeys(names)), read, write)
+    return FieldRule(tuple(names), read, write)
 
 
 # Of the inner norms in transformers, regardless of config.json; Megatron has one for all norms.

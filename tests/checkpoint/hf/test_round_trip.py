@@ -14,6 +14,7 @@ import torch
 from helpers.hf.tiny_models import MODELS, tiny_folder, weights_of
 from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
+from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
 from moe_exp.config import Config
@@ -69,6 +70,18 @@ def test_bit_equal(name, hf_folders, checkpoints, tmp_path):
         for folder in (tmp_path / "back", hf_folders[name])
     ]
     assert generation[0] == generation[1]
+
+
+@pytest.mark.parametrize(("seq_len", "length"), [(32, 64), (512, 512)])
+def test_the_length_is_the_longer_of_source_and_run(seq_len, length, checkpoints, tmp_path):
+    source = CheckpointReader(one_checkpoint(checkpoints["llama"]))
+    writer = TorchDistWriter(tmp_path / "run/iter_0000000")
+    for key in source.tensors:
+        writer.add_tensor(key, source.read(key))
+    changes = {"seq_len": seq_len, "load_dir": str(checkpoints["llama"])}
+    writer.finish({"config": source.common()["config"] | changes, "iteration": 1})
+    to_hf(tmp_path / "run/iter_0000000", tmp_path / "back")
+    assert json.loads((tmp_path / "back/config.json").read_text())["max_position_embeddings"] == length
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -85,6 +85,11 @@ def test_goes_back_with_the_same_logits(trained):
     (ours,) = our_logits([trained.run.folder.checkpoints], tokens)
     theirs = their_logits(trained.exported, tokens)
     assert_equal_to(1e-5, {"logits": ours}, {"logits": theirs})
+    fields = json.loads((trained.exported / "config.json").read_text())
+    source = json.loads((trained.source / "config.json").read_text())
+    # of the folder that LOAD_DIR was converted from, not SEQ_LEN of the run
+    assert fields["max_position_embeddings"] == source["max_position_embeddings"] == 2 * SEQ_LEN
+    assert fields["router_aux_loss_coef"] == source["router_aux_loss_coef"]
     before = their_logits(trained.source, tokens)
     assert (theirs - before).norm() > 1e-3 * before.norm()
 
