@@ -200,6 +200,7 @@ class MegatronExperts(Experts):
             weight.allreduce = False  # type: ignore[attr-defined]
             # Never a duplicate of another tensor parallel rank's: every rank counts it in the gradient norm.
             weight.tensor_model_parallel = True  # type: ignore[attr-defined]
+        self.register_load_state_dict_post_hook(_take_extra_states)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -216,6 +217,13 @@ class MegatronExperts(Experts):
 
     def backward_dw(self) -> None:
         """Called by Megatron for delayed weight gradients; ours are computed in the backward pass."""
+
+
+def _take_extra_states(experts: torch.nn.Module, keys: Any) -> None:
+    """Lets a strict load_state_dict take the empty `_extra_state` objects of `shard_experts`, as Megatron's
+    grouped experts do.
+    """
+    keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if not key.endswith("._extra_state")]
 
 
 def _random_numbers_of_experts() -> AbstractContextManager[Any]:
