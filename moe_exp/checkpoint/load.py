@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from moe_exp.checkpoint.format.folders import one_checkpoint
-from moe_exp.checkpoint.format.keys import CheckpointKeys, check_tensors
+from moe_exp.checkpoint.format.keys import ROUTER_BIAS, CheckpointKeys, check_tensors, zero_missing_biases
 from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
 from moe_exp.checkpoint.format.sharded_load import load_sharded
 from moe_exp.checkpoint.format.torch_dist import read_common
@@ -74,7 +74,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         # from the seed.
         state["rng_state"] = rng_state(runtime)
     with parameters_in_sync(trained.model):
-        loaded = _load_model(state, folder, trained)
+        loaded = _load_model(state, folder, trained, keys)
         request.finish(common["optimizer"], trained.model)
     if config.fingerprints:
         compare_restored(runtime, folder, trained, request.converted)
@@ -125,23 +125,30 @@ def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:
     state = weights_state(runtime, trained.model, keys)
     check_tensors(state, keys, folder)
     with parameters_in_sync(trained.model):
-        _load_model(state, folder, trained)
+        _load_model(state, folder, trained, keys)
         # The optimizer has copies of its own of the weights that were there before.
         trained.optimizer.reload_model_params()
         restart_average(trained.optimizer)
 
 
-def _load_model(state: dict[str, Any], folder: Path, trained: Trained) -> dict[str, Any]:
+def _load_model(
+    state: dict[str, Any], folder: Path, trained: Trained, keys: CheckpointKeys
+) -> dict[str, Any]:
     loaded = load_sharded(state, folder)
     for index, chunk in enumerate(trained.model):
+        zero_missing_biases(unwrapped(chunk), keys)
         _load_chunk(chunk, loaded[f"model{index}"])
     return loaded
 
 
 def _load_chunk(chunk: DistributedDataParallel, state: dict[str, Any]) -> None:
-    """Loads a model chunk's parameters; strict, but for Transformer Engine's `_extra_state`."""
+    """Loads a model chunk's parameters; strict, but for Transformer Engine's `_extra_state`, and what
+    `check_tensors` allows to be missing.
+    """
     on_one_side = set(unwrapped(chunk).state_dict()) ^ set(state)
-    differing = sorted(name for name in on_one_side if not name.endswith(("_extra_state", *LOSS_STATE)))
+    differing = sorted(
+        name for name in on_one_side if not name.endswith(("_extra_state", ROUTER_BIAS, *LOSS_STATE))
+    )
     if differing:
         names = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise ValueError(

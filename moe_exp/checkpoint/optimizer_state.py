@@ -225,7 +225,11 @@ class OptimizerRequest:
         self.has_average = any(key.startswith(_written(AVERAGE, "")) for key in keys.optimizer)
         # what the optimizer keeps in another type than it is read in: moments, as they are read
         self.converted: list[Owned] = []
-        key_of, described = partial(_present, keys), _described(owned_state(optimizer), weights)
+        state, in_checkpoint = list(owned_state(optimizer)), _by_parameter(weights)
+        # biases of routers, which older versions did not have: zero, see `zero_missing_biases`
+        self._missing = [owned for owned in state if owned.parameter not in in_checkpoint]
+        there = [owned for owned in state if owned.parameter in in_checkpoint]
+        key_of, described = partial(_present, keys), _described(there, weights)
         asked = (_shards(self._asked(owned), pieces, key_of) for owned, pieces in described)
         self.shards = _numbered(chain.from_iterable(asked))
 
@@ -255,6 +259,10 @@ class OptimizerRequest:
         """
         for weights, loaded in self._main_weights:
             weights.copy_(loaded)
+        for owned in self._missing:
+            for values in owned.values.values():
+                values.zero_()
+            owned.keep()
         for keep in self._keep:
             keep()
         if not self.has_average:
@@ -284,10 +292,14 @@ def _numbered(shards: Iterable[ShardedTensor]) -> dict[str, ShardedTensor]:
 
 
 def _described(state: Iterable[Owned], weights: Mapping[str, Any]) -> Iterator[tuple[Owned, list[_Piece]]]:
-    tensors, _ = extract_sharded_tensors_and_factories(dict(weights))
-    by_parameter = {value.data: value for value in nested_values(tensors)}
+    by_parameter = _by_parameter(weights)
     for owned in state:
         yield owned, _pieces(owned.parameter, by_parameter[owned.parameter])
+
+
+def _by_parameter(weights: Mapping[str, Any]) -> dict[Tensor, ShardedTensor | ShardedTensorFactory]:
+    tensors, _ = extract_sharded_tensors_and_factories(dict(weights))
+    return {value.data: value for value in nested_values(tensors)}
 
 
 def _written(name: str, key: str) -> str:

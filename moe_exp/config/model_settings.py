@@ -98,7 +98,7 @@ class ModelSettings(BaseModel):
     )
     normalization: Literal["RMSNorm", "LayerNorm"] = model("RMSNorm", "norm layers")
     norm_epsilon: float = model(1e-05, "added to the variance inside a norm", gt=0, costs=False)
-    add_bias_linear: bool = model(False, "biases in the linear layers, experts too")
+    add_bias_linear: bool = model(False, "biases in the linear layers, also of experts and router")
     qk_norm: bool = model(
         False, "norm on queries and keys; with MLA on the compressed vectors that they are projected up from"
     )

@@ -231,8 +231,8 @@ def _dense(c: Config) -> dict[str, int]:
 
 def _moe(c: Config) -> dict[str, int]:
     sizes = _norm(c, "pre_mlp_layernorm.", c.hidden_size)
-    sizes["mlp.router.weight"] = c.num_router_outputs * c.hidden_size
     bias, latent = c.add_bias_linear, c.moe_latent_size
+    sizes |= _linear("mlp.router", c.num_router_outputs, c.hidden_size, bias=bias)
     one = _mlp(c, "mlp.experts.experts.", c.expert_ffn_size, bias=bias, hidden=c.expert_hidden_size)
     sizes |= {name: c.num_experts * size for name, size in one.items()}
     if latent:

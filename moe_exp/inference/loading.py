@@ -7,7 +7,13 @@ from pathlib import Path
 import torch
 
 from moe_exp.checkpoint.format.folders import Manifest, damages
-from moe_exp.checkpoint.format.keys import CheckpointKeys, check_tensors, model_state, sharded_tensors
+from moe_exp.checkpoint.format.keys import (
+    CheckpointKeys,
+    check_tensors,
+    model_state,
+    sharded_tensors,
+    zero_missing_biases,
+)
 from moe_exp.checkpoint.format.torch_dist import COMMON, CheckpointReader
 from moe_exp.checkpoint.state import sharding_metadata
 from moe_exp.config import Config
@@ -52,6 +58,7 @@ def read_weights(model: GPTModel, rank: Runtime, folder: Path) -> None:
     keys, reader = CheckpointKeys.read(folder), CheckpointReader(folder, keep_bytes=1)
     state = model_state(model, sharding_metadata(rank), keys)
     check_tensors(state, keys, folder)
+    zero_missing_biases(model, keys)
     for shard in sharded_tensors(state):
         assert shard.data is not None
         # `data` is a view of the parameter, even if it consists of several shards

@@ -5,9 +5,11 @@ logits, same gradients.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -37,6 +39,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "aux_loss_coeff": 0.0,
         "moe_latent_size": 12,
     },
+    "biases": {"add_bias_linear": True},
     "first_dense": {"first_k_dense": 1, "router_pre_softmax": False, "qk_norm": True},
 }
 # What Megatron-LM's script writes, and what it wrote before version 0.14.
@@ -102,6 +105,9 @@ def _outputs(model: Any, config: Any) -> tuple[Tensor, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(rank)
     tokens = torch.randint(config.vocab_size, (config.mbsz, config.seq_len), generator=generator)
     positions = torch.arange(config.seq_len).expand_as(tokens)
+    if config.add_bias_linear:  # Megatron's experts with biases have no backward: a view changed in place
+        with torch.no_grad():
+            return model(tokens, positions, None), {}
     logits = model(tokens, positions, None)
     (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
     grads: dict[str, Tensor] = {}
@@ -190,43 +196,89 @@ def test_same_function_after_an_exchange(variant, style, ep, tmp_path, record_pr
     record_property("largest_relative_error", max(errors))
 
 
-def refused(settings: dict[str, Any], port: int, folder: str, without_router: bool) -> None:
+def refused(settings: dict[str, Any], port: int, folder: str, of_theirs: dict[str, Any], drop: str) -> None:
     _, rank, trained = _our_job(settings, port)
     from moe_exp.checkpoint.load import load_weights
 
     from megatron.core import dist_checkpointing
 
-    other = load_config(settings | {"shared_expert_size": 24}, {})
-    stock = _stock_model(other, rank.groups)
+    stock = _stock_model(load_config(settings | of_theirs, {}), rank.groups)
     state = stock.sharded_state_dict(metadata={"dp_cp_group": rank.groups.dp_cp})
-    if without_router:
-        state = {
-            name: value for name, value in state.items() if "router" not in name and "shared" not in name
-        }
-    dist_checkpointing.save(state, folder)
+    dist_checkpointing.save(
+        {name: value for name, value in state.items() if not re.search(drop, name)}, folder
+    )
     load_weights(rank, Path(folder), trained)
 
 
 @pytest.mark.parametrize(
-    ("missing", "text"),
+    ("of_theirs", "drop", "text"),
     [
-        (True, r"checkpoint=.*: has no decoder\.layers\.mlp\.router\.weight\. Fix: "),
+        ({}, "router", r"has no decoder\.layers\.mlp\.router\.weight\. Fix: "),
         (
-            False,
-            (
-                r"checkpoint=.*: has, unlike the model,"
-                r" decoder\.layers\.mlp\.shared_experts\.linear_fc1\.weight, .*\. Fix: "
-            ),
+            {"shared_expert_size": 24},
+            "^$",
+            r"has, unlike the model, decoder\.layers\.mlp\.shared_experts\.linear_fc1\.weight, .*\. Fix: ",
+        ),
+        (
+            {"add_bias_linear": True},
+            r"(qkv|proj|fc1|fc2)\.bias",
+            r"has, unlike the model, decoder\.layers\.mlp\.router\.bias\. Fix: ",
         ),
     ],
 )
-def test_another_model_is_refused_by_name(missing, text, tmp_path):
+def test_another_model_is_refused_by_name(of_theirs, drop, text, tmp_path):
     with pytest.raises(RankError) as caught:
-        run_on_ranks(
-            1, refused, MODEL | {"gpus_per_node": 1}, free_port(), str(tmp_path), missing, join=False
-        )
+        settings = MODEL | {"gpus_per_node": 1}
+        run_on_ranks(1, refused, settings, free_port(), str(tmp_path), of_theirs, drop, join=False)
     assert isinstance(caught.value.error, ValueError)
-    assert caught.match(text)
+    assert caught.match(f"checkpoint=.*: {text}")
+
+
+def resume_from_before_router_biases(settings: dict[str, Any], port: int, folder: str) -> None:
+    """On one rank: biases and their moments are zero after the load, all else is what was saved."""
+    config, rank, trained = _our_job(settings, port)
+    from moe_exp.checkpoint import save as writer
+    from moe_exp.checkpoint.format.folders import iteration_folder
+    from moe_exp.checkpoint.load import load, load_weights
+    from moe_exp.checkpoint.optimizer_state import owned_state
+    from moe_exp.checkpoint.state import Progress, whole_state
+
+    def of_an_older_version(*args: Any) -> dict[str, Any]:
+        state = whole_state(*args)
+        for part in ("model0", "optimizer_shards"):
+            state[part] = {k: v for k, v in state[part].items() if not v.key.endswith("router.bias")}
+        return state
+
+    def values() -> dict[str, dict[str, Tensor]]:
+        names = {parameter: name for name, parameter in trained.model[0].module.named_parameters()}
+        return {names[one.parameter]: dict(one.values) for one in owned_state(trained.optimizer)}
+
+    def fill(factor: float) -> None:
+        for seed, of_one in enumerate(values().values()):
+            for value in of_one.values():
+                value.copy_(factor * torch.rand(value.shape, generator=torch.Generator().manual_seed(seed)))
+
+    fill(1)
+    with patch.object(writer, "whole_state", of_an_older_version):
+        writer.save(config, rank, Path(folder), trained, Progress(iteration=3))
+    saved = {name: {key: value.clone() for key, value in kept.items()} for name, kept in values().items()}
+    fill(2)
+    assert load(config, rank, Path(folder), trained).iteration == 3
+    biases = [name for name in saved if name.endswith("router.bias")]
+    assert len(biases) == config.num_layers
+    for name, kept in values().items():
+        for key, value in kept.items():
+            assert torch.equal(value, 0 * value if name in biases else saved[name][key]), (name, key)
+    fill(3)
+    load_weights(rank, iteration_folder(Path(folder), 3), trained)
+    assert not any(trained.model[0].module.get_parameter(name).any() for name in biases)
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_checkpoints_from_before_router_biases_resume(distributed, tmp_path):
+    settings = MODEL | {"gpus_per_node": 1, "add_bias_linear": True, "fingerprints": False}
+    settings |= {"distributed_optimizer": distributed}
+    run_on_ranks(1, resume_from_before_router_biases, settings, free_port(), str(tmp_path), join=False)
 
 
 def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> None:
@@ -270,6 +322,53 @@ def start_from_megatrons(settings: dict[str, Any], port: int, folder: str) -> No
 def test_load_dir_of_megatron_lm_gives_weights_alone(tmp_path):
     settings = MODEL | {"gpus_per_node": 1}
     run_on_ranks(1, start_from_megatrons, settings, free_port(), str(tmp_path), join=False)
+
+
+def program_with_our_spec(settings: dict[str, Any], port: int, folder: str, singleton: bool) -> float:
+    """On one rank: Megatron's loader and nothing of ours but the layers, both ways; see docs/library.md."""
+    config, rank, _ = _our_job(settings, port)
+    from moe_exp.engine.model import transformer_config
+    from moe_exp.layers.spec import decoder_spec
+
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.validation import StrictHandling
+    from megatron.core.models.gpt import GPTModel
+
+    stock = _stock_model(config, rank.groups)
+    _fill(stock, rank.groups.ep.rank())
+    theirs = _outputs(stock, config)
+    spec = decoder_spec(transformer_config(config), backend="loop")
+    for layer in spec.layer_specs:
+        layer.submodules.sharded_state_dict_keys_map["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
+    ours = GPTModel(
+        transformer_config(config), spec, vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.seq_len, position_embedding_type="rope", rotary_base=config.rotary_base,
+        share_embeddings_and_output_weights=False, pg_collection=rank.groups,
+    )  # fmt: skip
+    metadata = {"singleton_local_shards": singleton, "dp_cp_group": rank.groups.dp_cp}
+    errors = []
+    for name, writer, reader in (("theirs", stock, ours), ("ours", ours, stock)):
+        dist_checkpointing.save(writer.sharded_state_dict(metadata=metadata), f"{folder}/{name}")
+        for value in reader.parameters():
+            value.data.zero_()
+        state = reader.sharded_state_dict(metadata=metadata)
+        reader.load_state_dict(
+            dist_checkpointing.load(state, f"{folder}/{name}", strict=StrictHandling.RAISE_ALL)
+        )
+        errors.append(_relative(_outputs(reader, config)[0], theirs[0]))
+    assert max(errors) < LIMIT, errors
+    return max(errors)
+
+
+@pytest.mark.parametrize(
+    ("variant", "style", "ep"),
+    [("gated", "stacked", 2), ("first_dense", "singleton", 1), ("biases", "singleton", 1)],
+)
+def test_a_megatron_program_exchanges_checkpoints(variant, style, ep, tmp_path):
+    for name in ("theirs", "ours"):
+        (tmp_path / name).mkdir()
+    settings = MODEL | VARIANTS[variant] | {"gpus_per_node": ep, "ep": ep}
+    run_on_ranks(ep, program_with_our_spec, settings, free_port(), str(tmp_path), STYLES[style], join=False)
 
 
 def read_by_stock_spec(settings: dict[str, Any], port: int, folder: str) -> None:

@@ -78,6 +78,21 @@ PAIRS = {
         GROUPS | SIGMOID | {"moe_router_topk_scaling_factor": 2.5},
         OUR_GROUPS | OUR_SIGMOID | {"scaling_factor": 2.5},
     ),
+    "biases": Pair(
+        {"add_bias_linear": True, **balancing(aux_loss=0.3)}, {"bias": True}, losses(aux_loss=0.3)
+    ),
+    "biases, softmax over the chosen": Pair(
+        {"add_bias_linear": True, "moe_router_pre_softmax": False}, {"bias": True, "pre_softmax": False}
+    ),
+    "biases, sigmoid with expert bias, fp64 router": Pair(
+        {"add_bias_linear": True, "moe_z_loss_coeff": 0.1, "moe_router_dtype": "fp64"} | SIGMOID,
+        {"bias": True, "dtype": "fp64"} | OUR_SIGMOID,
+        {"z_loss_coeff": 0.1},
+    ),
+    "biases, sinkhorn": Pair(
+        {"add_bias_linear": True, "moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
+        {"bias": True, "assignment": "sinkhorn", "topk": 1},
+    ),
     "sinkhorn": Pair(
         {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
         {"assignment": "sinkhorn", "topk": 1},
@@ -187,6 +202,10 @@ def test_layer(name, ep):
     largest = 0.0
     for rank, comparison in enumerate(ranks):
         assert len(comparison.errors) == 2 * len(pair.dispatchers)
+        assert all(
+            ("router bias" in errors) == pair.router.get("bias", False)
+            for errors in comparison.errors.values()
+        )
         for kind, errors in comparison.errors.items():
             wrong = {tensor: error for tensor, error in errors.items() if not error < LIMIT}
             assert not wrong, f"rank {rank}, {kind}: relative errors not below {LIMIT:g}: {wrong}"

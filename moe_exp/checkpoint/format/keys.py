@@ -10,8 +10,11 @@ Megatron writes one model in several ways, which are all read here, by what is i
 - The norm before an MoE. `pre_mlp_layernorm.weight` by the Transformer Engine spec and by us,
   `mlp.linear_fc1.layer_norm_weight` by Megatron's local spec. That of a dense MLP is
   `mlp.linear_fc1.layer_norm_weight` everywhere.
+- Biases of routers (ADD_BIAS_LINEAR). Versions of ours and of Megatron whose routers had no bias wrote
+  none: it is zero.
 """
 
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,7 +31,10 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
 from megatron.core.models.gpt import GPTModel
 
+logger = logging.getLogger(__name__)
+
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+ROUTER_BIAS = ".mlp.router.bias"  # end of its key
 _LAYER = re.compile(r"decoder\.layers\.\d+\.")
 _SINGLE = re.compile(r"\.experts\.\d+\.|\.linear_fc1\.(weight|bias)_w$")
 
@@ -82,7 +88,19 @@ def _is_left_out(value: Any, keys: CheckpointKeys) -> bool:
     if isinstance(value, ShardedObject):
         return value.unique_key not in keys.objects
     # Where another loss takes the place of theirs, they are left out or begin at zero.
-    return value.key.endswith(LOSS_STATE) and value.key not in keys.tensors
+    return value.key.endswith((ROUTER_BIAS, *LOSS_STATE)) and value.key not in keys.tensors
+
+
+@torch.no_grad()
+def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
+    """Zeros the biases of `model`'s routers if the checkpoint was written by a version without them."""
+    if any(key.endswith(ROUTER_BIAS) for key in keys.tensors):
+        return
+    missing = [p for name, p in model.named_parameters() if name.endswith(ROUTER_BIAS)]
+    for bias in missing:
+        bias.zero_()
+    if missing:
+        logger.warning("the checkpoint has no biases of routers: they are zero, which is the same model")
 
 
 def _layer_state(model: GPTModel, metadata: Mapping[str, Any], *, stacked: bool) -> dict[str, Any]:

@@ -65,6 +65,7 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
         num_groups=config.moe_router_num_groups or 0,
         group_topk=config.moe_router_group_topk or 0,
+        bias=config.add_bias_linear,
         expert_bias=config.moe_router_enable_expert_bias,
         bias_update_rate=config.moe_router_bias_update_rate,
         global_fractions="global_tokens_per_expert" in states,

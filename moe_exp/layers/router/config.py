@@ -35,6 +35,8 @@ class RouterConfig:
         scaling_factor: factor on the weights, after normalization.
         num_groups: groups of experts for group-limited top-k; 0 for none.
         group_topk: groups that a token may use.
+        bias: learn a bias per expert, added to the logits (`add_bias_linear` of a TransformerConfig,
+            ADD_BIAS_LINEAR).
         expert_bias: keep a bias per expert, added to the scores for the choice but not to the weights
             (on if ROUTER_BIAS_UPDATE_RATE is above 0, and with ROUTER_BIAS_RULE=quantile).
         bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
@@ -69,6 +71,7 @@ class RouterConfig:
     scaling_factor: float = 1.0
     num_groups: int = 0
     group_topk: int = 0
+    bias: bool = False
     expert_bias: bool = False
     bias_rule: str = "sign"
     bias_update_rate: float = 1e-3

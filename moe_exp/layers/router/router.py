@@ -28,7 +28,7 @@ from moe_exp.layers.router.replay import RoutingReplay
 class Router(nn.Module):
     """Scores tokens against experts and picks the top k.
 
-    Logits z = x W^T, then
+    Logits z = x W^T + b, with a bias b if configured, then
         softmax, pre:  s = softmax(z), w = the K chosen of s
         softmax, post: w = softmax over the K chosen z
         sigmoid:       s = sigmoid(z), choice by s + bias, w = s / sum of the chosen s
@@ -49,6 +49,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: [E, D]; here and below, E includes null experts.
+        bias: [E], of the logits, or None.
         expert_bias: [E], fp32, if configured.
         l1_factor: fp32 scalar, factor on the weight of the loss `l1`, with ReLU scores.
         slots_and_tokens: [2], int64, of the global batch so far, with ReLU scores.
@@ -60,6 +61,7 @@ class Router(nn.Module):
         needs_scores: scores and logits are needed, not only their sums, so no kernel can route.
     """
 
+    bias: nn.Parameter | None
     expert_bias: Tensor
     l1_factor: Tensor
     slots_and_tokens: Tensor
@@ -85,6 +87,10 @@ class Router(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(config.num_outputs, config.hidden_size, dtype=dtype, device=device)
         )
+        bias = (
+            nn.Parameter(torch.empty(config.num_outputs, dtype=dtype, device=device)) if config.bias else None
+        )
+        self.register_parameter("bias", bias)
         zeros_E = torch.zeros(config.num_outputs, dtype=torch.float32, device=device)
         if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
             self.register_buffer("expert_bias", zeros_E.clone())
@@ -107,8 +113,10 @@ class Router(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
-        """Initializes the weight and zeros counts and bias; FSDP2 calls it after `to_empty`."""
+        """Initializes the weight and zeros counts and biases; FSDP2 calls it after `to_empty`."""
         nn.init.normal_(self.weight, std=std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
         for name, buffer in self.named_buffers(recurse=False):
             nn.init.constant_(buffer, 1.0 if name == "l1_factor" else 0.0)
 
@@ -136,7 +144,7 @@ class Router(nn.Module):
             x_TD = x_TD.to(dtype)
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
         logits_TE: Tensor = _LinearIn.apply(x_TD, self.weight, dtype)
-        return logits_TE
+        return logits_TE if self.bias is None else logits_TE + self.bias.to(dtype)
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         """The decision for tokens with these logits; `valid_T` (bool) are not padding, None for all.

@@ -222,6 +222,7 @@ def _layer(config: Config, tp: int, *, is_moe: bool) -> int:
     if not is_moe:
         return common + _mlp(config, config.ffn_hidden_size, tp, bias=config.add_bias_linear)
     router = config.hidden_size * (config.num_router_outputs + config.shared_expert_gate)
+    router += config.num_router_outputs * config.add_bias_linear
     shared = _mlp(config, config.shared_expert_size, tp)
     return common + router + shared + _latent_projections(config)
 

@@ -114,6 +114,8 @@ def draw_weights(theirs: nn.Module, first_expert: int) -> None:
     """
     with torch.no_grad():
         theirs.router.weight.copy_(random(EXPERTS, HIDDEN, seed=1) * HIDDEN**-0.5)
+        if theirs.router.bias is not None:
+            theirs.router.bias.copy_(random(EXPERTS, seed=3))
         if theirs.router.expert_bias is not None:
             theirs.router.expert_bias.copy_(0.3 * random(EXPERTS, seed=2))
         for index, expert in enumerate(theirs.experts.local_experts, start=first_expert):
@@ -137,6 +139,8 @@ def latent_weights(layer: nn.Module) -> Tensors:
 def copy_weights(theirs: nn.Module, router: Router, experts: Experts) -> None:
     with torch.no_grad():
         router.weight.copy_(theirs.router.weight)
+        if theirs.router.bias is not None:
+            router.bias.copy_(theirs.router.bias)
         if theirs.router.expert_bias is not None:
             router.expert_bias.copy_(theirs.router.expert_bias)
         experts.weight1.copy_(
@@ -219,6 +223,7 @@ def run(layer: nn.Module, passes: int) -> Tensors:
         _end_of_batch(layer)
     found = {"y": y.detach(), "x": x.grad, "router": layer.router.weight.grad}
     found |= {name: weight.grad for name, weight in latent_weights(layer).items()}
+    found |= {} if layer.router.bias is None else {"router bias": layer.router.bias.grad}
     return found | _expert_gradients(layer) | ({} if counts is None else {"tokens per expert": counts})
 
 
@@ -298,6 +303,17 @@ class Comparison:
     effect: float
 
 
+def _theirs(ep: int, dispatcher: str, pair: Pair) -> nn.Module:
+    # Megatron's experts cannot have biases (a view changed in place); its router can, and ours are zero.
+    plain = megatron_config(ep, dispatcher, pair.megatron | {"add_bias_linear": False})
+    spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
+    theirs = build_moe_spec(spec, build_module, config=plain)
+    if pair.megatron.get("add_bias_linear"):
+        config = megatron_config(ep, dispatcher, pair.megatron)
+        theirs.router = type(theirs.router)(config=config, pg_collection=get_default_pg_collection())
+    return theirs
+
+
 def compare_on_rank(ep: int, pairs: dict[str, Pair]) -> dict[str, Comparison]:
     """Both kinds of our layer against Megatron's, for every pair and each of its dispatchers."""
     start_megatron(ep)
@@ -306,9 +322,7 @@ def compare_on_rank(ep: int, pairs: dict[str, Pair]) -> dict[str, Comparison]:
     for name, pair in pairs.items():
         errors = {}
         for dispatcher in pair.dispatchers:
-            config = megatron_config(ep, dispatcher, pair.megatron)
-            spec = get_moe_module_spec(use_te=False, num_experts=EXPERTS)
-            theirs = build_moe_spec(spec, build_module, config=config)
+            theirs = _theirs(ep, dispatcher, pair)
             theirs.set_layer_number(1)
             draw_weights(theirs, first_expert)
             expected = run(theirs, pair.passes)

@@ -172,3 +172,16 @@ def test_keys_are_those_of_megatron(folder, one_rank):
         "q_layernorm.weight": (32,),
         "k_layernorm.weight": (16,),
     }
+
+
+def test_router_biases_have_one_gradient_on_1_2_and_4_ranks():
+    """With sequence parallelism every rank routes a part of the sequence."""
+    kind = {"add_bias_linear": True, "num_query_groups": 4, "z_loss_coeff": 0.1}
+    (one,), (two,) = run_models(1, [kind]), run_models(2, [kind | {"tp": 2}])
+    four = run_models(4, [kind | layout for layout in ({"tp": 4}, {"tp": 2, "ep": 2}, {"tp": 2, "cp": 2})])
+    expected = {name: value for name, value in one.gradients.items() if ".router." in name}
+    assert len(expected) == 4
+    for found in (two, *four):
+        torch.testing.assert_close(found.losses, one.losses, rtol=LIMIT, atol=0)
+        assert found.grad_norms == pytest.approx(one.grad_norms, rel=LIMIT)
+        assert_equal_to(LIMIT, {name: found.gradients[name] for name in expected}, expected)

@@ -256,3 +256,31 @@ def test_expert_bias_counts_tokens_in_training_only():
 def test_errors(settings, text):
     with pytest.raises(ValueError, match=text):
         RouterConfig(hidden_size=4, num_experts=4, **settings)
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+@pytest.mark.parametrize("rule", [
+    {"pre_softmax": True}, {"pre_softmax": False}, {"normalize": True}, {"score": "sigmoid"},
+    {"score": "sigmoid", "expert_bias": True}, {"score": "sqrtsoftplus", "dtype": "fp64"}, {"score": "relu"},
+    {"top_p": 0.5}, {"num_null_experts": 2}, {"num_groups": 3, "group_topk": 2},
+    {"assignment": "sinkhorn", "topk": 1},
+], ids=str)  # fmt: skip
+def test_a_bias_is_the_weight_of_an_input_of_one(rule, use_kernels):
+    """In every score, with the decisions, weights, sums and gradients of the router without a bias."""
+    rule = {"num_experts": 6, "topk": 2, "use_kernels": use_kernels} | rule
+    biased = Router(RouterConfig(hidden_size=8, bias=True, **rule))
+    wider = Router(RouterConfig(hidden_size=9, **rule))
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(40, 8, generator=generator)
+    with torch.no_grad():
+        biased.bias.normal_(generator=generator)
+        wider.weight.copy_(torch.cat([biased.weight, biased.bias[:, None]], dim=1))
+    biased.needs_scores = wider.needs_scores = False
+    found, expected = biased(x), wider(torch.cat([x, torch.ones(40, 1)], dim=1))
+    assert torch.equal(found.expert_TK, expected.expert_TK)
+    torch.testing.assert_close(found.weights_TK, expected.weights_TK, rtol=1e-5, atol=1e-7)
+    factor = torch.randn(found.weights_TK.shape, generator=generator)
+    for decision in (found, expected):
+        (decision.weights_TK * factor).sum().backward()
+    gradient = torch.cat([biased.weight.grad, biased.bias.grad[:, None]], dim=1)
+    torch.testing.assert_close(gradient, wider.weight.grad, rtol=1e-4, atol=1e-6)

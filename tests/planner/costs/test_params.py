@@ -114,6 +114,13 @@ def test_one_moe_layer_by_hand():
     assert count.active_per_token == count.total - 6 * expert
 
 
+def test_biases_of_an_moe_layer_by_hand():
+    sizes = {"num_layers": 1, "topk": 2, "use_moe": True}
+    plain, biased = (count_parameters(tiny(**sizes, add_bias_linear=flag)) for flag in (False, True))
+    router, attention, expert = 8, (24 + 12 + 12) + 16, 2 * 12 + 16
+    assert biased.total - plain.total == router + attention + 8 * expert
+
+
 def test_latent_experts_by_hand():
     """Two projections of 16 x 10 in each MoE layer, and experts of 3 * 10 * 12 instead of 3 * 16 * 12."""
     sizes = {
