@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,15 @@ from moe_exp.config import setting_error
 from moe_exp.data.stage import check_free_disk, free_disk, run_stage
 from moe_exp.data.tokens.files import manifest_of, other_tokenizer, tokenizer_fact, tokenizer_facts
 from moe_exp.data.tokens.parts import write_all
-from moe_exp.data.tokens.tokens import bin_idx_problem, bin_idx_tokens, read_index, write_index
+from moe_exp.data.tokens.ranged import read_ranges
+from moe_exp.data.tokens.tokens import (
+    bin_idx_problem,
+    bin_idx_tokens,
+    order_problem,
+    read_index,
+    read_pointers,
+    write_index,
+)
 from moe_exp.host.files import bytes_text
 from moe_exp.host.progress import print_summary, progress
 
@@ -36,7 +44,7 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
     """
     dtype = _check(prefixes, output)
     inputs = [Path(f"{prefix}{suffix}") for prefix in prefixes for suffix in (".bin", ".idx")]
-    needed_bytes = sum(path.stat().st_size for path in inputs)
+    needed_bytes = _needed_bytes(prefixes)
     what: dict[str, Any] = {"settings": {}, "inputs": inputs, "is_folder": False, "start_over": start_over}
     with run_stage("merge-tokens", output, **what, suffixes=(".bin", ".idx")) as stage:
         if stage.was_done:
@@ -44,11 +52,10 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
         check_free_disk(output.parent, needed_bytes, f"{output.name}.bin")
         paths = [stage.folder / f"{output.name}{suffix}" for suffix in (".bin", ".idx")]
         with paths[0].open("wb", buffering=0) as file, progress("merging", needed_bytes) as advance:
-            for path in inputs[::2]:
-                with path.open("rb") as source:
-                    while chunk := source.read(_COPY_BYTES):
-                        write_all(file, chunk)
-                        advance(len(chunk))
+            for prefix in prefixes:
+                for chunk in read_ranges(str(prefix), _ranges(prefix)):
+                    write_all(file, chunk)
+                    advance(len(chunk))
             os.fsync(file.fileno())
         num_documents, num_tokens = _merge_indices(prefixes, paths[1])
         first = manifest_of(str(prefixes[0]))
@@ -63,9 +70,7 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
 def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
     """Prints documents, tokens, bytes and free disk; writes nothing. Raises as `merge_token_files`."""
     dtype = _check(prefixes, output)
-    needed_bytes = sum(
-        Path(f"{prefix}{suffix}").stat().st_size for prefix in prefixes for suffix in (".bin", ".idx")
-    )
+    needed_bytes = _needed_bytes(prefixes)
     rows = {
         "inputs": f"{len(prefixes)} pairs of .bin and .idx, tokens as {dtype}",
         "documents": sum(len(read_index(prefix)[2]) - 1 for prefix in prefixes),
@@ -80,7 +85,7 @@ def merge_dry_run(prefixes: Sequence[Path], output: Path) -> None:
 def _check(prefixes: Sequence[Path], output: Path) -> str:
     """The type of the tokens."""
     for prefix in prefixes:
-        if wrong := bin_idx_problem(prefix):
+        if wrong := bin_idx_problem(prefix, in_order=False):
             raise setting_error("merge", prefix, wrong, "tokenize that shard again")
         if prefix.absolute() == output.absolute():
             raise setting_error("output_prefix", output, "is one of the shards", "give another prefix")
@@ -93,6 +98,23 @@ def _check(prefixes: Sequence[Path], output: Path) -> str:
     if wrong := other_tokenizer(map(str, prefixes)):
         logger.warning("merge: %s", wrong)
     return next(iter(dtypes))
+
+
+def _needed_bytes(prefixes: Sequence[Path]) -> int:
+    tokens = sum(bin_idx_tokens(prefix) * read_index(prefix)[0].itemsize for prefix in prefixes)
+    return tokens + sum(Path(f"{prefix}.idx").stat().st_size for prefix in prefixes)
+
+
+def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
+    """Bytes of the .bin in the order of the sequences, as Megatron follows the pointers of an index."""
+    dtype, sizes, _ = read_index(prefix)
+    if order_problem(prefix) is None:
+        num_bytes = int(sizes.sum(dtype=np.int64)) * dtype.itemsize
+        for begin in range(0, num_bytes, _COPY_BYTES):
+            yield begin, min(begin + _COPY_BYTES, num_bytes)
+        return
+    for begin, size in zip(read_pointers(prefix).tolist(), sizes.tolist(), strict=True):
+        yield begin, begin + size * dtype.itemsize
 
 
 def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:

@@ -16,7 +16,7 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -257,10 +257,10 @@ def open_bin(prefix: str) -> RangedFile | None:
     return RangedFile(prefix, remote) if remote else None
 
 
-def read_ranges(prefix: str, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+def read_ranges(prefix: str, ranges: Iterable[tuple[int, int]]) -> Iterator[bytes]:
     """Bytes of a prefix's .bin, range after range."""
     if (remote := open_bin(prefix)) is not None:
-        yield from remote.read_directly(ranges)
+        yield from remote.read_directly(list(ranges))
         return
     with Path(f"{prefix}.bin").open("rb") as file:
         for begin, end in ranges:

@@ -3,7 +3,8 @@
 Layout of the .idx file (little-endian), as `megatron.core.datasets.indexed_dataset` reads it: magic, version,
 dtype code, number of sequences, number of document indices, then int32 sizes in tokens, int64 pointers in
 bytes and int64 document indices. We write one sequence per document. The .bin file is the tokens, one
-document after the other.
+document after the other. In files of other programs pointers may lead elsewhere, and Megatron follows them:
+they are refused here, except by `moe-exp data tokenize --merge`, which writes them in order.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import math
 import os
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,8 +25,8 @@ from moe_exp.data.tokens.ranged import bin_bytes, prefix_of
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 
 __all__ = [
-    "EOD_ID", "BinIdxWriter", "bin_idx_problem", "bin_idx_tokens", "parse_blend", "read_index", "token_dtype",
-    "tokenizer_vocab_size", "write_index",
+    "EOD_ID", "BinIdxWriter", "bin_idx_problem", "bin_idx_tokens", "order_problem", "parse_blend",
+    "read_index", "read_pointers", "token_dtype", "tokenizer_vocab_size", "write_index",
 ]  # fmt: skip
 
 EOD_ID = 0
@@ -132,15 +133,11 @@ def write_index(
             is a document.
     """
     num_indices = len(sizes) + 1 if document_indices is None else len(document_indices)
-    chunks = range(0, len(sizes), _LENGTHS_PER_WRITE)
     with path.open("wb") as file:
         file.write(_HEADER.pack(_MAGIC, 1, _CODES[dtype.name], len(sizes), num_indices))
         file.write(np.ascontiguousarray(sizes).data)
-        first_token = 0
-        for start in chunks:
-            ends = first_token + np.cumsum(sizes[start : start + _LENGTHS_PER_WRITE], dtype=np.int64)
-            file.write((np.append(first_token, ends[:-1]) * np.int64(dtype.itemsize)).data)
-            first_token = int(ends[-1])
+        for pointers in _pointers_in_order(sizes, dtype):
+            file.write(pointers.data)
         if document_indices is not None:
             file.write(np.ascontiguousarray(document_indices).data)
         else:
@@ -150,6 +147,15 @@ def write_index(
                 )
         file.flush()
         os.fsync(file.fileno())
+
+
+def _pointers_in_order(sizes: npt.NDArray[np.int32], dtype: np.dtype[Any]) -> Iterator[npt.NDArray[np.int64]]:
+    """First bytes of sequences that stand one after the other, in pieces."""
+    first_token = 0
+    for start in range(0, len(sizes), _LENGTHS_PER_WRITE):
+        ends = first_token + np.cumsum(sizes[start : start + _LENGTHS_PER_WRITE], dtype=np.int64)
+        yield np.append(first_token, ends[:-1]) * np.int64(dtype.itemsize)
+        first_token = int(ends[-1])
 
 
 def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32], npt.NDArray[np.int64]]:
@@ -163,13 +169,40 @@ def read_index(prefix: str | Path) -> tuple[np.dtype[Any], npt.NDArray[np.int32]
     return np.dtype(_DTYPES[code]), sizes, indices
 
 
-def bin_idx_problem(prefix: str | Path) -> str | None:
-    """Problem with `prefix`.bin and `prefix`.idx in one line, or None. Reads no tokens."""
+def read_pointers(prefix: str | Path) -> npt.NDArray[np.int64]:
+    """First byte of each sequence in `prefix`.bin, by `prefix`.idx, a sound index."""
+    path = Path(f"{prefix}.idx")
+    num_sequences = _read_header(path)[3]
+    offset = _HEADER.size + 4 * num_sequences
+    return np.memmap(path, dtype="<i8", mode="r", offset=offset, shape=(num_sequences,))
+
+
+def order_problem(prefix: str | Path) -> str | None:
+    """Says which sequence of `prefix`.idx does not stand behind the one before it, or None."""
+    dtype, sizes, _ = read_index(prefix)
+    pointers, start = read_pointers(prefix), 0
+    for expected in _pointers_in_order(sizes, dtype):
+        differs = pointers[start : start + len(expected)] != expected
+        if differs.any():
+            first = int(differs.argmax())
+            begin, place = pointers[start + first], f"sequence {start + first} of {prefix}.idx"
+            return f"{place} begins at byte {begin} of the .bin, not at byte {expected[first]}"
+        start += len(expected)
+    return None
+
+
+def bin_idx_problem(prefix: str | Path, *, in_order: bool = True) -> str | None:
+    """Problem with `prefix`.bin and `prefix`.idx in one line, or None. Reads no tokens.
+
+    Args:
+        prefix: path without suffix.
+        in_order: whether the sequences have to stand one after the other in the .bin.
+    """
     if bin_bytes(prefix) is None:
         return f"{prefix}.bin is missing"
     if not Path(f"{prefix}.idx").is_file():
         return f"{prefix}.idx is missing"
-    return _header_problem(Path(f"{prefix}.idx")) or _size_problem(str(prefix))
+    return _header_problem(Path(f"{prefix}.idx")) or _size_problem(str(prefix), in_order)
 
 
 def _header_problem(path: Path) -> str | None:
@@ -192,19 +225,34 @@ def _header_problem(path: Path) -> str | None:
     return f"{path} is truncated: {actual_bytes} bytes instead of {expected_bytes}"
 
 
-def _size_problem(prefix: str) -> str | None:
+def _size_problem(prefix: str, in_order: bool) -> str | None:
     _, _, code, num_sequences, num_indices = _read_header(Path(f"{prefix}.idx"))
     offset = _HEADER.size + 12 * num_sequences
     indices = np.memmap(f"{prefix}.idx", dtype="<i8", mode="r", offset=offset, shape=(num_indices,))
     if indices[0] != 0 or indices[-1] != num_sequences:
         covered = f"sequences {indices[0]} to {indices[-1]} of {num_sequences}"
         return f"{prefix}.idx is damaged: its documents cover {covered}"
+    if wrong := order_problem(prefix):
+        fix = f"moe-exp data tokenize --merge {prefix} --output-prefix {prefix}_in_order writes them in order"
+        return f"{wrong} ({fix})" if in_order else _range_problem(prefix)
     expected_bytes = bin_idx_tokens(prefix) * np.dtype(_DTYPES[code]).itemsize
     actual_bytes = bin_bytes(prefix) or 0
     if actual_bytes == expected_bytes:
         return None
     state = "truncated" if actual_bytes < expected_bytes else "of another index"
     return f"{prefix}.bin is {state}: {actual_bytes} bytes, by the sizes in its .idx {expected_bytes}"
+
+
+def _range_problem(prefix: str) -> str | None:
+    """Says which sequence of a sound index is not in the .bin, or None."""
+    dtype, sizes, _ = read_index(prefix)
+    begins, num_bytes = read_pointers(prefix), bin_bytes(prefix) or 0
+    ends = begins + sizes.astype(np.int64) * dtype.itemsize
+    worst = int(begins.argmin()) if begins.min() < 0 else int(ends.argmax())
+    if begins[worst] >= 0 and ends[worst] <= num_bytes:
+        return None
+    ended = f"begins at byte {begins[worst]} and ends at byte {ends[worst]}"
+    return f"sequence {worst} of {prefix}.idx {ended} of the .bin, which has {num_bytes}"
 
 
 def bin_idx_tokens(prefix: str | Path) -> int:

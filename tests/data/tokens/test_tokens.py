@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_exp.data.inspect.inspection import inspect_path
 from moe_exp.data.tokens import tokens
 from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
@@ -63,6 +66,58 @@ def test_an_index_that_is_written_in_several_pieces(tmp_path, monkeypatch):
     write(tmp_path / "pieces", docs)
     assert (tmp_path / "pieces.idx").read_bytes() == (tmp_path / "one.idx").read_bytes()
     assert [list(read) for read in IndexedDataset(str(tmp_path / "pieces"))] == [[*ids, 0] for ids in docs]
+
+
+SEQUENCES = [[5, 6, 7], [8], [9, 10], [11, 12, 13, 14], [15]]
+
+
+@pytest.mark.parametrize("documents", [[0, 1, 2, 3, 4, 5], [0, 2, 5]])
+@pytest.mark.parametrize(
+    ("stored", "places"),
+    [
+        # numbers of SEQUENCES in the order of the .bin (-1: bytes of none), and where each begins there
+        ([0, 1, 2, 3, 4], [0, 3, 4, 6, 10]),
+        ([3, 0, 4, 2, 1], [4, 10, 8, 0, 7]),
+        ([0, -1, 1, 2, 3, 4], [0, 4, 5, 7, 11]),
+        ([-1, 0, 1, 2, 3, 4], [1, 4, 5, 7, 11]),
+        ([0, 1, 2, 4, 3, -1], [0, 3, 4, 7, 6]),
+    ],
+)
+def test_pointers_of_an_index_are_followed_or_refused(documents, stored, places, tmp_path):
+    prefix, sizes = tmp_path / "x", [len(one) for one in SEQUENCES]
+    kept = [token for number in stored for token in ([99] if number < 0 else SEQUENCES[number])]
+    np.array(kept, np.uint16).tofile(f"{prefix}.bin")
+    index = [struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, len(sizes), len(documents))]
+    index += [np.array(sizes, "<i4"), 2 * np.array(places, "<i8"), np.array(documents, "<i8")]
+    (tmp_path / "x.idx").write_bytes(b"".join(bytes(one) for one in index))
+    megatrons = IndexedDataset(str(prefix))
+    assert [one.tolist() for one in megatrons] == SEQUENCES
+    if stored == [0, 1, 2, 3, 4]:
+        assert bin_idx_problem(prefix) is None
+    else:
+        refusal = r"sequence \d of .*x\.idx begins at byte \d+ of the \.bin, not at byte \d+ .* Fix: "
+        for read in (TokenFiles, parse_two, inspect_path):
+            with pytest.raises(ValueError, match=refusal):
+                read(prefix)
+    manifest = merge_token_files([prefix, prefix], tmp_path / "merged")
+    files = TokenFiles(tmp_path / "merged")
+    assert [files.read(*bounds).tolist() for bounds in pairwise(files.sequence_bounds)] == 2 * SEQUENCES
+    assert [one.tolist() for one in IndexedDataset(str(tmp_path / "merged"))] == 2 * SEQUENCES
+    assert files.document_bounds[: len(documents)].tolist() == [sum(sizes[:one]) for one in documents]
+    assert manifest["num_documents"] == 2 * len(documents) - 2
+
+
+def parse_two(prefix):
+    return parse_blend(f"{prefix} {prefix}")
+
+
+def test_pointers_beyond_the_tokens_are_refused(tmp_path):
+    write(tmp_path / "x", [[1, 2], [3]])
+    content = bytearray((tmp_path / "x.idx").read_bytes())
+    content[34 + 8 : 34 + 24] = np.array([0, 2000], "<i8").tobytes()
+    (tmp_path / "x.idx").write_bytes(content)
+    with pytest.raises(ValueError, match=r"sequence 1 of .* ends at byte 2004 of the \.bin, which has 10"):
+        merge_token_files([tmp_path / "x"], tmp_path / "merged")
 
 
 def test_nothing_is_left_behind_by_an_exception(tmp_path):
