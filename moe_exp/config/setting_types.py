@@ -17,7 +17,7 @@ from moe_exp.config.choices import LOSSES, NO_LOSS
 from moe_exp.config.data_stages import read_stages
 from moe_exp.config.parameter_groups import read_groups
 from moe_exp.config.schedule import read_points
-from moe_exp.host.files import is_url
+from moe_exp.host.files import ending, is_url
 
 # Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
 _NOT_ONE_LINE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
@@ -194,13 +194,6 @@ def _blend(value: str) -> str:
     return value
 
 
-# of files with documents, which TRAIN_DATA may name instead of token files (moe_exp/data/kinds.py)
-TEXT_DATA_SUFFIXES = (
-    ".txt", ".md", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".json", ".json.gz", ".json.zst", ".parquet",
-    ".arrow",
-)  # fmt: skip
-
-
 def blend_members(value: str) -> list[tuple[str, str]]:
     """(weight as it is written, or '', and path) of each corpus in TRAIN_DATA or VALID_DATA."""
     text = value.strip()
@@ -233,7 +226,7 @@ def is_text(name: str) -> bool:
     if not name or name.endswith((".bin", ".idx")) or Path(f"{name}.bin").is_file():
         return False
     path = Path(name).expanduser()
-    return path.is_dir() or path.is_file() or name.endswith(TEXT_DATA_SUFFIXES) or glob.has_magic(name)
+    return path.is_dir() or path.is_file() or bool(ending(name)) or glob.has_magic(name)
 
 
 def _is_number(word: str) -> bool:

@@ -201,14 +201,14 @@ class Config(ModelSettings):
     # Data
     train_data: Blend = data(
         "",
-        "folder, file or pattern of text (.txt, .md, .jsonl, .parquet, .arrow), or Megatron .bin/.idx "
-        "prefixes; 'A' or 'WEIGHT A WEIGHT B ...'; empty: the embedded corpus",
+        "folder, file or pattern of text (.txt, .md, .jsonl, .json, .parquet, .arrow), or Megatron "
+        ".bin/.idx prefixes; 'A' or 'WEIGHT A WEIGHT B ...'; empty: the embedded corpus",
     )
     valid_data: Blend = data(
         "", "validation data, written as in TRAIN_DATA; empty: part of text is held out (docs/corpus.md)"
     )
     text_documents: Literal["file", "block"] = data(
-        "file", "what a document of a .txt or .md file is: the file, or each block between blank lines"
+        "file", "what a document of a text file is: the file, or each block between blank lines"
     )
     prepend_bos: bool = data(False, "begin every document of text with the BOS of TOKENIZER")
     text_field: str = data("text", "field of .jsonl, column of .parquet and .arrow, with the text")

@@ -12,10 +12,12 @@ from __future__ import annotations
 import glob
 import logging
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +27,23 @@ import xxhash
 from moe_exp.data.kinds import (
     BOM,
     DAMAGE,
-    DATA_SUFFIXES,
     FILES,
-    JSONL_SUFFIXES,
+    JSON_FILES,
+    JSON_SUFFIXES,
     KINDS,
+    NOT_JSON,
     PARQUET_SUFFIX,
+    RECORD_SUFFIXES,
     TEXT_SUFFIXES,
     BadDocument,
     TextRule,
     check_regular,
     damaged,
     decompressed,
+    is_compressed,
     raw_lines,
 )
+from moe_exp.host.files import bytes_text, ending
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +52,13 @@ BLANK_LINE, EMPTY_TEXT = "blank line", "empty text"
 _MOST_NAMED = 5
 _COUNT_BYTES = 2**22
 _OFFICE_SUFFIXES = (".docx", ".doc", ".odt", ".rtf", ".pdf", ".epub", ".html", ".htm", ".pptx", ".tex")
+# files that lie beside data and are none: about it, or of the programs that made it
+_BESIDE_DATA = re.compile(
+    r"(.*/)?(datatrove/.*|[^/]*\.(idx|lock|tmp)|(readme|licen[cs]e|copying|notice|citation|changelog|state"
+    r"|dataset_infos?|_success|_(common_)?metadata|running|([^/]*\.)?manifest)(\.[^/]*)?)",
+    re.IGNORECASE,
+)
+_OTHER_FIELD = "name the field with the text (TEXT_FIELD, --text-field or --json-keys)"
 _PARQUET_RATIO = 2.5  # of JSONL to Parquet, usually
 
 _MASK128 = 2**128 - 1
@@ -100,27 +113,114 @@ class Tally:
 
 
 def is_validation_file(path: Path) -> bool:
-    """Whether a file is for validation by its name, *.val.jsonl."""
-    return path.name.endswith(tuple(f".val{suffix}" for suffix in JSONL_SUFFIXES))
+    """Whether a file is for validation by its name, such as *.val.jsonl."""
+    kind = ending(path.name)
+    return kind in JSON_SUFFIXES and path.name.lower().endswith(f".val{kind}")
 
 
-def files_in(folder: Path) -> list[Path]:
-    """The files with documents in a folder and its subfolders, sorted.
+def files_in(
+    folder: Path, *, what: str = "input", text_field: str = "text", with_validation: bool = False
+) -> list[Path]:
+    """The files with documents in a folder and its subfolders, sorted; see `data_among`.
 
-    Text files are left out if there are JSONL files or tables, whose README or LICENSE they usually are, and
-    so are JSONL files for validation; both are logged.
+    JSON files for validation (*.val.jsonl) are left out, too, and logged, unless `with_validation`.
     """
-    inside = sorted(path for path in files_below(folder) if path.name.endswith(DATA_SUFFIXES))
-    check_regular(inside)
-    texts = {path for path in inside if path.name.endswith(TEXT_SUFFIXES)}
-    validation = {path for path in inside if is_validation_file(path)}
-    for left_out, why in ((texts, "text files beside data files"), (validation, "for validation, by name")):
-        if left_out and len(left_out) < len(inside):
-            names = ", ".join(str(path.relative_to(folder)) for path in sorted(left_out)[:_MOST_NAMED])
-            more = f" and {len(left_out) - _MOST_NAMED} more" if len(left_out) > _MOST_NAMED else ""
-            logger.info("%s: left out, %s: %s%s", folder, why, names, more)
-            inside = [path for path in inside if path not in left_out]
-    return [path for path in inside if path not in validation]
+    paths = sorted(files_below(folder))
+    check_regular(path for path in paths if ending(path))
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in paths if path.is_file()}
+    has_text = partial(_has_field, folder, text_field)
+    files = [folder / name for name in data_among(sizes, str(folder), what, text_field, has_text)]
+    validation = [path for path in files if is_validation_file(path)]
+    if with_validation or not validation:
+        return files
+    if len(validation) < len(files):
+        names = _some([str(path.relative_to(folder)) for path in validation])
+        logger.info("%s: left out, for validation, by name: %s", folder, names)
+    return [path for path in files if path not in validation]
+
+
+def data_among(
+    sizes: Mapping[str, int],
+    where: str,
+    what: str,
+    text_field: str = "",
+    has_text: Callable[[str], bool] | None = None,
+) -> list[str]:
+    """Chooses the files with documents among those of a folder; a warning counts and names the others.
+
+    Records (JSON and tables) are chosen, and text files if there are none, as beside records they usually are
+    their README and LICENSE. A .json file holds records or facts about them, which `has_text` decides.
+
+    Args:
+        sizes: relative name to bytes of each file.
+        where, what: the folder or URL and the setting that names it, for messages.
+        text_field: field with the text; "" if `has_text` is not given.
+        has_text: whether the first object in a .json file has the field. Without it, as at a store, .json
+            files are chosen by their names, and only if there are no other records.
+
+    Raises:
+        ValueError: files that would be left out have most of the bytes.
+    """
+    about = {name for name in sizes if _BESIDE_DATA.fullmatch(name)}
+    about |= {name for name in sizes if name.endswith(".bin") and f"{name[:-4]}.idx" in sizes}
+    records = [name for name in sizes if ending(name) in RECORD_SUFFIXES]
+    plain = [name for name in records if ending(name) not in JSON_FILES]
+    if has_text:
+        records = [name for name in records if ending(name) not in JSON_FILES or has_text(name)]
+    else:
+        records = plain or [name for name in records if name not in about]
+    chosen = records or [name for name in sizes if ending(name) in TEXT_SUFFIXES]
+    left_out = {name: sizes[name] for name in sizes.keys() - chosen - about}
+    if left_out and chosen:
+        line = _left_out_line(left_out, text_field)
+        if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
+            suffix = ending(chosen[0])
+            pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
+            fix = f"name those to read by a pattern, such as {pattern}, or convert the others"
+            if has_text and any(ending(name) in JSON_FILES for name in left_out):
+                fix = f"{_OTHER_FIELD}, or {fix}"
+            raise ValueError(f"{what}={where}: {line}: most of its bytes. Fix: {fix}.")
+        _warn_once(f"{where}: {line}")
+    return chosen
+
+
+def _left_out_line(sizes: Mapping[str, int], text_field: str) -> str:
+    """Counts files by their endings, and names some."""
+    kinds: Counter[str] = Counter()
+    for name in sizes:
+        kind = ending(name) or Path(name).suffix.lower() or "without an ending"
+        if kind in JSON_FILES and text_field:
+            kind += f" without a field {text_field!r}"
+        elif kind in (*JSON_FILES, *TEXT_SUFFIXES):
+            kind += " beside records"
+        kinds[kind] += 1
+    ordered = sorted(kinds.items(), key=lambda one: (-one[1], one))
+    counts, files = (
+        ", ".join(f"{count} {kind}" for kind, count in ordered),
+        "file" if len(sizes) == 1 else "files",
+    )
+    size = bytes_text(sum(sizes.values()))
+    return f"left out {len(sizes)} {files}, {size}: {counts} ({_some(sorted(sizes))})"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return ", ".join(names[:_MOST_NAMED]) + more
+
+
+@cache  # a command looks into its folders for the estimate, for the check and for the work
+def _warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def _has_field(folder: Path, text_field: str, name: str) -> bool:
+    """Whether the first value of a JSON file has the field. True if it cannot be read: an error later."""
+    try:
+        line = next((line for line in raw_lines(folder / name) if line.strip()), b"null")
+        first = orjson.loads(line.removeprefix(BOM))
+    except (ValueError, *DAMAGE):
+        return True
+    return isinstance(first, dict) and text_field in first
 
 
 def files_below(root: Path) -> Iterator[Path]:
@@ -146,37 +246,36 @@ def files_below(root: Path) -> Iterator[Path]:
                 (links if path.is_symlink() else folders).append(path)
 
 
-def find_inputs(names: Iterable[str | Path], what: str = "input") -> list[Path]:
+def find_inputs(names: Iterable[str | Path], what: str = "input", text_field: str = "text") -> list[Path]:
     """The files that names stand for: files, folders (see `files_in`) and globs, in this order.
-
-    JSONL files are often called .json; such ones are taken where they are named, but not from a folder, where
-    other JSON may lie.
 
     Args:
         names: of files, folders and globs.
         what: gives them, in errors.
+        text_field: field with the text, by which data are known in a folder with .json files.
 
     Raises:
         ValueError: there is none, a name stands for nothing, a file is of no kind that can be read or given
-            twice.
+            twice; most bytes of a folder would be left out.
     """
     found: list[Path] = []
     for path in map(Path, names):
-        if path.is_dir():
-            matches = files_in(path)
-        elif path.exists() or path.is_symlink():
+        if path.exists() or path.is_symlink():
             matches = [path]
         else:  # not Path.glob, which takes no absolute pattern
-            places = glob.glob(str(path), recursive=True)  # noqa: PTH207
-            matches = sorted(Path(one) for one in places if Path(one).is_file())
-        if not matches and path.is_dir():
-            raise ValueError(f"{what}={path}: {_no_files(path)}.")
+            matches = sorted(map(Path, glob.glob(str(path), recursive=True)))  # noqa: PTH207
+            if "**" in path.parts:  # which matches what folders hold, too
+                matches = [one for one in matches if one.is_file()]
         if not matches:
             rule = "there is no such file"
             if glob.has_magic(str(path)):
                 rule = "no file matches the pattern"
             raise ValueError(f"{what}={path}: {rule}. Fix: check the path, or quote the pattern.")
-        found += matches
+        for one in matches:
+            files = files_in(one, what=what, text_field=text_field) if one.is_dir() else [one]
+            if not files:
+                raise ValueError(f"{what}={one}: {_no_files(one, text_field)}.")
+            found += files
     if not found:
         raise ValueError(f"{what}=: no file is given. Fix: give files ({KINDS}) or folders of them.")
     check_regular(found)
@@ -185,18 +284,21 @@ def find_inputs(names: Iterable[str | Path], what: str = "input") -> list[Path]:
             rule = f"is given {times} times, its documents would be there as often"
             raise ValueError(f"{what}={path}: {rule}. Fix: give it once.")
     for path in found:
-        if not path.name.endswith((*DATA_SUFFIXES, ".json", ".json.gz", ".json.zst")):
+        if not ending(path):
             raise ValueError(f"{what}={path}: does not end with {KINDS}. Fix: {_fix_of_suffix(path)}.")
         if is_validation_file(path) and len(found) > 1:
             logger.warning("%s is for validation, by its name, and is read with the others", path)
     return found
 
 
-def _no_files(folder: Path) -> str:
+def _no_files(folder: Path, text_field: str) -> str:
     """Why a folder cannot be read, and the fix."""
     if prefixes := sorted(path.with_suffix("") for path in folder.glob("*.idx")):
         return f"the folder has token files. Fix: give their prefix, {prefixes[0]}"
-    others = sorted({path.suffix for path in files_below(folder) if path.suffix})
+    below = list(files_below(folder))
+    if any(ending(path) in JSON_FILES for path in below):
+        return f"its .json files have no field {text_field!r}. Fix: {_OTHER_FIELD}"
+    others = sorted({path.suffix for path in below if path.suffix})
     rule = f"the folder has no file that ends with {KINDS}"
     if others:
         rule += f", only {', '.join(others[:_MOST_NAMED])}"
@@ -204,11 +306,12 @@ def _no_files(folder: Path) -> str:
 
 
 def _fix_of_suffix(path: Path) -> str:
-    if path.suffix in _OFFICE_SUFFIXES:
+    suffix = path.suffix.lower()
+    if suffix in _OFFICE_SUFFIXES:
         return f"save it as {path.with_suffix('.txt').name}, in UTF-8"
-    if path.suffix in (".csv", ".tsv"):
+    if suffix in (".csv", ".tsv"):
         return f"convert it to {path.with_suffix('.jsonl').name}, one object with a field text per line"
-    if path.name.endswith((".gz", ".zip", ".tar", ".xz", ".bz2", ".zst")):
+    if suffix in (".gz", ".zip", ".tar", ".xz", ".bz2", ".zst"):
         return "unpack it"
     return "rename it to .txt if it is text in UTF-8, or to .jsonl if each line is a JSON object"
 
@@ -324,7 +427,7 @@ def _json_problem(line: bytes) -> str:
         line.decode()
     except UnicodeDecodeError:
         return "invalid UTF-8"
-    return "not valid JSON"  # lone surrogates among it, which UTF-8 has no bytes for
+    return NOT_JSON  # lone surrogates among it, which UTF-8 has no bytes for
 
 
 def read_lines(
@@ -362,10 +465,10 @@ def estimate_line_bytes(paths: Iterable[Path]) -> int:
     total_bytes = 0
     by_suffix: dict[str, list[Path]] = {}
     for path in paths:
-        by_suffix.setdefault(path.suffix, []).append(path)
+        by_suffix.setdefault(ending(path), []).append(path)
     for suffix, files in by_suffix.items():
         sizes, ratio = [path.stat().st_size for path in files], 1.0
-        if suffix in (".gz", ".zst"):
+        if is_compressed(files[0]):
             with suppress(BadDocument):  # reading it will say so
                 ratio = compression_ratio(files[sizes.index(max(sizes))])
         elif suffix == PARQUET_SUFFIX:

@@ -1,30 +1,36 @@
 """Files of every kind that has documents in it, read as lines of JSON.
 
-Plain .jsonl is read as it is. The others (.jsonl.gz, .jsonl.zst, .txt, .md, .parquet, .arrow) are streams:
-they are read from their beginning, and everything but compressed JSONL becomes lines `{"text": ...}`.
+Plain JSON lines are read as they are. The others (compressed files, text, tables, JSON arrays) are streams:
+they are read from their beginning. Text and tables become lines `{"text": ...}`, objects of an array lines.
 """
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import json
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, Literal
 
 import orjson
 
-JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+from moe_exp.host.files import DATA_SUFFIXES, ending
+
+COMPRESSED_SUFFIXES = (".gz", ".zst")
+JSON_SUFFIXES = tuple(one for one in DATA_SUFFIXES if one.startswith((".json", ".ndjson")))
+JSON_FILES = (".json", ".json.gz", ".json.zst")  # of data or of facts about it, the name does not say
+TEXT_SUFFIXES = tuple(one for one in DATA_SUFFIXES if one.startswith((".txt", ".text", ".md")))
 PARQUET_SUFFIX = ".parquet"
 TABLE_SUFFIXES = (PARQUET_SUFFIX, ".arrow")
-TEXT_SUFFIXES = (".txt", ".md")
-RECORD_SUFFIXES = (*JSONL_SUFFIXES, *TABLE_SUFFIXES)
-DATA_SUFFIXES = (*RECORD_SUFFIXES, *TEXT_SUFFIXES)
-KINDS = f"{', '.join(DATA_SUFFIXES[:-1])} or {DATA_SUFFIXES[-1]}"
+RECORD_SUFFIXES = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
+KINDS = ".jsonl, .ndjson, .json, .txt, .text, .md (also with .gz or .zst), .parquet or .arrow"
 
 BOM = b"\xef\xbb\xbf"
 _UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
@@ -33,12 +39,16 @@ _MAX_BATCH_ROWS = 1000
 _BATCH_BYTES = 2**24  # of a row group's uncompressed bytes: what a batch of long documents may take
 _ARROW_FILE, _ARROW_END = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 _BLANK_LINES = re.compile(rb"\n(?:[^\S\n]*\n)+")
+# the beginning of a .json file that is no JSON lines: an array, or an object over several lines
+_JSON_VALUES = re.compile(rb"(?:\xef\xbb\xbf)?\s*(?:\[|\{[^\S\n]*\n)")
+_BETWEEN_VALUES = re.compile(r"[\s,]*")
+_LONGEST_ESCAPE = len("\\u0000")  # how far before the end of a buffer JSON may seem wrong that is only cut
 _LEADING_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
 
 
 @dataclass(frozen=True)
 class TextRule:
-    """Rule for the documents of a .txt or .md file.
+    """Rule for the documents of a text file.
 
     Args:
         documents: file: the file is one; block: each block between blank lines is one.
@@ -56,6 +66,7 @@ class TextRule:
 
 FILES = TextRule()
 
+NOT_JSON = "not valid JSON"
 _BINARY = "the file is binary, not text (a byte is 0)"
 _UTF16 = "the file is UTF-16, not UTF-8"
 _NOT_UTF8 = "the file is not UTF-8 text"
@@ -105,9 +116,26 @@ def check_regular(paths: Iterable[Path]) -> None:
             raise ValueError(f"input={path}: is not a regular file. Fix: {fix}.")
 
 
+def is_compressed(path: Path) -> bool:
+    """Whether a file is to be decompressed."""
+    return ending(path).endswith(COMPRESSED_SUFFIXES)
+
+
 def is_stream(path: Path) -> bool:
     """Whether a file can only be read from its beginning, and as other bytes than it has."""
-    return path.suffix in (".gz", ".zst", *TABLE_SUFFIXES, *TEXT_SUFFIXES)
+    kind = ending(path)
+    return is_compressed(path) or kind in (*TABLE_SUFFIXES, *TEXT_SUFFIXES) or _has_values(path)
+
+
+def _has_values(path: Path) -> bool:
+    """Whether a .json file is an array or an object over several lines, not JSON lines.
+
+    Raises:
+        One of `DAMAGE`: the compressed file is damaged at its beginning.
+    """
+    if ending(path) not in JSON_FILES:
+        return False
+    return _JSON_VALUES.match(next(_file_chunks(path), b"")) is not None
 
 
 class ZstdDamage(Exception):
@@ -136,13 +164,16 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
         ValueError: a table has no such column.
         One of `DAMAGE`: a compressed file is damaged or ends early.
     """
-    if path.suffix in (".gz", ".zst"):
-        yield from _split(read_chunks(path))
-    elif path.suffix in TEXT_SUFFIXES:
+    kind = ending(path)
+    if kind in TEXT_SUFFIXES:
         for text in _read_texts(path, rule):
             yield orjson.dumps({text_field: text}, option=orjson.OPT_APPEND_NEWLINE)
-    elif path.suffix in TABLE_SUFFIXES:
+    elif kind in TABLE_SUFFIXES:
         yield from _table_lines(path, text_field)
+    elif _has_values(path):
+        yield from _json_values(path)
+    elif is_compressed(path):
+        yield from _split(_file_chunks(path))
     else:
         check_regular([path])
         with path.open("rb", buffering=_CHUNK_BYTES) as file:
@@ -150,20 +181,29 @@ def raw_lines(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -
 
 
 def read_chunks(path: Path, *, text_field: str = "text", rule: TextRule = FILES) -> Iterator[bytes]:
-    """Yields the lines of a stream as bytes, those of .gz and .zst up to 1 MiB at a time; as `raw_lines`."""
-    if path.suffix not in (".gz", ".zst"):
+    """Yields the lines of a stream as bytes, compressed JSON lines up to 1 MiB at a time; as `raw_lines`."""
+    if is_compressed(path) and ending(path) in JSON_SUFFIXES and not _has_values(path):
+        yield from _file_chunks(path)
+    else:
         yield from raw_lines(path, text_field=text_field, rule=rule)
-        return
+
+
+def _file_chunks(path: Path, num_bytes: int = _CHUNK_BYTES) -> Iterator[bytes]:
+    """Yields the bytes of a file, decompressed, up to `num_bytes` at a time (compressed ones up to 1 MiB)."""
     check_regular([path])
-    if not path.stat().st_size:
-        raise EOFError("it is empty")  # both formats have a header even for no bytes at all
     with path.open("rb") as file:
+        if not is_compressed(path):
+            while chunk := file.read(num_bytes):
+                yield chunk
+            return
+        if not path.stat().st_size:
+            raise EOFError("it is empty")  # both formats have a header even for no bytes at all
         yield from decompressed(path, file)
 
 
 def decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """Yields the bytes of an open .gz or .zst file, up to 1 MiB at a time; raises one of `DAMAGE`."""
-    if path.suffix == ".gz":
+    if ending(path).endswith(".gz"):
         with gzip.GzipFile(fileobj=file) as stream:
             while chunk := stream.read(_CHUNK_BYTES):
                 yield chunk
@@ -196,26 +236,64 @@ def _split(chunks: Iterator[bytes]) -> Iterator[bytes]:
         yield last_line
 
 
+# JSON arrays
+
+
+def _json_values(path: Path) -> Iterator[bytes]:
+    """Yields each value of a JSON array, or of values one after the other, as a line.
+
+    Raises:
+        BadDocument: with the number of the value that is no JSON, or that the file ends in.
+    """
+    decoder, scan = codecs.getincrementaldecoder("utf-8-sig")(), json.JSONDecoder().raw_decode
+    buffer, number, wanted, closing = "", 1, 0, None
+    for chunk in chain(_file_chunks(path), [b""]):
+        try:
+            buffer += decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            raise BadDocument(path, number, _NOT_UTF8) from error
+        if chunk and len(buffer) < wanted:
+            continue
+        if closing is None and (start := buffer.lstrip()):
+            closing = "]" if start.startswith("[") else ""
+            buffer = start[len(closing) :]
+        place = 0
+        while (gap := _BETWEEN_VALUES.match(buffer, place)) and (place := gap.end()) < len(buffer):
+            try:
+                end = scan(buffer, place)[1]
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated") or error.pos > len(buffer) - _LONGEST_ESCAPE
+                if (chunk and is_cut) or buffer[place:].strip() == closing:
+                    break
+                raise BadDocument(path, number, NOT_JSON) from error
+            if chunk and end == len(buffer):  # a number may go on
+                break
+            yield buffer[place:end].replace("\n", " ").replace("\r", " ").encode() + b"\n"
+            place, number = end, number + 1
+        buffer = buffer[place:]
+        wanted = 2 * len(buffer)  # a long value is scanned again a few times, not once a chunk
+    if closing and not buffer:
+        raise BadDocument(path, number, NOT_JSON)
+
+
 # Text files
 
 
 def _read_texts(path: Path, rule: TextRule) -> Iterator[str]:
     """Yields the documents of a text file, with LF at the end of lines; memory: twice the longest."""
-    check_regular([path])
     buffer, num_lines, is_empty = b"", 1, True
-    with path.open("rb") as file:
-        while chunk := file.read(max(_CHUNK_BYTES, rule.longest_bytes)):
-            if num_lines == 1 and not buffer:
-                if chunk.startswith(_UTF16_BOMS):
-                    raise BadDocument(path, 1, _UTF16)
-                chunk = chunk.removeprefix(BOM)
-            *documents, buffer = _cut(buffer + chunk, rule)
-            for document in documents:
-                text = _decoded(path, num_lines, document, rule)
-                num_lines += document.count(b"\n")
-                is_empty &= not text
-                if text:
-                    yield text
+    for chunk in _file_chunks(path, max(_CHUNK_BYTES, rule.longest_bytes)):
+        if num_lines == 1 and not buffer:
+            if chunk.startswith(_UTF16_BOMS):
+                raise BadDocument(path, 1, _UTF16)
+            chunk = chunk.removeprefix(BOM)
+        *documents, buffer = _cut(buffer + chunk, rule)
+        for document in documents:
+            text = _decoded(path, num_lines, document, rule)
+            num_lines += document.count(b"\n")
+            is_empty &= not text
+            if text:
+                yield text
     text = _decoded(path, num_lines, buffer, rule)
     if text or is_empty:  # an empty file is counted, as an empty text is
         yield text
@@ -297,7 +375,7 @@ def read_table(path: Path, *, text_field: str, columns: list[str] | None = None)
     """
     import pyarrow
 
-    kind, number, num_rows = "Parquet" if path.suffix == PARQUET_SUFFIX else "Arrow", 0, None
+    kind, number, num_rows = "Parquet" if ending(path) == PARQUET_SUFFIX else "Arrow", 0, None
     check_regular([path])
     try:
         with ExitStack() as stack:
@@ -322,7 +400,7 @@ def table_schema(path: Path) -> Any:
     check_regular([path])
     try:
         with ExitStack() as stack:
-            return (_parquet if path.suffix == PARQUET_SUFFIX else _arrow)(stack, path, None)[1]
+            return (_parquet if ending(path) == PARQUET_SUFFIX else _arrow)(stack, path, None)[1]
     except (pyarrow.ArrowException, EOFError) as error:
         reason = f"the file is damaged or ends early ({' '.join(str(error).split())})"
         raise BadDocument(path, 1, reason) from error

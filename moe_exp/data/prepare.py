@@ -20,12 +20,12 @@ from moe_exp.data.convert.convert import MAX_DEFAULT_TASKS, ConvertSettings, con
 from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
-from moe_exp.data.kinds import PARQUET_SUFFIX
+from moe_exp.data.kinds import PARQUET_SUFFIX, is_compressed
 from moe_exp.data.shuffle.by_tasks import shuffle_documents
 from moe_exp.data.shuffle.shuffle import check_settings
 from moe_exp.data.stage import check_free_disk, free_disk, is_older, is_stale, run_stage
 from moe_exp.data.tasks.execution import Execution, num_workers
-from moe_exp.host.files import bytes_text
+from moe_exp.host.files import bytes_text, ending
 from moe_exp.host.progress import print_summary
 
 logger = logging.getLogger(__name__)
@@ -269,9 +269,9 @@ def expected_bytes(inputs: Sequence[Path]) -> int:
 
 
 def _expanded_bytes(path: Path) -> float:
-    if path.suffix == PARQUET_SUFFIX:
+    if ending(path) == PARQUET_SUFFIX:
         return _parquet_text_bytes(path)
-    ratio = compression_ratio(path) if path.suffix in (".gz", ".zst") else 1.0
+    ratio = compression_ratio(path) if is_compressed(path) else 1.0
     return path.stat().st_size * ratio
 
 

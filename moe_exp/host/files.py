@@ -1,4 +1,4 @@
-"""Atomic file writes, and checksums."""
+"""Atomic file writes, checksums, and which files have documents by their names."""
 
 from __future__ import annotations
 
@@ -15,6 +15,14 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 import xxhash
+
+# of files with documents, see data/kinds.py
+_PACKABLE = (".jsonl", ".ndjson", ".json", ".txt", ".text", ".md")
+DATA_SUFFIXES = (
+    *(f"{one}{packed}" for one in _PACKABLE for packed in ("", ".gz", ".zst")),
+    ".parquet",
+    ".arrow",
+)
 
 _CHUNK_BYTES = 1 << 20
 _DEEPEST = 100  # brackets within each other in YAML
@@ -69,6 +77,12 @@ def write_json(path: Path, value: Any) -> None:
 def is_url(text: str) -> bool:
     """Whether text names a place at an object store (`host/object_store.py`) rather than a path."""
     return "://" in text
+
+
+def ending(name: str | os.PathLike[str]) -> str:
+    """Which of `DATA_SUFFIXES` a name ends with, whatever its case; "" if it ends with none of them."""
+    lower = os.fspath(name).lower()
+    return next((suffix for suffix in DATA_SUFFIXES if lower.endswith(suffix)), "")
 
 
 def expanded(path: str | os.PathLike[str]) -> Path:

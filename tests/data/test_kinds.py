@@ -33,12 +33,29 @@ def write_file(path):
         writer.write_table(TABLE, max_chunksize=7)
 
 
+TEXT_WRITERS = {
+    ".txt": bytes, ".md": bytes, ".TXT": bytes, ".text": bytes, ".Txt.gz": gzip.compress,
+    ".MD.zst": zstandard.compress, ".text.GZ": gzip.compress,
+}  # fmt: skip
+
+
 def write_texts(path):
     path.mkdir()
     for number, text in enumerate(TEXTS):
         # a BOM and CRLF, as Windows writes them, are not text
         content = text.encode() if number else b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode()
-        (path / f"{number:03d}{('.txt', '.md')[number % 2]}").write_bytes(content)
+        suffix = list(TEXT_WRITERS)[number % len(TEXT_WRITERS)]
+        (path / f"{number:03d}{suffix}").write_bytes(TEXT_WRITERS[suffix](content))
+
+
+def write_values(path):
+    """An object a file over several lines, as json.dump(indent=1) writes it."""
+    path.mkdir()
+    for number, text in enumerate(TEXTS):
+        (path / f"{number:03d}.json").write_text(json.dumps({"id": number, "text": text}, indent=1))
+
+
+ARRAY = json.dumps([{"text": text, "id": 1} for text in TEXTS], indent=1).encode()
 
 
 WRITERS = {
@@ -49,6 +66,14 @@ WRITERS = {
     "a.arrow": write_stream,
     "b.arrow": write_file,
     "folder": write_texts,
+    "a.JSONL.Gz": lambda path: path.write_bytes(gzip.compress(LINES)),
+    "a.ndjson": lambda path: path.write_bytes(LINES),
+    "lines.JSON": lambda path: path.write_bytes(LINES),
+    "array.json": lambda path: path.write_bytes(ARRAY),
+    "dense.json": lambda path: path.write_text(json.dumps([{"text": text} for text in TEXTS])),
+    "array.json.zst": lambda path: path.write_bytes(zstandard.compress(ARRAY)),
+    "values": write_values,
+    "a.PARQUET": lambda path: pyarrow.parquet.write_table(TABLE, path, row_group_size=9),
 }
 
 
@@ -128,12 +153,82 @@ def test_tables_that_cannot_be_read(tmp_path):
         list(raw_lines(tmp_path / "n.parquet", text_field="body"))
 
 
-def test_text_beside_data_files_is_left_out(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("beside", "read", "left_out"),
+    [
+        # name: size of what stands beside a.jsonl of 1,000 bytes
+        ({"README.md": 9000, "LICENSE.txt": 9000, "manifest.json": 90, ".x.pdf": 9000, "_SUCCESS": 0}, 1, ""),
+        ({"t.idx": 9000, "t.bin": 9000, "a.val.jsonl": 9000, "x.manifest.json": 90}, 1, ""),
+        ({"B.JSONL": 9, "c.Json": 9, "d.ndjson.gz": 9, "deep/e.JSON": 9}, 5, ""),
+        ({"meta.json": 30, "deep/b.PDF": 500, "c.pdf": 200, "d": 100}, 1,
+         "left out 4 files, 830 bytes: 2 .pdf, 1 .json without a field 'text', 1 without an ending"
+         " (c.pdf, d, deep/b.PDF, meta.json)"),
+        ({"notes.txt": 10, "b.txt.gz": 20, "c.TEXT": 30}, 1,
+         "left out 3 files, 60 bytes: 1 .text beside records, 1 .txt beside records, 1 .txt.gz beside records"
+         " (b.txt.gz, c.TEXT, notes.txt)"),
+        ({f"{number}.png": 10 for number in range(9)}, 1,
+         "left out 9 files, 90 bytes: 9 .png (0.png, 1.png, 2.png, 3.png, 4.png and 4 more)"),
+    ],
+)  # fmt: skip
+def test_what_a_folder_leaves_out_is_named_and_counted(tmp_path, caplog, beside, read, left_out):
+    for name, size in {"a.jsonl": 1000, **beside}.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        content = b'{"text": "a"}' if name.lower().endswith((".json", ".jsonl")) and size < 20 else b""
+        path.write_bytes(content or b'{"x": 1}' + b" " * (size - 8) if size else b"")
+    assert len(find_inputs([tmp_path])) == len(find_inputs([tmp_path])) == read
+    lines = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert lines == ([f"{tmp_path}: {left_out}"] if left_out else [])
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [
+        (["a.png", "README.md"], "left out 1 file, 10 bytes: 1 .png .*: most of its bytes. Fix: "),
+        (["corpus.pdf", "b.txt"], "left out 1 file, 2 kB: 1 .pdf .*: most of its bytes. Fix: "),
+        (["b.txt", "a.jsonl"], r"1 \.txt beside records .*Fix: .* such as '.*/\*\*/\*\.jsonl'"),
+        (["corpus.json", "README.md"], "1 .json without a field 'text' .* Fix: name the field .*TEXT_FIELD"),
+        (["corpus.json"], "its .json files have no field 'text'. Fix: name the field .*TEXT_FIELD"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_would_lose_most_bytes_is_refused(tmp_path, names, match):
+    for name, size in zip(names, (10 if "a.png" in names else 2000, 100), strict=False):
+        (tmp_path / name).write_text('{"content": "a"}'[:size].ljust(size))
+    with pytest.raises(ValueError, match=match):
+        find_inputs([tmp_path])
+    if names == ["corpus.json", "README.md"]:
+        assert find_inputs([tmp_path], text_field="content") == [tmp_path / "corpus.json"]
+
+
+def test_text_beside_data_files_is_left_out(tmp_path):
     (tmp_path / "README.md").write_text("about")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/a.jsonl").write_bytes(LINES)
-    with caplog.at_level("INFO"):
-        assert find_inputs([tmp_path]) == [tmp_path / "deep/a.jsonl"]
-    assert caplog.messages == [f"{tmp_path}: left out, text files beside data files: README.md"]
+    assert find_inputs([tmp_path]) == find_inputs([f"{tmp_path}/d*"]) == [tmp_path / "deep/a.jsonl"]
     assert find_inputs([f"{tmp_path}/**/*.md"]) == [tmp_path / "README.md"]
     assert find_inputs([ROOT / "README.md"]) == [ROOT / "README.md"]
+
+
+@pytest.mark.parametrize(
+    ("content", "number", "reason"),
+    [
+        (b'[{"text": "a"}, {"text": "b"}', 3, "not valid JSON"),
+        (b'[{"text": "a"}, {"text": "b', 2, "not valid JSON"),
+        (b'[{"text": "a"}, {"text" "b"}' + b" " * 100 + b"]", 2, "not valid JSON"),
+        (b'[{"text": "a"}] {"text": "b"}', 2, "not valid JSON"),
+        (b'[{"text": "\xff"}]', 1, "not UTF-8"),
+        (b'[{"text": "a"}, 5, "b"]', 2, "not a JSON object"),
+        (b'{\n"data": [{"text": "a"}]}', 1, "no field 'text'"),
+    ],
+)
+def test_a_json_array_that_is_damaged(tmp_path, content, number, reason):
+    (tmp_path / "a.json").write_bytes(content)
+    with pytest.raises(BadDocument, match=reason) as raised:
+        list(read_documents(tmp_path / "a.json", Tally()))
+    assert raised.value.line_number == number
+
+
+def test_values_longer_than_what_is_read_at_once(tmp_path):
+    texts = ["é" * 3_000_000, "\\" * 1_500_000, "a"]
+    (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))
+    assert [text for _, text in read_documents(tmp_path / "a.json", Tally())] == texts

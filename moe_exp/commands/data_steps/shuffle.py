@@ -11,6 +11,8 @@ from typing import Any
 
 from moe_exp.commands.data_steps.execution import add_execution, execution_of
 from moe_exp.commands.guard import UNDER_WAY
+from moe_exp.data.kinds import KINDS
+from moe_exp.host.files import ending
 
 _COMMON = ("text_field", "skip_bad", "start_over")
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -33,7 +35,7 @@ def _add_shuffle(parser: argparse.ArgumentParser) -> None:
         " the machine. An interrupted call continues when it is repeated."
     )
     add = parser.add_argument
-    about = ".jsonl, .jsonl.gz, .jsonl.zst, .txt, .md, .parquet, .arrow files, or folders of them"
+    about = f"files, or folders of them: {KINDS}"
     add("inputs", nargs="+", type=Path, metavar="INPUT", help=about)
     about = "folder to make (default: that of the input, or its file's name, with _shuffled)"
     add("--output", type=Path, help=about)
@@ -79,7 +81,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 def add_text_documents(parser: Any) -> None:
     """Adds --text-documents, as TEXT_DOCUMENTS of the training."""
-    about = "what a document of a .txt or .md file is: the file, or each block between blank lines"
+    about = "what a document of a text file is: the file, or each block between blank lines"
     parser.add_argument("--text-documents", choices=("file", "block"), default="file", help=about)
 
 
@@ -104,12 +106,14 @@ def _shuffle(arguments: argparse.Namespace) -> int:
     first = arguments.inputs[0].absolute()
     while glob.has_magic(first.name) and not first.exists():
         first = first.parent
-    base = first.name if first.is_dir() else re.sub(r"\.(jsonl(\.gz|\.zst)?|\w+)$", "", first.name)
+    suffix = ending(first.name) or first.suffix
+    base = first.name if first.is_dir() else first.name[: len(first.name) - len(suffix)]
     output = arguments.output or first.with_name(f"{base}_shuffled")
     name = arguments.name or output.absolute().name.removesuffix("_shuffled")
     options = {"name": name, "num_shards": arguments.num_shards, "valid_fraction": arguments.valid_fraction}
     if arguments.dry_run:
-        files = check_shuffle(arguments.inputs, output, **options, memory_bytes=arguments.memory)
+        options |= {"text_field": arguments.text_field, "memory_bytes": arguments.memory}
+        files = check_shuffle(arguments.inputs, output, **options)
         estimate = estimate_shuffle(files, arguments.memory)
         if (arguments.tasks or 1) > 1:
             estimate |= {"tasks": arguments.tasks, "disk_bytes": disk_bytes(files)}
@@ -132,7 +136,8 @@ def _merge(arguments: argparse.Namespace) -> None:
     input_dir, given = arguments.input_dir.absolute(), Path(arguments.output_file_name)
     output = given if given.name != arguments.output_file_name else input_dir.parent / given
     if arguments.dry_run:
-        estimate = estimate_merge(input_dir, output, valid_file_name=arguments.valid_file_name)
+        options = {name: getattr(arguments, name) for name in ("valid_file_name", "text_field")}
+        estimate = estimate_merge(input_dir, output, **options)
         return print_summary(f"merge to {output}, dry run", estimate)
     options = {name: getattr(arguments, name) for name in ("valid_file_name", *_COMMON)}
     manifest = merge(input_dir, output, **options)

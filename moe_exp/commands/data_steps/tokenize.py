@@ -116,14 +116,14 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         raise setting_error("tokenizer_type", "", rule, f"give one of {', '.join(TOKENIZER_TYPES)}")
     if not arguments.append_eod:
         logger.warning("without --append-eod nothing marks where a document ends")
-    inputs = find_inputs(arguments.input)
     options = {name: getattr(arguments, name) for name in ("vocab_file", "merge_file", "eod_token")}
     options |= {"model": arguments.tokenizer_model, "allow_special": arguments.allow_special}
     tokenizer = load_tokenizer(arguments.tokenizer_type, prepend_bos=arguments.prepend_bos, **options)
     tokenizer.log_left_out()
     execution, code = execution_of(arguments), 0
+    files = {key: find_inputs(arguments.input, text_field=key) for key in arguments.json_keys}
     for json_key in arguments.json_keys:
-        output = tokenized_prefix(arguments.output_prefix, json_key)
+        inputs, output = files[json_key], tokenized_prefix(arguments.output_prefix, json_key)
         eod_and_bad = {"append_eod": arguments.append_eod, "skip_bad": arguments.skip_bad}
         settings = PartSettings(tokenizer, json_key, **eod_and_bad, rule=TextRule(arguments.text_documents))
         if arguments.dry_run:
@@ -159,7 +159,8 @@ def _train(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in same}
     max_bytes = int(arguments.max_megabytes * 1e6)
     options |= {"max_bytes": max_bytes, "rule": TextRule(arguments.text_documents)}
-    manifest = train_tokenizer(find_inputs(arguments.input), Path(arguments.out), **options)
+    inputs = find_inputs(arguments.input, text_field=arguments.json_key)
+    manifest = train_tokenizer(inputs, Path(arguments.out), **options)
     rows = {"documents": manifest["num_documents"], "text": bytes_text(manifest["num_text_bytes"])}
     print_summary(f"train-tokenizer: {arguments.out}", rows | {"tokens": manifest["vocab_size"]})
     print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(str(arguments.out))}")

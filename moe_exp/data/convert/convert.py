@@ -30,12 +30,12 @@ from moe_exp.data.convert.near_duplicates import (
 )
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
-from moe_exp.data.kinds import DATA_SUFFIXES, FILES, KINDS, TextRule
+from moe_exp.data.kinds import FILES, KINDS, TextRule
 from moe_exp.data.stage import MAKE_AGAIN, Stage, run_stage
 from moe_exp.data.tasks.execution import Execution, Pass, bytes_through
 from moe_exp.data.tasks.jobs import merge_stats, run_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
-from moe_exp.host.files import read_json, write_json
+from moe_exp.host.files import ending, read_json, write_json
 from moe_exp.host.processes import allow_open_files
 from moe_exp.host.progress import progress_of
 
@@ -165,7 +165,7 @@ def sort_inputs(inputs: Sequence[Path]) -> list[Path]:
     paths = [Path(os.path.abspath(path)) for path in inputs]  # noqa: PTH100
     ordered = sorted(paths, key=lambda path: path.as_posix())
     for path, following in zip(ordered, [*ordered[1:], None], strict=True):
-        if not path.name.endswith(DATA_SUFFIXES):
+        if not ending(path):
             fix = "leave it away, or rename it"
             raise ValueError(f"{path}: does not end with {KINDS}. Fix: {fix}.")
         if path == following:

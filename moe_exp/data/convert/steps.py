@@ -18,9 +18,9 @@ from typing import Any
 
 from moe_exp.data.convert.filters import Counts, Filter
 from moe_exp.data.documents import Tally, read_documents, read_objects, skip_or_raise, text_in
-from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, read_table
+from moe_exp.data.kinds import FILES, TABLE_SUFFIXES, TextRule, is_stream, read_table
 from moe_exp.data.tasks.execution import Through, complete_files, task_stats
-from moe_exp.host.files import file_hash, write_json
+from moe_exp.host.files import ending, file_hash, write_json
 
 
 @dataclass
@@ -90,10 +90,10 @@ class ReadFiles:
 
     def _rows(self, path: Path, through: Through) -> Iterator[dict[str, Any]]:
         options: dict[str, Any] = {"text_field": self.text_field, "skip_bad": self.skip_bad}
-        if path.suffix in TABLE_SUFFIXES:
+        if ending(path) in TABLE_SUFFIXES:
             return read_rows(path, self.tally, **options, advance=through.advance)
         options["rule"] = self.rule
-        return self._lines(path, through.advance if path.suffix == ".jsonl" else None, options)
+        return self._lines(path, None if is_stream(path) else through.advance, options)
 
     def _lines(
         self, path: Path, advance: Callable[[float], None] | None, options: dict[str, Any]

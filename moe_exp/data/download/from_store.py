@@ -9,9 +9,8 @@ from typing import Any
 
 from moe_exp.data.download.names import check_names
 from moe_exp.data.download.sources import Source, chosen_files
-from moe_exp.data.kinds import DATA_SUFFIXES
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, read_json, run_stage
-from moe_exp.host.files import bytes_text, write_json
+from moe_exp.host.files import bytes_text, ending, write_json
 from moe_exp.host.object_store import Store, StoredFile, fetch
 from moe_exp.host.progress import print_summary, progress
 
@@ -73,7 +72,7 @@ def _place(source: Source) -> tuple[Store, str]:
     """The store of a source, and the only file if its URL names one."""
     parent, _, name = source.url.rpartition("/")
     # a folder may be called like a file, as Spark's are
-    if source.url.endswith(DATA_SUFFIXES) and Store(parent).find(name):
+    if ending(source.url) and Store(parent).find(name):
         return Store(parent), name
     return Store(source.url), ""
 
@@ -86,7 +85,7 @@ def _list(source: Source, store: Store, only: str) -> Listed:
         there = store.files()
     if not there:
         raise ValueError(f"source={source.url}: there is no such file or folder. Fix: correct the URL.")
-    names = chosen_files(list(there), source.patterns, source.url)
+    names = chosen_files({name: file.bytes for name, file in there.items()}, source.patterns, source.url)
     check_names(names, store.url, _RESERVED)
     return {name: there[name] for name in names}
 

@@ -29,9 +29,8 @@ from moe_exp.data.download.hub_errors import check_online, endpoint, explained, 
 from moe_exp.data.download.hub_progress import silent_bar, watch
 from moe_exp.data.download.names import check_inside, check_names, refused
 from moe_exp.data.download.sources import Source, chosen_files, local_files
-from moe_exp.data.kinds import DATA_SUFFIXES
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
-from moe_exp.host.files import bytes_text, write_json
+from moe_exp.host.files import bytes_text, ending, write_json
 from moe_exp.host.progress import print_summary, progress
 
 logger = logging.getLogger(__name__)
@@ -210,7 +209,11 @@ def _list_files(source: Source, max_failures: int) -> Listing:
         files = {file.path: file for file in found if isinstance(file, RepoFile)}
         for name in files:  # also of those that are not wanted: the library walks through all of them
             check_inside(name, endpoint())
-        names = chosen_files(list(files), source.patterns, f"{repository} at {source.revision}")
+        names = chosen_files(
+            {name: file.size for name, file in files.items()},
+            source.patterns,
+            f"{repository} at {source.revision}",
+        )
         return Listing(commit or "", tuple(_hub_file(files[name]) for name in names))
 
     with explained(source.repository or "", source.revision):
@@ -303,8 +306,8 @@ class _Fetcher:
         names = [file.name for file in self.missing()]
         patterns = [glob.escape(name) for name in names]
         if len(names) > _MANY_FILES:  # it compares each with each file of the repository
-            suffixes = [suffix for suffix in DATA_SUFFIXES if any(name.endswith(suffix) for name in names)]
-            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in suffixes]
+            suffixes = {name[-len(ending(name)) :] for name in names}
+            patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in sorted(suffixes)]
         snapshot_download(
             self.source.repository or "",
             repo_type="dataset",

@@ -16,15 +16,15 @@ import os
 import re
 import sysconfig
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.table import Table
 
-from moe_exp.data.documents import files_below
-from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, TEXT_SUFFIXES, check_regular
-from moe_exp.host.files import bytes_text, expanded, is_url
+from moe_exp.data.documents import data_among, files_below, files_in
+from moe_exp.data.kinds import KINDS, RECORD_SUFFIXES, check_regular
+from moe_exp.host.files import DATA_SUFFIXES, bytes_text, ending, expanded, is_url
 from moe_exp.host.progress import table_console
 
 logger = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ def resolve_source(
     source = source or _local_source(name_or_path) or _hub_source(name_or_path)
     if source is None:
         is_path = name_or_path != os.path.basename(name_or_path)  # noqa: PTH119
-        if is_path or name_or_path.endswith(DATA_SUFFIXES):
+        if is_path or ending(name_or_path):
             rule = "there is no such file or folder, and no dataset of that form"
             raise ValueError(f"source={name_or_path}: {rule}. Fix: correct the path.")
         nearest = difflib.get_close_matches(name_or_path.lower(), SOURCES, n=1, cutoff=0)[0]
@@ -193,9 +193,7 @@ def _local_source(name: str) -> Source | None:
 
 
 def _stem(name: str) -> str:
-    for suffix in DATA_SUFFIXES:
-        name = name.removesuffix(suffix)
-    return name
+    return name[: len(name) - len(ending(name))]
 
 
 def _stored_source(name: str) -> Source | None:
@@ -222,47 +220,53 @@ def local_files(source: Source) -> list[Path]:
     """
     assert source.path is not None
     if source.path.is_file():
-        if not source.path.name.endswith(DATA_SUFFIXES):
-            fix = "give a file that is"
-            raise ValueError(f"{source.path}: is none of {', '.join(DATA_SUFFIXES)}. Fix: {fix}.")
+        if not ending(source.path):
+            raise ValueError(f"{source.path}: is none of {KINDS}. Fix: give a file that is.")
         return [source.path]
-    names = [path.relative_to(source.path).as_posix() for path in files_below(source.path)]
-    files = [source.path / name for name in chosen_files(names, source.patterns, str(source.path))]
+    if not source.patterns and (
+        found := files_in(source.path, what="source", text_field=source.text_field, with_validation=True)
+    ):
+        return sorted(found, key=lambda path: path.as_posix())
+    below = {path.relative_to(source.path).as_posix(): 0 for path in files_below(source.path)}
+    files = [source.path / name for name in chosen_files(below, source.patterns, str(source.path))]
     check_regular(files)
     return files
 
 
-def chosen_files(names: Sequence[str], patterns: Sequence[str], where: str) -> list[str]:
-    """The names that match a pattern, or without patterns those of a format in DATA_SUFFIXES; sorted.
+def chosen_files(sizes: Mapping[str, int], patterns: Sequence[str], where: str) -> list[str]:
+    """The names that match a pattern, or without patterns those of `data_among`; sorted.
+
+    Args:
+        sizes: name to bytes of each file.
+        patterns: of names; in what they match, records have precedence over text.
+        where: folder or URL.
 
     Raises:
         ValueError: a pattern matches nothing, or a file of another format; or nothing is there.
     """
-    some = ", ".join(sorted(names)[:4]) or "nothing"
+    some = ", ".join(sorted(sizes)[:4]) or "nothing"
     chosen: set[str] = set()
     for pattern in patterns:
-        matching = fnmatch.filter(names, pattern)
+        matching = fnmatch.filter(sizes, pattern)
         if not matching:
             fix = "choose a pattern that matches"
             raise ValueError(f"pattern={pattern}: matches no file of {where}, which has {some}. Fix: {fix}.")
-        other = [name for name in matching if not name.endswith(DATA_SUFFIXES)]
+        other = [name for name in matching if not ending(name)]
         if other:
-            rule = f"matches {other[0]}, which is none of {', '.join(DATA_SUFFIXES)}"
+            rule = f"matches {other[0]}, which is none of {KINDS}"
             fix = f"end it with one of them, as in {pattern}{DATA_SUFFIXES[0]}"
             raise ValueError(f"pattern={pattern}: {rule}. Fix: {fix}.")
         chosen.update(_data_among(matching))
     if not patterns:
-        chosen.update(_data_among(names))
+        chosen.update(data_among(sizes, where, "source"))
         if not chosen:
-            fix = "choose another"
-            raise ValueError(f"{where}: has no file of {', '.join(DATA_SUFFIXES)}, only {some}. Fix: {fix}.")
+            raise ValueError(f"{where}: has no file of {KINDS}, only {some}. Fix: choose another.")
     return sorted(chosen)
 
 
 def _data_among(names: Sequence[str]) -> list[str]:
     """Files of records; without them text files, as a README.md beside records is no data."""
-    records = [name for name in names if name.endswith(RECORD_SUFFIXES)]
-    return records or [name for name in names if name.endswith(TEXT_SUFFIXES)]
+    return [name for name in names if ending(name) in RECORD_SUFFIXES] or list(names)
 
 
 def print_sources() -> None:

@@ -19,13 +19,14 @@ from rich.markup import escape
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from moe_exp.data.documents import Tally, find_inputs, read_documents
+from moe_exp.data.documents import Tally, files_in, find_inputs, read_documents
 from moe_exp.data.inspect.hashes import Hashes
-from moe_exp.data.kinds import DATA_SUFFIXES, RECORD_SUFFIXES, check_regular
+from moe_exp.data.kinds import is_stream
 from moe_exp.data.samples.packing import cut_documents
 from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
 from moe_exp.data.tokens.tokens import tokenizer_vocab_size
+from moe_exp.host.files import ending
 from moe_exp.host.progress import print_summary, progress, table_console
 
 BLOCK_TOKENS = 2**22
@@ -59,8 +60,10 @@ def inspect_path(
     Raises:
         ValueError: there is no such file, or it is damaged.
     """
-    if path.is_dir() or path.name.endswith(DATA_SUFFIXES):
-        report = inspect_documents(data_files(path), num_samples=num_samples, text_field=text_field)
+    if path.is_dir() or ending(path):
+        report = inspect_documents(
+            data_files(path, text_field), num_samples=num_samples, text_field=text_field
+        )
         return report | filter_effects(path, num_samples)
     prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
     if seq_len < 1:
@@ -68,18 +71,14 @@ def inspect_path(
     return inspect_tokens(TokenFiles(prefix), tokenizer=tokenizer, num_samples=num_samples, seq_len=seq_len)
 
 
-def data_files(path: Path) -> list[Path]:
+def data_files(path: Path, text_field: str) -> list[Path]:
     """The files of documents that `path` names: itself, or those of the folder, for validation too.
 
     Raises:
         ValueError: there is none.
     """
-    if not path.is_dir():
-        check_regular([path])
-        return [path]
-    found = sorted(file for file in path.iterdir() if file.name.endswith(RECORD_SUFFIXES))
-    check_regular(found)
-    return found or find_inputs([path])
+    found = files_in(path, text_field=text_field, with_validation=True) if path.is_dir() else []
+    return found or find_inputs([path], text_field=text_field)
 
 
 # Token files
@@ -236,7 +235,7 @@ def documents_with_progress(
     for line, text in read_documents(path, tally, text_field=text_field, skip_bad=skip_bad):
         yield line, text
         pending += len(line) + 1
-        if pending >= _ADVANCE_BYTES and path.suffix == ".jsonl":
+        if pending >= _ADVANCE_BYTES and not is_stream(path):
             advance(pending)
             reported, pending = reported + pending, 0
     advance(path.stat().st_size - reported)

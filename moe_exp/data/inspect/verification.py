@@ -18,13 +18,13 @@ import numpy as np
 from moe_exp.data.documents import Tally, is_validation_file
 from moe_exp.data.inspect.hashes import Hashes, difference
 from moe_exp.data.inspect.inspection import BLOCK_TOKENS, data_files, documents_with_progress, token_blocks
-from moe_exp.data.kinds import JSONL_SUFFIXES
+from moe_exp.data.kinds import JSON_FILES, JSON_SUFFIXES, RECORD_SUFFIXES
 from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokens import bin_idx_problem
-from moe_exp.host.files import has_hash, read_json
+from moe_exp.host.files import ending, has_hash, read_json
 from moe_exp.host.progress import progress
 
-_DATA_SUFFIXES = (*JSONL_SUFFIXES, ".bin", ".idx")
 _HASHES_AT_ONCE = 2**16
 _COUNTS = ("num_documents", "num_text_bytes", "text_hash")
 
@@ -82,9 +82,7 @@ def find_manifest(path: Path) -> Manifest:
     for candidate in (path / "manifest.json", path.with_name(path.name + ".manifest.json"), path):
         if candidate.name.endswith("manifest.json") and candidate.is_file():
             return _read_manifest(candidate)
-    stem = next(
-        (path.name.removesuffix(suffix) for suffix in _DATA_SUFFIXES if path.name.endswith(suffix)), path.name
-    )
+    stem = prefix_of(path.name.removesuffix(ending(path)))
     for candidate in (path.with_name(stem + ".manifest.json"), path.parent / "manifest.json"):
         if candidate.is_file():
             found = _read_manifest(candidate, only=path.name)
@@ -151,8 +149,9 @@ def _files_without_entry(manifest: Manifest) -> Iterator[Finding]:
     if manifest.path.name != "manifest.json":
         return  # beside files of others
     listed = {one["name"] for one in manifest.outputs}
+    suffixes = tuple({*RECORD_SUFFIXES, ".bin", ".idx"} - {*JSON_FILES})
     for path in sorted(manifest.folder.iterdir()):
-        if path.is_file() and path.name.endswith(_DATA_SUFFIXES) and path.name not in listed:
+        if path.is_file() and path.name.endswith(suffixes) and path.name not in listed:
             yield Finding(path.name, "is not in the manifest")
 
 
@@ -176,7 +175,7 @@ def _token_findings(manifest: Manifest) -> Iterator[Finding]:
 
 def _document_findings(manifest: Manifest) -> list[Finding]:
     """Reads the documents of JSONL outputs: number per file, all together, and none on both sides."""
-    names = [one["name"] for one in manifest.outputs if one["name"].endswith(JSONL_SUFFIXES)]
+    names = [one["name"] for one in manifest.outputs if ending(one["name"]) in JSON_SUFFIXES]
     if not names:
         return []
     expected = manifest.content.get("num_documents")
@@ -293,13 +292,13 @@ def compare(path: Path, other: Path, *, text_field: str = "text") -> Finding:
 
 
 def _is_prefix(path: Path) -> bool:
-    return not path.is_dir() and not path.name.endswith(JSONL_SUFFIXES)
+    return not path.is_dir() and ending(path) not in JSON_SUFFIXES
 
 
 def _all_hashes(path: Path, text_field: str) -> Hashes:
     if _is_prefix(path):
         return token_hashes(TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path))
-    return _document_hashes(data_files(path), text_field)
+    return _document_hashes(data_files(path, text_field), text_field)
 
 
 def _document_hashes(paths: Sequence[Path], text_field: str) -> Hashes:

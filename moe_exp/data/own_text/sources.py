@@ -16,10 +16,10 @@ import orjson
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.setting_types import blend_members, is_text
-from moe_exp.data.documents import find_inputs, read_lines
+from moe_exp.data.documents import estimate_line_bytes, find_inputs, read_lines
 from moe_exp.data.kinds import TABLE_SUFFIXES, TEXT_SUFFIXES, BadDocument, TextRule, table_schema
 from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
-from moe_exp.host.files import is_url
+from moe_exp.host.files import ending, is_url
 
 _FORMAT = 1
 _FEWEST_DOCUMENTS, _PIECES, _SHORTEST_PIECE = 20, 100, 2**11
@@ -122,15 +122,16 @@ def _source(
     config: Config, setting: str, name: str, tokenizer: TextTokenizer | None, *, holds_out: bool
 ) -> TextSource:
     # one that is gone was prepared before (find_prepared_text)
-    files = find_inputs([Path(name).expanduser()], setting.upper()) if is_text(name) else []
+    place, field = Path(name).expanduser(), config.text_field
+    files = find_inputs([place], setting.upper(), field) if is_text(name) else []
     rule = TextRule(config.text_documents)
     if rule.documents == "file" and len(files) < _FEWEST_DOCUMENTS:
         # of few long texts, pieces are held out
-        num_bytes = sum(path.stat().st_size for path in files if path.name.endswith(TEXT_SUFFIXES))
+        num_bytes = estimate_line_bytes(path for path in files if ending(path) in TEXT_SUFFIXES)
         piece_bytes = max(_SHORTEST_PIECE, min(rule.longest_bytes, num_bytes // _PIECES))
         rule = TextRule(rule.documents, piece_bytes)
     vocab_size = 0 if tokenizer else config.vocab_size
-    return TextSource(setting, name, files, config.text_field, rule, tokenizer, vocab_size, holds_out)
+    return TextSource(setting, name, files, field, rule, tokenizer, vocab_size, holds_out)
 
 
 def loaded(name: str, *, prepend_bos: bool = False) -> TextTokenizer:
@@ -164,11 +165,11 @@ def check_first_documents(source: TextSource) -> None:
         raise ValueError(problem(source.setting, source.name, "has only empty files", fix))
     seen = set()
     for path in source.files:
-        if path.suffix in seen or not path.stat().st_size:
+        if (kind := ending(path)) in seen or not path.stat().st_size:
             continue
-        seen.add(path.suffix)
+        seen.add(kind)
         field = source.text_field
-        if path.suffix in TABLE_SUFFIXES:
+        if kind in TABLE_SUFFIXES:
             names = table_schema(path).names
         else:
             lines = islice(read_lines(path, text_field=field, rule=source.rule), 1)

@@ -131,7 +131,7 @@ def shuffle_by_tasks(
     if tasks < 1:
         raise ValueError(f"tasks={tasks}: must be at least 1. Fix: give the number of cores.")
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
-    inputs = check_shuffle(inputs, output, name=name, **sizes)
+    inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
     execution = _worth_starting(execution or Execution(), inputs)
     memory = Memory.of(checked_memory(memory_bytes or _default_memory(execution, tasks)))
     if start_over or execution.executor != "slurm":

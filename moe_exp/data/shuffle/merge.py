@@ -12,11 +12,10 @@ from typing import Any
 
 import xxhash
 
-from moe_exp.data.documents import Tally, estimate_line_bytes
-from moe_exp.data.kinds import JSONL_SUFFIXES, check_regular
+from moe_exp.data.documents import Tally, estimate_line_bytes, files_in
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, write_all
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
-from moe_exp.host.files import bytes_text, read_json, write_json
+from moe_exp.host.files import bytes_text, ending, read_json, write_json
 from moe_exp.host.progress import progress
 
 _BLOCK_BYTES = 2**20
@@ -38,8 +37,7 @@ def merge(
     An interrupted call continues with the shard it was at when it is made again.
 
     Args:
-        input_dir: folder of .jsonl, .jsonl.gz and .jsonl.zst files; they are merged in the order of their
-            names.
+        input_dir: folder of files with documents; they are merged in the order of their names.
         output: path of the file, with or without .jsonl; not in `input_dir`.
         valid_file_name: the file in `input_dir` to leave out, with or without its suffix.
         text_field: name of the field with the text, and
@@ -53,7 +51,7 @@ def merge(
         BadDocument: a line is no document, or a compressed file is damaged.
     """
     output = _without_suffix(output)
-    shards, manifest = find_shards(input_dir, valid_file_name)
+    shards, manifest = find_shards(input_dir, valid_file_name, text_field)
     _check_output(input_dir, output)
     valid_name = _without_suffix(Path(valid_file_name)).name
     settings = {"valid_file_name": valid_name, "text_field": text_field, "skip_bad": skip_bad}
@@ -69,16 +67,20 @@ def merge(
         return merging.run()
 
 
-def estimate_merge(input_dir: Path, output: Path, *, valid_file_name: str) -> dict[str, int]:
+def estimate_merge(
+    input_dir: Path, output: Path, *, valid_file_name: str, text_field: str = "text"
+) -> dict[str, int]:
     """Estimate of a merge: num_shards, disk_bytes and seconds."""
     _check_output(input_dir, output)
-    shards, manifest = find_shards(input_dir, valid_file_name)
+    shards, manifest = find_shards(input_dir, valid_file_name, text_field)
     num_bytes = estimate_line_bytes(shards)
     seconds = 1 + int(num_bytes / _BYTES_PER_SECOND[manifest is not None])
     return {"num_shards": len(shards), "disk_bytes": num_bytes, "seconds": seconds}
 
 
-def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict[str, Any] | None]:
+def find_shards(
+    input_dir: Path, valid_file_name: str, text_field: str
+) -> tuple[list[Path], dict[str, Any] | None]:
     """The files to merge, in order, and the manifest of the shuffle that made them, or None.
 
     Raises:
@@ -87,8 +89,7 @@ def find_shards(input_dir: Path, valid_file_name: str) -> tuple[list[Path], dict
     """
     if not input_dir.is_dir():
         raise ValueError(f"input_dir={input_dir}: there is no such folder. Fix: the folder with the shards.")
-    files = sorted(path for path in input_dir.iterdir() if path.name.endswith(JSONL_SUFFIXES))
-    check_regular(files)
+    files = files_in(input_dir, what="input_dir", text_field=text_field, with_validation=True)
     valid_name = _without_suffix(Path(valid_file_name)).name
     shards = [path for path in files if _without_suffix(path).name != valid_name]
     if len(shards) == len(files):
@@ -110,7 +111,7 @@ def _checked_manifest(input_dir: Path, files: list[Path], valid_name: str) -> di
         rule = f"the validation file is {manifest['valid_file']}, its documents would be in the merged file"
         raise ValueError(f"valid_file_name={valid_name}: {rule}. Fix: give that.")
     listed = {one["name"] for one in manifest["outputs"]}
-    found = {file.name for file in files}
+    found = {str(file.relative_to(input_dir)) for file in files}
     for name in sorted(listed ^ found):
         rule = "is missing, and is" if name in listed else "is there, and is not"
         fix = "shuffle again, or move the file" if name in found else "shuffle again"
@@ -125,8 +126,7 @@ def _check_output(input_dir: Path, output: Path) -> None:
 
 
 def _without_suffix(path: Path) -> Path:
-    suffix = next((one for one in JSONL_SUFFIXES[::-1] if path.name.endswith(one)), "")
-    return path.with_name(path.name.removesuffix(suffix))
+    return path.with_name(path.name[: len(path.name) - len(ending(path.name))])
 
 
 class Merging:

@@ -103,7 +103,7 @@ def shuffle(
         BadDocument: a line is no document, or a compressed file is damaged.
     """
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
-    inputs = check_shuffle(inputs, output, name=name, **sizes)
+    inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
     memory = Memory.of(checked_memory(memory_bytes))
     settings = stage_settings(name, seed, num_shards, valid_fraction, text_field, skip_bad, rule)
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
@@ -155,17 +155,19 @@ def checked_memory(memory_bytes: int | None) -> int:
     return memory_bytes
 
 
-def check_shuffle(inputs: Iterable[Path], output: Path, **settings: Any) -> list[Path]:
+def check_shuffle(
+    inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
+) -> list[Path]:
     """Checks the arguments of a shuffle before anything is touched, and returns its input files.
 
     Args:
-        inputs, output: as `shuffle`.
+        inputs, output, text_field: as `shuffle`.
         settings: of `check_settings`.
 
     Raises:
         ValueError: one of them cannot be used.
     """
-    files = find_inputs(inputs)
+    files = find_inputs(inputs, text_field=text_field)
     check_settings(**settings)
     check_apart(files, output)
     return files

@@ -24,7 +24,7 @@ from typing import Any
 
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
-from moe_exp.data.kinds import FILES, TextRule, is_stream
+from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream
 from moe_exp.data.stage import MAKE_AGAIN, Stage, Unfinished, check_free_disk, run_stage
 from moe_exp.data.tokens.encoders import BACKENDS, ONE_THREAD, Encoders, Probe, one_thread, probe_backend
 from moe_exp.data.tokens.joined_parts import TASKS, JoinedParts
@@ -337,7 +337,7 @@ class _Estimate:
         self.input_bytes = sum(path.stat().st_size for path in inputs)
         # As many bytes of text as of JSONL: an upper bound, as escapes and other fields take the rest.
         self.text_bytes = int(
-            sum(path.stat().st_size * (packed if path.suffix in (".gz", ".zst") else 1) for path in inputs)
+            sum(path.stat().st_size * (packed if is_compressed(path) else 1) for path in inputs)
         )
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
         num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)

@@ -468,14 +468,16 @@ def test_json_lines_in_a_file_called_json(texts, how, undisturbed, tmp_path):
         write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:]))),
     ]
     jsonl_file = write(tmp_path / "c.jsonl", b"")
-    assert find_inputs([tmp_path]) == [jsonl_file], "a folder may hold other JSON"
+    write(tmp_path / "info.json", b'{"rows": 1}')
+    assert find_inputs([tmp_path]) == [*named, jsonl_file], "a folder may hold other JSON"
+    (tmp_path / "info.json").unlink()
     assert find_inputs([f"{tmp_path}/*.json*"]) == [*named, jsonl_file]
     dry_run(find_inputs(named), tmp_path / "out", how, workers=1, backend="auto")
     tokenize_files(find_inputs(named), tmp_path / "out", how, part_bytes=PART_BYTES)
     assert contents(tmp_path / "out") == contents(undisturbed[0])
-    whole = write(tmp_path / "whole.json", json.dumps([{"text": "a"}], indent=1).encode())
-    with pytest.raises(BadDocument, match=r"whole\.json:1: not valid JSON"):
-        tokenize_files(find_inputs([whole]), tmp_path / "whole", how)
+    whole = write(tmp_path / "whole.json", json.dumps([{"text": text} for text in texts], indent=1).encode())
+    tokenize_files(find_inputs([whole]), tmp_path / "out", how, start_over=True)
+    assert contents(tmp_path / "out") == contents(undisturbed[0])
 
 
 # Backends
