@@ -417,7 +417,7 @@ def test_literal_end_of_text_tokens_and_a_large_document_are_text(tmp_path):
         ({"inputs": []}, "input=: no file is given. Fix: "),
         (
             {"inputs": ["empty"]},
-            "the folder has no file that ends with .jsonl, .jsonl.gz, .jsonl.zst, .parquet, ",
+            "the folder has no file that ends with .jsonl, .ndjson, .json, ",
         ),
         ({"inputs": ["none.jsonl"]}, "none.jsonl: there is no such file. Fix: "),
         ({"inputs": ["a.csv"]}, "a.csv: does not end with .jsonl"),
