@@ -357,7 +357,14 @@ def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -
     vocab_size = files.tokenizer_fact("vocab_size")
     if vocab_size and vocab_size > c.vocab_size:
         rule = f"was tokenized with {vocab_size} tokens, more than VOCAB_SIZE={c.vocab_size}"
-        yield problem(name, prefix, rule, f"set VOCAB_SIZE to at least {vocab_size}")
+        yield problem(name, prefix, rule, _vocabulary_fix(c, vocab_size))
+
+
+def _vocabulary_fix(c: Config, size: int) -> str:
+    if not c.load_dir and not RunFolder.of(c).checkpoints.exists():
+        return f"set VOCAB_SIZE to at least {size}"
+    fix = "use the tokenizer that the checkpoint was trained with"
+    return f"{fix}; moe-exp convert from-hf makes one with rows for added tokens"
 
 
 def _prepend_bos(c: Config) -> Iterator[str]:
@@ -380,7 +387,7 @@ def _tokenizer(c: Config) -> Iterator[str]:
         return
     if size > c.vocab_size:
         rule = f"has {size} tokens, more than VOCAB_SIZE={c.vocab_size}"
-        yield problem("tokenizer", c.tokenizer, rule, f"set VOCAB_SIZE to at least {size}")
+        yield problem("tokenizer", c.tokenizer, rule, _vocabulary_fix(c, size))
 
 
 def _remote_dir(c: Config) -> Iterator[str]:

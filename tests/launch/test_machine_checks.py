@@ -287,6 +287,12 @@ def test_tokenizer(here, tmp_path):
     only_problem(check_files(here(tokenizer=str(file), **data)), rf"TOKENIZER={file}: {rule}")
     only_problem(check_files(here(tokenizer=str(tmp_path), **data)), rf"TOKENIZER={tmp_path}: {rule}")
     assert check_files(here(tokenizer=str(file), vocab_size=5000, **data)) == []
+    (tmp_path / "iter_0000000").mkdir()
+    torch.save({}, tmp_path / "iter_0000000" / "common.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("0")
+    loaded = here(tokenizer=str(file), load_dir=str(tmp_path), **data)  # whose VOCAB_SIZE cannot change
+    rule = r"has 5000 tokens, more than VOCAB_SIZE=4096\. Fix: use the tokenizer that the checkpoint .*"
+    only_problem(check_files(loaded), rf"TOKENIZER={file}: {rule}")
     rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
     only_problem(
         check_files(here(tokenizer=str(file), vocab_size=5000)), rf"TOKENIZER={file}: {rule}\. Fix: .*"

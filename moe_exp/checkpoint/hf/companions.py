@@ -9,7 +9,13 @@ from typing import Any
 
 from moe_exp.checkpoint.hf.model_folder import read_json
 from moe_exp.data.tokens.document_ends import DocumentTokens
-from moe_exp.data.tokens.tokenizer import USUAL_EOD_TOKENS, ids_before_text, token_id, token_text
+from moe_exp.data.tokens.tokenizer import (
+    USUAL_EOD_TOKENS,
+    ids_before_text,
+    token_id,
+    token_text,
+    tokenizer_vocab_size,
+)
 from moe_exp.host.files import write_atomically, write_json
 
 TOKENIZER_FILES = (
@@ -80,6 +86,24 @@ def _post_processor(old: dict[str, Any] | None, bos: str | None, bos_id: int | N
             }
         )
     return {"type": "Sequence", "processors": steps} if len(steps) > 1 else next(iter(steps), None)
+
+
+def tokens_beyond(folder: Path, vocab_size: int) -> list[str]:
+    """The added tokens of a folder's tokenizer.json with ids from `vocab_size`, in their order.
+
+    Raises:
+        ValueError: the tokenizer's own vocabulary has such ids, or ids are missing.
+    """
+    path = folder / "tokenizer.json"
+    if not path.is_file() or (size := tokenizer_vocab_size(path)) <= vocab_size:
+        return []
+    tokens = read_json(path).get("added_tokens") or []
+    added = {token["id"]: token["content"] for token in tokens}
+    beyond = range(vocab_size, size)
+    if not added.keys() >= set(beyond):
+        rule = f"has {size} tokens, and not only added ones beyond vocab_size={vocab_size} of config.json"
+        raise ValueError(f"{path}: {rule}. Fix: fetch the tokenizer that belongs to the weights.")
+    return [added[token] for token in beyond]
 
 
 def check_tokenizer(path: Path) -> None:

@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
-from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenizer
+from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenizer, tokens_beyond
 from moe_exp.checkpoint.hf.config_json import architecture_of, settings_of
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.fields import Settings
@@ -41,6 +41,7 @@ _CONTINUED: Settings = {
     "preset": "reference", "optimizer": "adam", "lr": 3e-5, "min_lr": 3e-6, "lr_decay_style": "cosine"
 }  # fmt: skip
 _USUAL_SEQ_LEN = 8192
+_MOST_NAMED = 5
 _LAYOUT = ("tp", "pp", "vpp", "ep", "etp", "cp")
 _COMPUTED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _COUNTS = ("num_hidden_layers", "num_local_experts", "num_experts", "n_routed_experts")
@@ -95,6 +96,10 @@ def from_hf(
         config = _config(settings)
         _check_trainable(folder, config)
         sources = _match(folder, architecture, config, drop_mtp=drop_mtp)
+        added = tokens_beyond(folder.path, config.vocab_size)
+        settings |= {"vocab_size": config.vocab_size + len(added)}
+        config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
+        sources = replace(sources, pieces=[_with_vocabulary(piece, config) for piece in sources.pieces])
         stored = _dtype(folder, sources, dtype)
         config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
         num_bytes = sources.num_bytes
@@ -115,7 +120,7 @@ def from_hf(
     finally:
         folder.close()
     command = shlex.join([*own_command(), "train", "--config", str(target.resolve() / SETTINGS)])
-    return Imported(config, architecture.name, command, tuple(_notes(config)))
+    return Imported(config, architecture.name, command, tuple(_notes(config, added)))
 
 
 def _check_counts(folder: ModelFolder) -> None:
@@ -223,6 +228,14 @@ def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: l
         )
 
 
+def _with_vocabulary(piece: Piece, config: Config) -> Piece:
+    """The piece with rows for the tokens that were added to the vocabulary, if it is a table of them."""
+    if piece.join != "padded":
+        return piece
+    shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
+    return replace(piece, shape=shape, box=shape)
+
+
 def _bytes_of(folder: ModelFolder, name: str) -> int:
     weight = folder.weights[name]
     return math.prod(weight.shape) * DTYPES[weight.dtype].itemsize
@@ -293,16 +306,22 @@ def _write_settings(path: Path, settings: Settings, config: Config, target: Path
     write_atomically(path, "\n".join(lines) + "\n")
 
 
-def _notes(config: Config) -> list[str]:
+def _notes(config: Config, added: list[str]) -> list[str]:
     notes = []
     if config.seq_len > _USUAL_SEQ_LEN:
         notes.append(
             f"SEQ_LEN={config.seq_len} is the length that the model is published for; give --seq-len to train"
             " at another"
         )
-    if added := config.padded_vocab_size - config.vocab_size:
+    if added:
+        names = ", ".join(added[:_MOST_NAMED]) + (", ..." if len(added) > _MOST_NAMED else "")
         notes.append(
-            f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {added} rows of zeros were added, whose"
+            f"VOCAB_SIZE={config.vocab_size}: the tokenizer has {len(added)} added tokens without an"
+            f" embedding, {names}; theirs is the mean of the others until it is trained"
+        )
+    if padding := config.padded_vocab_size - config.vocab_size:
+        notes.append(
+            f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {padding} rows of zeros were added, whose"
             " logits are 0 and count in the softmax until training has pushed them down"
         )
     names = ("aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")

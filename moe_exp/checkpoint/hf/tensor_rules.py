@@ -8,7 +8,8 @@ values of all heads, O all values.
 Ways to join, all reversible:
 
 - plain   one tensor on either side.
-- padded  zero rows fill our vocabulary up to a multiple of 128.
+- padded  zero rows fill our vocabulary up to a multiple of 128. Tokens of ours that theirs lacks have the
+          mean of its rows, so that none of them is more probable than the average token.
 - rows    concatenated rows: gate and up projection are one tensor here, gate first.
 - heads   Megatron's order: per query group its query heads, its key, its value.
 - zeros   only theirs: a tensor without effect that other software requires.
@@ -92,8 +93,12 @@ def joined(join: str, parts: list[Tensor], config: Config) -> Tensor:
         return parts[0]
     if join == "padded":
         (table,) = parts
-        missing = config.padded_vocab_size - table.size(0)
-        return torch.cat([table, table.new_zeros(missing, *table.shape[1:])]) if missing else table
+        if (missing := config.padded_vocab_size - table.size(0)) == 0:
+            return table
+        new_rows = table.new_zeros(missing, *table.shape[1:])
+        if (num_added := config.vocab_size - table.size(0)) > 0:
+            new_rows[:num_added] = table.mean(0, dtype=torch.float32)
+        return torch.cat([table, new_rows])
     if join == "heads":
         grouped = [part.view(config.num_query_groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, dim=1).flatten(0, 1)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
-from moe_exp.data.tokens.tokenizer import TextTokenizer
+from moe_exp.data.tokens.tokenizer import TextTokenizer, pieces_of
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -94,7 +94,7 @@ def _of_sentencepiece(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]
 
 def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
     content = orjson.loads(tokenizer.content)
-    pieces = _pieces(content)
+    pieces = pieces_of(content)
     if "ByteLevel" in _decoders(content):
         inside, first = _of_byte_level(content, pieces, tokenizer.vocab_size)
     else:
@@ -108,14 +108,6 @@ def _of_huggingface(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
         if token["special"] or token["content"] == unknown:
             inside[token["id"]] = first[token["id"]] = 0
     return inside, first
-
-
-def _pieces(content: dict[str, Any]) -> dict[str, int]:
-    vocab = content["model"]["vocab"]
-    # Unigram models keep a list of pieces with their scores, whose positions are the ids.
-    return (
-        {piece: token for token, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else dict(vocab)
-    )
 
 
 def _decoders(content: dict[str, Any]) -> set[str]:

@@ -240,10 +240,15 @@ def _no_tokenizer(field: str, path: str | Path, error: Exception) -> str:
 
 
 def _vocab_size(content: dict[str, Any]) -> int:
+    added = [token["id"] for token in content.get("added_tokens") or []]
+    return 1 + max([*pieces_of(content).values(), *added], default=-1)
+
+
+def pieces_of(content: Mapping[str, Any]) -> dict[str, int]:
+    """Piece to id of the model in a tokenizer.json, without the tokens that were added to it."""
     vocab = content["model"]["vocab"]
-    # Unigram models keep a list, whose positions are the ids.
-    highest = len(vocab) - 1 if isinstance(vocab, list) else max(vocab.values(), default=-1)
-    return 1 + max([highest] + [token["id"] for token in content.get("added_tokens") or []])
+    # Unigram models keep a list of pieces with their scores, whose positions are the ids.
+    return {piece: token for token, (piece, _) in enumerate(vocab)} if isinstance(vocab, list) else vocab
 
 
 def _existing(field: str, path: str | Path | None) -> Path:
@@ -401,10 +406,7 @@ def token_id(content: Mapping[str, Any], token: str) -> int | None:
     for added in content.get("added_tokens") or []:
         if added["content"] == token:
             return int(added["id"])
-    vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):
-        return next((index for index, (piece, _) in enumerate(vocab) if piece == token), None)
-    return vocab.get(token)
+    return pieces_of(content).get(token)
 
 
 def token_text(content: Mapping[str, Any], index: int) -> str | None:
@@ -412,10 +414,7 @@ def token_text(content: Mapping[str, Any], index: int) -> str | None:
     for added in content.get("added_tokens") or []:
         if added["id"] == index:
             return str(added["content"])
-    vocab = content["model"]["vocab"]
-    if isinstance(vocab, list):
-        return str(vocab[index][0]) if 0 <= index < len(vocab) else None
-    return next((token for token, known in vocab.items() if known == index), None)
+    return next((token for token, known in pieces_of(content).items() if known == index), None)
 
 
 def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> TextTokenizer:

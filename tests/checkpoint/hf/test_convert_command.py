@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from helpers import ROOT
-from helpers.hf.tiny_models import tiny_folder, weights_of
+from helpers.hf.tiny_models import save_tokenizer, tiny_folder, weights_of
 from moe_exp.cli import main
 from moe_exp.config.loading import load_config
 from moe_exp.data.tokens.tokens import BinIdxWriter
@@ -96,11 +96,14 @@ def test_a_source_without_tokenizer_json_leaves_tokenizer_empty(tmp_path, hf_fol
     assert (tmp_path / "ours/tokenizer/tokenizer.model").is_file()
 
 
-def test_settings_of_the_printed_command_are_read(tmp_path):
+@pytest.mark.parametrize("num_added", [None, 0, 3])
+def test_settings_of_the_printed_command_are_read(num_added, tmp_path):
     """What it prints, as a shell runs it, but for the training: the dry run builds the settings and checks
-    them.
+    them, the tokenizer's size among them.
     """
     source = tiny_folder(tmp_path / "hf", "qwen2_moe")
+    if num_added is not None:
+        save_tokenizer(source, 256, num_added)
     main(["convert", "from-hf", str(source), str(tmp_path / "ours")])
     with BinIdxWriter(tmp_path / "tokens", vocab_size=256) as writer:
         writer.add_document(range(1, 200))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.hf.tiny_models import MODELS, tiny_folder, weights_of
+from helpers.hf.tiny_models import MODELS, save_tokenizer, tiny_folder, weights_of
 from moe_exp.checkpoint.format.folders import Manifest, damages, one_checkpoint
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
@@ -131,6 +131,35 @@ def test_vocabulary_is_padded_and_cut(tmp_path):
     assert "VOCAB_SIZE=250 is no multiple of 128: 6 rows of zeros were added" in done.notes[0]
     to_hf(tmp_path / "ours", tmp_path / "back")
     assert_same_weights(tmp_path / "back", source)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("vocab_size", "num_added", "padded"), [(256, 3, 384), (250, 3, 256), (250, 0, 256)])
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows(
+    vocab_size, num_added, padded, tied, tmp_path
+):
+    changes = {"vocab_size": vocab_size, "tie_word_embeddings": tied}
+    source = tiny_folder(tmp_path / "hf", "llama", changes=changes)
+    save_tokenizer(source, vocab_size, num_added)
+    done = from_hf(source, tmp_path / "ours")
+    size = vocab_size + num_added
+    assert done.config.vocab_size == size
+    assert f"VOCAB_SIZE={size}\n" in (tmp_path / "ours/settings.env").read_text()
+    grown = [note for note in done.notes if note.startswith(f"VOCAB_SIZE={size}: the tokenizer has")]
+    assert len(grown) == bool(num_added) and all("<added_0>, <added_1>, <added_2>" in note for note in grown)
+    reader, theirs = CheckpointReader(one_checkpoint(tmp_path / "ours")), weights_of(source)
+    to_hf(tmp_path / "ours", tmp_path / "back")
+    back = weights_of(tmp_path / "back")
+    keys = {"model.embed_tokens.weight": "embedding.word_embeddings.weight"}
+    keys |= {} if tied else {"lm_head.weight": "output_layer.weight"}
+    for name, key in keys.items():
+        table = reader.read(key)
+        assert table.shape == (padded, 32) and not table[size:].any()
+        assert torch.equal(table[:vocab_size], theirs[name])
+        torch.testing.assert_close(table[vocab_size:size], theirs[name].mean(0).expand(num_added, -1))
+        assert torch.equal(back[name], table[:size])
+    assert all(torch.equal(back[name], value) for name, value in theirs.items() if name not in keys)
+    assert json.loads((tmp_path / "back/config.json").read_text())["vocab_size"] == size
 
 
 def test_another_type_on_request(tmp_path, hf_folders, checkpoints):

@@ -144,3 +144,13 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
     return tensors
+
+
+def save_tokenizer(folder: Path, num_words: int, num_added: int) -> None:
+    """Writes a tokenizer.json with added tokens behind its words, the last of them not special."""
+    from tokenizers import AddedToken, Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{number}": number for number in range(num_words)}, "w0"))
+    names = [f"<added_{number}>" for number in range(num_added)]
+    tokenizer.add_tokens([AddedToken(name, special=name != names[-1]) for name in names])
+    tokenizer.save(str(folder / "tokenizer.json"))
