@@ -161,6 +161,14 @@ def flags_problem(arguments: list[str]) -> str:
     return _unknown_flags([word for word in arguments if word])
 
 
+def step_flags(step: str) -> set[str]:
+    """The flags of a step of `moe-exp data`."""
+    parser = _parser("data")
+    for name in ("data", step):
+        parser = next(one.choices for one in parser._actions if isinstance(one.choices, dict))[name]
+    return set(parser._option_string_actions)
+
+
 _parser = functools.cache(cli._parser)
 
 
