@@ -24,7 +24,7 @@ from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.document_ends import check_ends
 from moe_exp.data.tokens.files import Share, parse_split, tokenizer_facts
-from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.model import moe_layers
@@ -131,6 +131,8 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         if problems:
             raise ConfigError(problems)
     token_bytes = TokenBytes(tokenizer) if tokenizer else None
+    if tokenizer and token_bytes and token_bytes.note:
+        logger.info(NOT_KEPT, tokenizer.name, token_bytes.note)
     return Plan(request, folder, config, sources, token_bytes, batch_size, eod_id)
 
 

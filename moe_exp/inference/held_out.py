@@ -87,7 +87,7 @@ class HeldOut:
             is_first[documents - begin - 1] = True
             is_first |= ids[:-1] == (-1 if token_bytes.bos_id is None else token_bytes.bos_id)
             counts = ids[:-1] != (-1 if masked_id is None else masked_id)
-            total += token_bytes.count(ids[1:][counts], is_first[counts])
+            total += int(token_bytes.each(ids[1:], is_first)[counts].sum())
         return total
 
     def id_problem(self, vocab_size: int) -> str | None:

@@ -45,7 +45,7 @@ from moe_exp.launch.room import disk_problems
 from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
-from moe_exp.runs.run_folder import LATEST, lock_problems, run_folder_problems
+from moe_exp.runs.run_folder import LATEST, RunFolder, lock_problems, run_folder_problems
 
 
 def check_environment(config: Config) -> list[str]:

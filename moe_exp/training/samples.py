@@ -22,7 +22,7 @@ from moe_exp.data.samples.skipping import Range, merged, skipped_from, stream_nu
 from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.document_ends import DocumentTokens, check_ends, documents_of, with_document_tokens
 from moe_exp.data.tokens.files import Share, parse_split
-from moe_exp.data.tokens.text_bytes import TokenBytes
+from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.optimizer_setup import BatchSchedule
 from moe_exp.engine.runtime import Runtime, from_first_rank
@@ -183,6 +183,8 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
     except ValueError as error:
         logger.warning("no bits per byte of the validation loss: %s", error)
         return None
+    if table.note:
+        logger.info(NOT_KEPT, name, table.note)
     counts = [
         table.count_samples(
             samples.batch(index * config.gbsz, config.gbsz).numpy(), eod_mask_loss=config.eod_mask_loss

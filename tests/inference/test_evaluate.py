@@ -265,9 +265,7 @@ def test_first_tokens_of_documents_count_as_such(tmp_path):
         for document in documents:
             writer.add_document(document)
     stream = [token for document in documents for token in ([10, *[1] * len(document)])]  # and the end
-    token_bytes = SimpleNamespace(
-        bos_id=None, count=lambda ids, is_first: int(np.where(is_first, 10, 1).sum())
-    )
+    token_bytes = SimpleNamespace(bos_id=None, each=lambda ids, is_first: np.where(is_first, 10, 1))
     for seq_len in (1, 2, 4, 5, 30):
         held_out = HeldOut(str(tmp_path / "text"), Cut(seq_len))
         sequences = held_out.read(0, len(held_out))

@@ -324,8 +324,8 @@ def _notes(config: Config, added: list[str]) -> list[str]:
             f"VOCAB_SIZE={config.vocab_size} is no multiple of 128: {padding} rows of zeros were added, whose"
             " logits are 0 and count in the softmax until training has pushed them down"
         )
-    names = ("aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")
-    balancing = " ".join(f"{name.upper()}={getattr(config, name)}" for name in names)
+    balances = ("aux_loss_type", "aux_loss_coeff", "z_loss_coeff", "router_bias_update_rate")
+    balancing = " ".join(f"{name.upper()}={getattr(config, name)}" for name in balances)
     rates = f"LR={_CONTINUED['lr']} falling to MIN_LR={_CONTINUED['min_lr']}"
     of_model = f", and the balancing of config.json: {balancing}" if config.use_moe else ""
     return [*notes, f"{SETTINGS} continues the training with AdamW, {rates}{of_model}"]

@@ -1,8 +1,8 @@
 """How many bytes of UTF-8 text tokens stand for, so that losses of different tokenizers compare.
 
 By a table with two numbers per token, so that text that a window cuts in the middle of a character is counted
-exactly, and nothing has to be decoded. The numbers add up to the length of the text that the tokenizer
-decodes a document to: if it normalizes (lower case, spaces in a row) that of the normalized text. Special
+exactly, and nothing has to be decoded. The numbers add up to the length of the document's text if the
+tokenizer keeps all of it, else to that of what it keeps; `TokenBytes.note` says what it changes. Special
 tokens, the end of a document among them, and the unknown token stand for no text.
 """
 
@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from moe_exp.data.tokens.encoders import Encoders
 from moe_exp.data.tokens.tokenizer import TextTokenizer, pieces_of
 
 Int64Array = npt.NDArray[np.int64]
@@ -22,6 +23,18 @@ Int64Array = npt.NDArray[np.int64]
 _NUM_BYTES = 256
 _BYTE_PIECE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _WORD = re.compile(r"[a-z]+")
+NOT_KEPT = (
+    "bits per byte: the tokenizer %s does not keep all of a text (%s), so that bytes of what it keeps count"
+)
+
+_BYTE_SPACE = "\u0120"  # a space in pieces of ByteLevel
+_SPACE = "\u2581"  # for which Metaspace and SentencePiece exchange a space
+# what tokenizers may change of a text so that its bytes are others, and texts that show it
+_CHANGES = {
+    "accents and ligatures": "\ufb01 e\u0301 \u00b2",
+    "spaces in a row and ends of lines": "a  b\n\nc ",
+    "a space at the beginning of a document": " a",
+}
 
 
 class TokenBytes:
@@ -34,6 +47,7 @@ class TokenBytes:
         inside_V: bytes of every token after another one, int64 [V].
         first_V: bytes of every token as the first of a document, where some decoders take a space away.
         eod_id, bos_id: of the tokens that end and begin a document, or None.
+        note: what of a text the tokenizer does not keep, so that its bytes cannot be known; "" if nothing.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
@@ -45,17 +59,48 @@ class TokenBytes:
         for index in (self.eod_id, self.bos_id):
             if index is not None:
                 self.inside_V[index] = self.first_V[index] = 0
+        self._space, self._first_space_bytes = _space_of(tokenizer), 1
+        self.note = self._probe(tokenizer)
+
+    def _probe(self, tokenizer: TextTokenizer) -> str:
+        """Encodes some texts and compares their bytes; also finds whether a document begins with a space."""
+        encode, unknown, lost = Encoders(tokenizer).get("tokenizers"), _unknown_id(tokenizer), []
+
+        def ids_of(text: str) -> Int64Array:
+            return np.asarray(encode([text])[0], dtype=np.int64)
+
+        if self._space is not None:
+            self._first_space_bytes = int(not np.array_equal(ids_of("\x01")[:3], self._space))
+        for what, text in _CHANGES.items():
+            ids = ids_of(text)
+            if unknown is not None and (ids == unknown).any():
+                what = "characters without a token"
+            elif self.count(ids, np.arange(len(ids)) == 0) == len(text.encode()):
+                continue
+            lost.append(what)
+        return ", ".join(dict.fromkeys(lost))
 
     def count(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> int:
-        """Bytes of tokens that follow one another.
+        """Bytes of tokens that follow one another; arguments as of `each`."""
+        return int(self.each(ids, is_first).sum())
+
+    def each(self, ids: npt.NDArray[np.integer[Any]], is_first: npt.NDArray[np.bool_]) -> Int64Array:
+        """Bytes of each of the tokens that follow one another.
 
         Args:
-            ids: of any shape; ids that the tokenizer does not have stand for nothing.
-            is_first: of the same shape, whether a token is the first of its document.
+            ids: [N]; ids that the tokenizer does not have stand for nothing.
+            is_first: [N], whether a token is the first of its document.
         """
         known = ids < len(self.inside_V)
         ids = np.where(known, ids, 0)
-        return int((np.where(is_first, self.first_V[ids], self.inside_V[ids]) * known).sum())
+        found = np.where(is_first, self.first_V[ids], self.inside_V[ids]) * known
+        if self._space is not None:
+            last = max(0, len(ids) - 2)
+            are_space = [ids[place : last + place] == token for place, token in enumerate(self._space)]
+            begins = np.flatnonzero(np.logical_and.reduce(are_space))
+            found[begins] = found[begins + 1] = 0
+            found[begins + 2] = np.where(is_first[begins], self._first_space_bytes, 1)
+        return found
 
     def count_samples(
         self, tokens: npt.NDArray[np.integer[Any]], *, eod_mask_loss: bool = False
@@ -66,9 +111,49 @@ class TokenBytes:
         before, labels = tokens[:, :-1].ravel(), tokens[:, 1:].ravel()
         is_after_end = before == (-1 if self.eod_id is None else self.eod_id)
         is_first = is_after_end | (before == (-1 if self.bos_id is None else self.bos_id))
+        found = self.each(labels, is_first)
         if eod_mask_loss:
-            labels, is_first = labels[~is_after_end], is_first[~is_after_end]
-        return self.count(labels, is_first), labels.size
+            found = found[~is_after_end]
+        return int(found.sum()), found.size
+
+
+def _space_of(tokenizer: TextTokenizer) -> Int64Array | None:
+    """Ids of the three byte tokens that stand for a space where the vocabulary has no piece for it."""
+    pieces = _vocabulary(tokenizer)
+    tokens = [pieces.get(f"<0x{byte:02X}>") for byte in _SPACE.encode()]
+    if _SPACE in pieces or None in tokens or not _exchanges_spaces(tokenizer):
+        return None
+    return np.array(tokens, dtype=np.int64)
+
+
+def _vocabulary(tokenizer: TextTokenizer) -> dict[str, int]:
+    if tokenizer.kind == "bytes":
+        return {}
+    if tokenizer.kind == "huggingface":
+        return pieces_of(orjson.loads(tokenizer.content))
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    return {processor.id_to_piece(token): token for token in range(tokenizer.vocab_size)}
+
+
+def _exchanges_spaces(tokenizer: TextTokenizer) -> bool:
+    if tokenizer.kind == "sentencepiece":
+        return True
+    content = orjson.loads(tokenizer.content)
+    used = orjson.dumps([content.get("normalizer"), content.get("pre_tokenizer")]).decode()
+    return _SPACE in used or '"Metaspace"' in used
+
+
+def _unknown_id(tokenizer: TextTokenizer) -> int | None:
+    if tokenizer.kind == "sentencepiece":
+        import sentencepiece
+
+        return int(sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content).unk_id())
+    model = orjson.loads(tokenizer.content)["model"] if tokenizer.kind == "huggingface" else {}
+    if model.get("unk_id") is not None:
+        return int(model["unk_id"])
+    return _vocabulary(tokenizer).get(str(model.get("unk_token")))
 
 
 def _of_bytes(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
@@ -124,11 +209,20 @@ def _of_byte_level(
         lengths[token] = len(piece)
     for added in content.get("added_tokens") or []:
         lengths[added["id"]] = len(added["content"].encode())
-    return lengths, lengths.copy()
+    first = lengths.copy()
+    if _adds_space(content.get("pre_tokenizer")):
+        first[[token for piece, token in pieces.items() if piece.startswith(_BYTE_SPACE)]] -= 1
+    return lengths, first
+
+
+def _adds_space(pre_tokenizer: dict[str, Any] | None) -> bool:
+    """Whether a ByteLevel pre-tokenizer puts a space before a text that begins with none."""
+    parts = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    return any(part.get("type") == "ByteLevel" and part.get("add_prefix_space") for part in parts)
 
 
 def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64Array, Int64Array]:
-    """Bytes that a token adds after a word, and those of the token alone, as decoders differ there."""
+    """Bytes that a token adds between words, and before a word, as decoders differ there."""
     from tokenizers import Tokenizer
 
     backend, ids = Tokenizer.from_str(tokenizer.content.decode()), range(tokenizer.vocab_size)
@@ -137,6 +231,8 @@ def _of_decoded(tokenizer: TextTokenizer, pieces: dict[str, int]) -> tuple[Int64
     def lengths(texts: list[str]) -> Int64Array:
         return np.array([len(text.encode()) for text in texts], dtype=np.int64)
 
-    alone = lengths(backend.decode_batch([[token] for token in ids], skip_special_tokens=False))
-    after = lengths(backend.decode_batch([[word, token] for token in ids], skip_special_tokens=False))
-    return np.maximum(after - alone[word], 0), alone
+    alone, two = lengths(backend.decode_batch([[word], [word, word]], skip_special_tokens=False))
+    between = [[word, token, word] for token in ids]
+    inside = lengths(backend.decode_batch(between, skip_special_tokens=False)) - two
+    first = lengths(backend.decode_batch([one[1:] for one in between], skip_special_tokens=False))
+    return np.maximum(inside, 0), np.maximum(first - (two - alone), 0)

@@ -50,6 +50,37 @@ def metaspace(model: str) -> Tokenizer:
     return Tokenizer.from_str(orjson.dumps(content).decode())
 
 
+def built(kind: str) -> Tokenizer:
+    """Tokenizers that add a space before a text, have no piece for a single space, or no letters of a word
+    for themselves.
+    """
+    if kind in ("prefix_space", "prefix_space_nfc"):
+        tokenizer = train_bpe(TEXTS * 3, 300)
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+        tokenizer.normalizer = normalizers.NFKC() if kind == "prefix_space_nfc" else None
+        return tokenizer
+    if kind == "wordpiece":
+        words = ["the", "end", "of", "story", "and", "its", "beginning", ",", ".", "n", "##o", "s", "##t"]
+        vocab = {word: number for number, word in enumerate(["[UNK]", "</s>", *words])}
+        tokenizer = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer()
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        return tokenizer
+    if kind == "end_of_word":
+        tokenizer = Tokenizer(models.BPE(unk_token="<unk>", end_of_word_suffix="</w>"))
+        tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.WhitespaceSplit(), decoders.BPEDecoder()
+        special = ["<unk>", "</s>"]
+        trainer = trainers.BpeTrainer(special_tokens=special, end_of_word_suffix="</w>", show_progress=False)
+        tokenizer.train_from_iterator(TEXTS[:1] * 20, trainer)
+        return tokenizer
+    content = orjson.loads(metaspace("bpe").to_str())
+    model = content["model"]
+    # ids stay free; spaces become the three bytes of ▁
+    model["vocab"] = {piece: token for piece, token in model["vocab"].items() if piece[:1] != "▁"}
+    model["merges"] = [pair for pair in model["merges"] if "▁" not in "".join(pair)]
+    return Tokenizer.from_str(orjson.dumps(content).decode())
+
+
 def trained(kind: str, folder: Path) -> TextTokenizer:
     path = folder / "tokenizer.json"
     if kind == "bytes":
@@ -62,11 +93,17 @@ def trained(kind: str, folder: Path) -> TextTokenizer:
             minloglevel=2, remove_extra_whitespaces=False, normalization_rule_name="identity",
         )  # fmt: skip
         return load_tokenizer("SentencePieceTokenizer", model=folder / "m.model")
-    (train_bpe(TEXTS * 3, 300) if kind == "byte_level" else metaspace(kind)).save(str(path))
+    if kind == "byte_level":
+        tokenizer = train_bpe(TEXTS * 3, 300)
+    else:
+        tokenizer = metaspace(kind) if kind in ("bpe", "unigram") else built(kind)
+    tokenizer.save(str(path))
     return load_tokenizer("HuggingFaceTokenizer", model=path)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "byte_level", "bpe", "unigram", "sentencepiece"])
+@pytest.mark.parametrize(
+    "kind", ["bytes", "byte_level", "prefix_space", "bpe", "no_space", "unigram", "sentencepiece"]
+)
 def test_a_document_has_the_bytes_of_its_text(kind, tmp_path):
     tokenizer = trained(kind, tmp_path)
     table, encode = TokenBytes(tokenizer), Encoders(tokenizer).get("tokenizers")
@@ -81,15 +118,49 @@ def test_a_document_has_the_bytes_of_its_text(kind, tmp_path):
     whole, num_tokens = table.count_samples(tokens[None])
     assert num_tokens == len(tokens) - 1
     assert whole == sum(len(text.encode()) for text in texts)
-    # Cut anywhere, in the middle of characters too: every token but the first of all is counted once.
-    for size in (1, 2, 7):
+    # Cut anywhere, in the middle of characters too: every token but the first of all is counted once. Three
+    # tokens that are one space are counted as such if they are in one part.
+    for size in () if kind == "no_space" else (1, 2, 7):
         parts = [tokens[begin : begin + size + 1] for begin in range(0, len(tokens) - 1, size)]
         assert sum(table.count_samples(part[None])[0] for part in parts) == whole
     left, num_left = table.count_samples(tokens[None], eod_mask_loss=True)
-    firsts = [int(document[:1][0]) for document in documents]
+    firsts = [] if kind == "no_space" else [int(document[:1][0]) for document in documents]
     assert num_left == num_tokens - len(documents)
     is_first = np.ones(1, dtype=bool)
     assert left == whole - sum(table.count(np.array([token]), is_first) for token in firsts)
+
+
+def test_a_text_of_nothing_but_single_spaces_and_letters(tmp_path):
+    """Without a piece for a space every second byte is three tokens."""
+    tokenizer = trained("no_space", tmp_path)
+    text = " ".join("abcdefgh" * 20)
+    ids = np.asarray(Encoders(tokenizer).get("tokenizers")([text])[0], dtype=np.int64)
+    assert len(ids) > 2 * len(text)
+    assert TokenBytes(tokenizer).count(ids, np.arange(len(ids)) == 0) == len(text)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kept", "changed"),
+    [
+        ("byte_level", ["ﬁ e\u0301 ²", "a  b\n\nc\t", " a"], []),
+        ("bytes", ["ﬁ e\u0301 ²", "a  b\n\nc\t", " a"], []),
+        ("bpe", ["ﬁ e\u0301 ²", "a  b\n\nc\t", " a"], []),
+        ("no_space", ["ﬁ e\u0301 ²", "a  b\n\nc\t", " a"], []),
+        ("prefix_space", ["ﬁ e\u0301 ²", "a  b\n\nc\t"], ["a space at the beginning"]),
+        ("prefix_space_nfc", ["a  b\n\nc\t"], ["accents and ligatures", "a space at the beginning"]),
+        ("unigram", ["a b", "of the end"], ["characters without a token"]),
+        ("wordpiece", ["the end of the story, and its beginning."], ["characters without a token"]),
+        ("end_of_word", [], ["characters without a token"]),
+    ],
+)
+def test_what_a_tokenizer_does_not_keep_is_said(kind, kept, changed, tmp_path):
+    tokenizer = trained(kind, tmp_path)
+    table, encode = TokenBytes(tokenizer), Encoders(tokenizer).get("tokenizers")
+    for text in kept:
+        ids = np.asarray(encode([text])[0], dtype=np.int64)
+        assert table.count(ids, np.arange(len(ids)) == 0) == len(text.encode()), text
+    assert [what for what in changed if what not in table.note] == []
+    assert bool(table.note) == bool(changed)
 
 
 def test_what_stands_for_no_text(tmp_path):
