@@ -73,14 +73,14 @@ def test_flags_of_commands_in_the_text_exist(page):
 
 def test_flags_that_stand_alone_are_of_the_data_step_that_the_page_describes():
     """In rows of a table that begin with a step, and below headings about one."""
-    steps = {"The shuffle": ["shuffle", "prepare"], "Tokenizing": ["tokenize"]}
-    steps |= dict.fromkeys(("DCLM on 64 nodes", "Filter documents", "Near-duplicates"), ["prepare"])
-    wrong, num_flags, here = [], 0, []
+    steps = {"The shuffle": ("shuffle", "prepare"), "Tokenizing": ("tokenize",)}
+    steps |= dict.fromkeys(("DCLM on 64 nodes", "Filter documents", "Near-duplicates"), ("prepare",))
+    wrong, num_flags, here = [], 0, ()
     for line in (ROOT / "docs/corpus.md").read_text(encoding="utf-8").splitlines():
         if heading := re.match("##+ (.*)", line):
-            here = steps.get(heading[1], [])
+            here = steps.get(heading[1], ())
         row = re.match(r"\| (download|shuffle|merge|tokenize) \|", line)
-        described = [row[1]] if row else here
+        described = (row[1],) if row else here
         flags = re.findall(r"`(--[a-z][\w-]*)", line) if described else []
         known = set().union(*map(step_flags, described))
         wrong += [f"{described}: {flag}" for flag in flags if flag not in known]

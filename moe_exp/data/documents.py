@@ -176,7 +176,9 @@ def data_among(
         if sum(left_out.values()) > sum(sizes[name] for name in chosen if name not in about):
             suffix = ending(chosen[0])
             pattern = f"--pattern '*{suffix}'" if what == "source" else f"'{where}/**/*{suffix}'"
-            fix = f"name those to read by a pattern, such as {pattern}, or convert the others"
+            fix = (
+                f"name those to read by a pattern, such as {pattern}, or convert the others to .txt or .jsonl"
+            )
             if has_text and any(ending(name) in JSON_FILES for name in left_out):
                 fix = f"{_OTHER_FIELD}, or {fix}"
             raise ValueError(f"{what}={where}: {line}: most of its bytes. Fix: {fix}.")

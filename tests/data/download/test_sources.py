@@ -174,6 +174,31 @@ def test_patterns_choose_what_they_should(name, chosen):
     assert chosen_files(names, source.patterns, name) == [names[index] for index in chosen]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "chosen", "warning"),
+    [
+        ({"a.jsonl": 9, "B.JSONL.gz": 9, "README.md": 99, "infos.json": 9}, ["B.JSONL.gz", "a.jsonl"],
+         "here: left out 1 file, 9 bytes: 1 .json beside records"),
+        ({"en/a.json.gz": 9, "en/b.Json": 9, "dataset_infos.json": 99}, ["en/a.json.gz", "en/b.Json"], ""),
+        ({"a.Parquet": 50, "b.json": 9, "c.TXT": 9, "d.zip": 9}, ["a.Parquet"],
+         "here: left out 3 files, 27 bytes: 1 .json beside records, 1 .txt beside records, 1 .zip"),
+        ({"a.TXT": 9, "b.text.zst": 9}, ["a.TXT", "b.text.zst"], ""),
+    ],
+)  # fmt: skip
+def test_a_listing_without_a_pattern(sizes, chosen, warning, caplog):
+    """Of the hub or a store, where files are not looked into."""
+    assert chosen_files(sizes, [], "here") == chosen
+    assert [message.partition(" (")[0] for message in caplog.messages] == ([warning] if warning else [])
+
+
+def test_a_listing_of_which_most_would_be_left_out_is_refused():
+    with pytest.raises(
+        ValueError, match=r"1 \.zip .*: most of its bytes\. Fix: .* such as --pattern '\*\.parquet'"
+    ):
+        chosen_files({"a.parquet": 9, "b.zip": 10}, [], "here")
+    assert chosen_files({"a.parquet": 9, "b.zip": 10}, ["*.parquet"], "here") == ["a.parquet"]
+
+
 def test_list_command_prints_every_source(capsys):
     assert main("list", []) == 0
     shown = capsys.readouterr().out
