@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -13,13 +14,25 @@ from moe_exp.layers.kernels.drops import keep_within
 DROP_POLICIES = ("probs", "position")
 
 
+@overload
 def expert_capacity(
     num_tokens: int, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
-) -> int:
+) -> int: ...
+@overload
+def expert_capacity(
+    num_tokens: Tensor, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
+) -> Tensor: ...
+def expert_capacity(
+    num_tokens: int | Tensor, *, num_experts: int, topk: int, capacity_factor: float, min_capacity: int = 0
+) -> int | Tensor:
     """Slots per expert: max(min_capacity, ceil(capacity_factor * num_tokens * topk / num_experts)).
 
-    Lepikhin et al. 2020, GShard (arXiv:2006.16668); rounds like Megatron-Core.
+    A number of tokens on the device stays there. Lepikhin et al. 2020, GShard (arXiv:2006.16668); rounds like
+    Megatron-Core.
     """
+    if isinstance(num_tokens, Tensor):
+        slots = num_tokens.double() * topk / num_experts * capacity_factor
+        return slots.ceil().clamp(min=min_capacity).int()
     return max(min_capacity, math.ceil(num_tokens * topk / num_experts * capacity_factor))
 
 
@@ -57,7 +70,7 @@ def keep_most_probable(
     weights_TK: Tensor,
     *,
     num_experts: int,
-    capacity: int,
+    capacity: int | Tensor,
     use_kernels: bool | None = None,
 ) -> Tensor:
     """Slots that remain when every expert keeps its `capacity` slots of highest router weight, bool [T, K].
@@ -74,7 +87,7 @@ def keep_most_probable(
 
 
 def keep_first(
-    expert_TK: Tensor, *, num_experts: int, capacity: int, use_kernels: bool | None = None
+    expert_TK: Tensor, *, num_experts: int, capacity: int | Tensor, use_kernels: bool | None = None
 ) -> Tensor:
     """Like `keep_most_probable`, but every expert keeps its first `capacity` slots in the sequence."""
     if takes_kernels(expert_TK, use_kernels):
@@ -108,7 +121,9 @@ def keep_full_tiles(
     return (place_N < torch.cat([limits_E, limits_E.new_zeros(1)])[expert_N]).view_as(expert_TK)
 
 
-def _limits(expert_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
+def _limits(expert_TK: Tensor, num_experts: int, capacity: int | Tensor) -> Tensor:
+    if isinstance(capacity, Tensor):
+        return capacity.clamp(max=expert_TK.numel()).int().repeat(num_experts)
     return torch.full(
         (num_experts,), min(capacity, expert_TK.numel()), dtype=torch.int32, device=expert_TK.device
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from moe_exp.layers.capacity import (
 )
 from moe_exp.layers.groups import group_size, max_over
 from moe_exp.layers.losses import AuxLoss, LossFunction
-from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept
+from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept, tokens_in_group
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class MoESettings:
     """Settings of the layer beside those of the router: capacity and losses.
 
     Args:
-        capacity_factor: None for a dropless layer. Capacity is that of a micro-batch, padding tokens
-            included.
+        capacity_factor: None for a dropless layer. Capacity is that of a micro-batch, without its padding
+            tokens.
         min_capacity: slots that an expert takes at least.
         pad_to_capacity: give every expert the same number of rows, the capacity. With TP or CP that of the
             rank's tokens, and more only if a rank keeps more, which waits for the device.
@@ -114,45 +115,51 @@ class MicrobatchCapacity:
     def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
         """bool [T, K]: the slots of this rank that are kept; `shape`: of the layer's input, without D."""
         weights_TK = decision.weights_TK.detach()
+        num_tokens = 0 if self.settings.token_rounding else tokens_in_group(decision, self.group)
         # padding is in no expert's queue
         expert_TK = without_dropped(decision.expert_TK, decision.kept_TK, self.config.num_experts)
         if len(shape) == 1 or self.settings.batch_dim == 1:
-            return self._in_sequence(expert_TK, weights_TK)
+            return self._in_sequence(expert_TK, weights_TK, num_tokens)
         # The queue is by position in the sequence, of all sequences together: that order does not depend on
         # the ranks.
         expert_TK, weights_TK = (
             x.unflatten(0, shape).transpose(0, 1).flatten(0, 1) for x in (expert_TK, weights_TK)
         )
-        kept_TK = self._in_sequence(expert_TK, weights_TK)
+        kept_TK = self._in_sequence(expert_TK, weights_TK, num_tokens)
         return kept_TK.unflatten(0, (shape[1], shape[0])).transpose(0, 1).flatten(0, 1)
 
-    def _in_sequence(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
-        group, num_tokens = self.group, expert_TK.size(0)
+    def _in_sequence(self, expert_TK: Tensor, weights_TK: Tensor, num_tokens: int | Tensor) -> Tensor:
+        """`num_tokens`: of the micro-batch, without padding."""
+        group, num_rows = self.group, expert_TK.size(0)
         if group is None or group_size(group) == 1:
-            return self._keep(expert_TK, weights_TK)
+            return self._keep(expert_TK, weights_TK, num_tokens)
         blocks = sequence_blocks(self.context_parallel_size, self.context_stripes)
         expert_TK = in_sequence_order(_gather(expert_TK, group), blocks)
         weights_TK = in_sequence_order(_gather(weights_TK, group), blocks)
         # Back to the order of the ranks, of which this one keeps its part.
-        chunks = self._keep(expert_TK, weights_TK).chunk(len(blocks))
+        chunks = self._keep(expert_TK, weights_TK, num_tokens).chunk(len(blocks))
         kept_TK = torch.cat([chunks[block] for block in blocks])
-        return kept_TK[group.rank() * num_tokens : (group.rank() + 1) * num_tokens]
+        return kept_TK[group.rank() * num_rows : (group.rank() + 1) * num_rows]
 
-    def _keep(self, expert_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    def _keep(self, expert_TK: Tensor, weights_TK: Tensor, num_tokens: int | Tensor) -> Tensor:
         num_experts, use_kernels = self.config.num_experts, self.config.use_kernels
         if self.settings.token_rounding:
             tile = self.settings.token_rounding
             return keep_full_tiles(
                 expert_TK, weights_TK, num_experts=num_experts, tile=tile, use_kernels=use_kernels
             )
-        capacity = self._capacity(expert_TK.size(0))
+        capacity = self._capacity(num_tokens)
         if self.settings.drop_policy == "position":
             return keep_first(expert_TK, num_experts=num_experts, capacity=capacity, use_kernels=use_kernels)
         return keep_most_probable(
             expert_TK, weights_TK, num_experts=num_experts, capacity=capacity, use_kernels=use_kernels
         )
 
-    def _capacity(self, num_tokens: int) -> int:
+    @overload
+    def _capacity(self, num_tokens: int) -> int: ...
+    @overload
+    def _capacity(self, num_tokens: Tensor) -> Tensor: ...
+    def _capacity(self, num_tokens: int | Tensor) -> int | Tensor:
         settings, config = self.settings, self.config
         assert settings.capacity_factor is not None
         return expert_capacity(

@@ -36,7 +36,9 @@ from moe_exp.layers.moe_layer import MoELayer
     ],
 )
 def test_expert_capacity(num_tokens, num_experts, topk, factor, capacity):
-    assert expert_capacity(num_tokens, num_experts=num_experts, topk=topk, capacity_factor=factor) == capacity
+    others = {"num_experts": num_experts, "topk": topk, "capacity_factor": factor}
+    assert expert_capacity(num_tokens, **others) == capacity
+    assert expert_capacity(torch.tensor(num_tokens), **others) == capacity
 
 
 def test_slots_of_lowest_weight_are_dropped_by_hand():

@@ -294,12 +294,12 @@ def test_padding_alone_has_no_loss(kind):
 
 
 def test_padding_takes_no_capacity_and_is_no_drop():
-    # Capacity ceil(24 * 2 / 4 * 0.5) = 6; half of the tokens are padding, that would fill the experts first.
+    # Capacity ceil(12 * 2 / 4 * 0.5) = 3; half of the 24 are padding, that would fill the experts first.
     padding_BS = torch.zeros(2, LENGTH, dtype=torch.bool)
     padding_BS[:, : LENGTH // 2] = True
     layer = tiny_layer(capacity_factor=0.5, drop_policy="position")
     layer(TOKENS_BSD[:2], padding_BS)
-    alone = tiny_layer(capacity_factor=1.0, drop_policy="position")
+    alone = tiny_layer(capacity_factor=0.5, drop_policy="position")
     alone(TOKENS_BSD[:2, LENGTH // 2 :])
     assert torch.equal(layer.statistics.tokens_per_expert_E, alone.statistics.tokens_per_expert_E)
     assert layer.statistics.sums[0] == alone.statistics.sums[0]
