@@ -69,7 +69,7 @@ from moe_exp.training.dumps import dump, is_dumped
 from moe_exp.training.interval import Interval, IterationEnd, PhaseTimers, end_of_iteration, timed
 from moe_exp.training.loss_guard import GuardEnd, Iteration, LossGuard
 from moe_exp.training.metrics import Metrics
-from moe_exp.training.microbatch import read_microbatch, run_schedule
+from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
 from moe_exp.training.profiling import Recorder
 from moe_exp.training.replica_checks import ReplicaError, check_replicas
 from moe_exp.training.rollback import samples_without_skips
@@ -346,7 +346,7 @@ class Step:
     Args:
         done: the batch, and whether the optimizer changed the weights; the same on every rank.
         num_microbatches: of this rank.
-        losses: its share of each micro-batch's loss, []; empty but on the last pipeline stage.
+        losses: of each micro-batch, see `microbatch.lm_loss`, [2]; empty but on the last pipeline stage.
         num_zeros: zeros in the gradient, if counted.
     """
 
@@ -398,7 +398,6 @@ def agree_with_all_ranks(job: Job, step: Step, stop: str, *, is_writing: bool) -
         reasons=faults.STOP_REASONS,
         is_writing=is_writing,
         losses=step.losses if job.runtime.groups.tp.rank() == 0 else [],
-        num_shares=step.num_microbatches * job.config.data_parallel_size,
         device=job.runtime.device,
     )
 
@@ -412,7 +411,7 @@ def forward_backward(
     forward_only: bool = False,
     timers: PhaseTimers | None = None,
 ) -> list[Tensor]:
-    """Runs Megatron's schedule; returns micro-batch losses on the last pipeline stage, else []."""
+    """Runs Megatron's schedule; returns the losses of micro-batches as `run_schedule`."""
     config, model, seq_len = job.config, job.trained.model, stream.stage_at(first_sample).seq_len
     heartbeat.enter("data")
     with timed(timers, "data"):
@@ -421,6 +420,8 @@ def forward_backward(
             for index in range(num_microbatches)
         ]
     heartbeat.enter("forward_backward")
+    if config.eod_mask_loss and not forward_only:
+        weigh_microbatches(microbatches, job.runtime.groups.dp)
     with timed(timers, "forward_backward"):
         return run_schedule(config, model, microbatches, seq_len=seq_len, forward_only=forward_only)
 
@@ -457,19 +458,19 @@ def validate(job: Job, progress: Progress, metrics: Metrics | None) -> tuple[flo
 
 
 def mean_valid_loss(job: Job) -> float:
-    """Mean over the first EVAL_ITERS global batches of the validation data, the same ones every time, on
-    every rank.
+    """Mean over the tokens that count of the first EVAL_ITERS global batches of the validation data, the same
+    ones every time, on every rank; NaN if none counts.
     """
     assert job.valid_stream is not None
-    config, total = job.config, torch.zeros((), dtype=torch.float64, device=job.runtime.device)
+    config, total = job.config, torch.zeros(2, dtype=torch.float64, device=job.runtime.device)
     for index in range(config.eval_iters):
         losses = forward_backward(
             job, job.valid_stream, index * config.gbsz, config.num_microbatches, forward_only=True
         )
         if losses and job.runtime.groups.tp.rank() == 0:
-            total += torch.stack(losses).double().sum()
+            total += torch.stack(losses).double().sum(dim=0)
     torch.distributed.all_reduce(total)
-    return total.item() / (config.eval_iters * config.num_microbatches * config.data_parallel_size)
+    return (total[0] / total[1]).item()
 
 
 def log_stage(job: Job, step: Step, metrics: Metrics) -> None:

@@ -32,7 +32,7 @@ class Interval:
     def __init__(self, config: Config, runtime: Runtime, model: list[DistributedDataParallel]):
         self.config, self.runtime, self.model = config, runtime, model
         self.layers = dict(moe_layers(list(model)))
-        # sum and number of finite micro-batch losses
+        # cross entropy and number of the tokens that count, of micro-batches with a finite loss
         self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
         # per iteration, whether any loss of this rank is not finite, [] each
         self.not_finite: list[Tensor] = []
@@ -63,14 +63,12 @@ class Interval:
         flops: int,
         skipped: bool,
     ) -> None:
-        """Counts one iteration; `losses`: this rank's micro-batch shares, empty but on the last stage."""
+        """Counts one iteration; `losses` as in `Step`."""
         bad = self.losses.new_zeros((), dtype=torch.bool)
         if losses and self.runtime.groups.tp.rank() == 0:
-            shares = torch.stack(list(losses)).double()
-            finite = shares.isfinite()
-            self.losses += torch.stack(
-                [torch.where(finite, shares, 0.0).sum(), finite.sum() / self.config.cp]
-            )
+            sums = torch.stack(list(losses)).double()
+            finite = sums.isfinite().all(dim=1, keepdim=True)
+            self.losses += torch.where(finite, sums, 0.0).sum(dim=0)
             bad = (~finite).any()
         self.not_finite.append(bad)
         self.loads.append(self._load())
@@ -102,7 +100,7 @@ class Interval:
     ) -> Any:
         """The train record, equal on every rank; starts the next interval. Called by every rank."""
         config = self.config
-        lm_loss_sum, num_finite, norm_squared, *rest = self._reduced().tolist()
+        lm_loss_sum, num_counted, norm_squared, *rest = self._reduced().tolist()
         not_finite, rest = rest[: self.num_iterations], rest[self.num_iterations :]
         peaks, rest = rest[: config.world_size], rest[config.world_size :]
         num_phases = 0 if self.timers is None else len(PHASES)
@@ -118,7 +116,7 @@ class Interval:
             "consumed_tokens": progress.consumed_tokens,
             "consumed_flops": progress.consumed_flops,
             "global_batch_size": self.num_samples // self.num_iterations,
-            "lm_loss": lm_loss_sum / num_finite if num_finite else math.nan,
+            "lm_loss": lm_loss_sum / num_counted if num_counted else math.nan,
             "load_balancing_loss": balance,
             "z_loss": z,
             "aux_losses": aux_losses,
@@ -285,7 +283,7 @@ class IterationEnd:
     Args:
         stop: why some rank was asked to end the run, of `faults.STOP_REASONS`; empty: none was.
         is_writing: some rank still writes files of a checkpoint.
-        lm_loss: cross entropy, nats per token, mean over micro-batches; may not be finite.
+        lm_loss: cross entropy, nats, mean over the tokens that count; NaN if none does; may not be finite.
     """
 
     stop: str
@@ -299,7 +297,6 @@ def end_of_iteration(
     reasons: Sequence[str],
     is_writing: bool,
     losses: Sequence[Tensor],
-    num_shares: int,
     device: torch.device,
 ) -> IterationEnd:
     """Exchanges with the other ranks. Called by every rank; one collective, and the host waits for the GPU.
@@ -308,20 +305,19 @@ def end_of_iteration(
         stop: why this rank was asked to end the run, one of `reasons`, or empty.
         reasons: all there are; the first that any rank has is used.
         is_writing: this rank still writes files of a checkpoint.
-        losses: this rank's shares of the micro-batches' losses, [] each, if it counts them; else empty.
-        num_shares: micro-batches of the iteration over all data-parallel ranks.
+        losses: of the micro-batches as in `Step`, if this rank counts them; else empty.
         device: of this rank.
     """
     flags = [float(reason == stop) for reason in reasons] + [float(is_writing)]
-    table = torch.zeros(len(flags) + 1, dtype=torch.float64)
-    table[:-1] = torch.tensor(flags, dtype=torch.float64)
+    table = torch.zeros(len(flags) + 2, dtype=torch.float64)
+    table[:-2] = torch.tensor(flags, dtype=torch.float64)
     table = table.to(device)
     if losses:
-        table[-1] = torch.stack(list(losses)).double().sum()
+        table[-2:] = torch.stack(list(losses)).double().sum(dim=0)
     torch.distributed.all_reduce(table)
-    *counts, writing, loss = table.tolist()
+    *counts, writing, loss, num_counted = table.tolist()
     given = next((reason for reason, count in zip(reasons, counts, strict=True) if count), "")
-    return IterationEnd(given, bool(writing), loss / num_shares)
+    return IterationEnd(given, bool(writing), loss / num_counted if num_counted else math.nan)
 
 
 # Time per phase (LOG_TIMERS): CUDA events that are read once per log interval; the clock on a CPU.

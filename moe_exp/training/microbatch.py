@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from moe_exp.config import Config
 from moe_exp.config.data_stages import microbatch_samples
-from moe_exp.data.samples.batch import context_part, split_batch
+from moe_exp.data.samples.batch import context_part, filler_mask, split_batch
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.prefetch import microbatch_start
 from moe_exp.engine.runtime import Runtime
+from moe_exp.layers.groups import sum_over
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
 from moe_exp.layers.microbatch import context_ranges
 from moe_exp.training.samples import read_tokens
@@ -39,8 +42,12 @@ def read_microbatch(
         first_sample: of the iteration.
         index: from 0.
         eod_id: the token that ends a document, with DOCUMENT_MASK or EOD_MASK_LOSS.
+
+    Returns:
+        This context parallel rank's part of `split_batch` and of `padding_mask`, True for filler, [B, S/C];
+        `num_counted`, tokens of the micro-batch that count; `documents`.
     """
-    groups, seq_len = runtime.groups, stream.stage_at(first_sample).seq_len
+    groups, (_, seq_len, has_filler) = runtime.groups, stream.stage_at(first_sample)
     size = microbatch_samples(config, seq_len)
     first = microbatch_start(
         first_sample, index, mbsz=size, dp_rank=groups.dp.rank(), dp_size=groups.dp.size()
@@ -52,6 +59,8 @@ def read_microbatch(
         positions = document_positions(lengths)
     masked_id = eod_id if config.eod_mask_loss else None
     batch = split_batch(tokens.to(runtime.device, non_blocking=True), positions, masked_id)
+    if has_filler and eod_id is not None:
+        batch["padding_mask"] = filler_mask(tokens, eod_id).to(runtime.device, non_blocking=True)
     ranges = context_ranges(
         seq_len, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), num_stripes=config.context_stripes
     )
@@ -71,7 +80,9 @@ def run_schedule(
     seq_len: int,
     forward_only: bool = False,
 ) -> list[Tensor]:
-    """Runs Megatron's schedule; returns micro-batch losses on the last pipeline stage, else []."""
+    """Runs Megatron's schedule; returns what `lm_loss` logs of each micro-batch on the last pipeline stage,
+    else [].
+    """
     outputs = get_forward_backward_func()(
         forward_step_func=forward_step,
         data_iterator=[iter(microbatches) for _ in model] if len(model) > 1 else iter(microbatches),
@@ -93,11 +104,27 @@ def forward_step(data_iterator: Any, model: Any) -> tuple[Tensor, Any]:
         attention_mask=None,
         labels=batch["labels"],
         packed_seq_params=batch["documents"],
+        padding_mask=batch.get("padding_mask"),
     )
-    return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"])
+    return output, partial(lm_loss, batch["loss_mask"], batch["num_counted"], weight=batch.get("weight", 1.0))
 
 
-def lm_loss(loss_mask: Tensor, num_counted: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def weigh_microbatches(microbatches: Sequence[dict[str, Any]], dp: ProcessGroup) -> None:
+    """Sets each micro-batch's `weight`, so that their mean is one over those in which a token counts.
+
+    Megatron averages over all micro-batches of all data parallel ranks `dp`, and one that EOD_MASK_LOSS masks
+    completely has loss 0. Called by every rank.
+    """
+    num_counting = torch.stack([batch["num_counted"] > 0 for batch in microbatches]).sum()
+    num_all = len(microbatches) * dp.size()
+    weight = num_all / sum_over(num_counting, dp).clamp(min=1).double()
+    for batch in microbatches:
+        batch["weight"] = weight
+
+
+def lm_loss(
+    loss_mask: Tensor, num_counted: Tensor, losses: Tensor, *, weight: Tensor | float = 1.0
+) -> tuple[Tensor, dict[str, Tensor]]:
     """This rank's share of a micro-batch's mean cross entropy; context parallel ranks' shares add up to it.
 
     Megatron multiplies the loss by the context parallel size C and averages gradients over DP*C ranks.
@@ -106,9 +133,16 @@ def lm_loss(loss_mask: Tensor, num_counted: Tensor, losses: Tensor) -> tuple[Ten
         loss_mask: [B, S], 1 for each token that counts.
         num_counted: such tokens of the micro-batch on all context parallel ranks, [].
         losses: cross entropy per token, nats, [B, S].
+        weight: of the micro-batch, see `weigh_microbatches`.
+
+    Returns:
+        The share times `weight`, with gradient; and for the log `lm_loss`: cross entropy summed over this
+        rank's tokens that count, and their number, [2].
     """
-    loss = (losses.float() * loss_mask).sum() / num_counted.clamp(min=1)
+    total = (losses.float() * loss_mask).sum()
     # Gradients of an infinite loss may be finite, and ranks learn of it by the gradient norm alone: this
     # makes them NaN, so that every rank skips the step.
-    zero_or_nan = 0 * loss.detach()
-    return loss * (1 + zero_or_nan), {"lm_loss": loss.detach().clone()}
+    zero_or_nan = 0 * total.detach()
+    logged = torch.stack([total.detach(), loss_mask.sum()])
+    loss = (total / num_counted.clamp(min=1) * weight).to(total.dtype)
+    return loss * (1 + zero_or_nan), {"lm_loss": logged}

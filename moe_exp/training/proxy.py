@@ -14,8 +14,8 @@ from moe_exp.engine.model import build_model
 from moe_exp.engine.optimizer_setup import BatchSchedule, build_optimizer, build_scheduler, set_megatron_hooks
 from moe_exp.engine.runtime import share_alone
 from moe_exp.layers.router import Router
-from moe_exp.training.microbatch import read_microbatch, run_schedule
-from moe_exp.training.samples import build_data
+from moe_exp.training.microbatch import read_microbatch, run_schedule, weigh_microbatches
+from moe_exp.training.samples import build_data, describe_documents
 
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -31,6 +31,7 @@ class Proxy:
         set_megatron_hooks(self.model, self._optimizer)
         skip_steps_not_finite(self._optimizer, self.model)
         self._samples, _ = build_data(config)
+        self._eod_id, _ = describe_documents(config)
         self._batches = BatchSchedule(config)
         self._consumed_samples = 0
 
@@ -38,13 +39,15 @@ class Proxy:
         """The next micro-batches."""
         first = self._consumed_samples
         return [
-            read_microbatch(self.config, self._runtime, self._samples, first, index) for index in range(count)
+            read_microbatch(self.config, self._runtime, self._samples, first, index, eod_id=self._eod_id)
+            for index in range(count)
         ]
 
     def step(self, batch: dict[str, Any] | None = None) -> float:
         """One iteration on the next samples, or on one micro-batch; its loss, nats per token."""
         count, _, batch_size = self._batches.at(self._consumed_samples)
         microbatches = self.microbatches(count) if batch is None else [batch]
+        weigh_microbatches(microbatches, self._runtime.groups.dp)
         self.model[0].zero_grad_buffer()
         self._optimizer.zero_grad()
         losses = run_schedule(self.config, self.model, microbatches, seq_len=self.config.seq_len)
@@ -52,7 +55,8 @@ class Proxy:
         self._consumed_samples += batch_size
         if updated:
             self._scheduler.step(increment=batch_size)
-        return float(torch.stack(losses).mean())
+        total, num_counted = torch.stack(losses).sum(dim=0)
+        return float(total / num_counted)
 
 
 def coordinates(config: Config, num_steps: int) -> list[dict[str, tuple[float, float]]]:

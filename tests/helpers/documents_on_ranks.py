@@ -99,7 +99,7 @@ def _in_float64() -> None:
     model._ddp_config = with_wide_gradients
 
 
-def _built(settings: dict[str, Any], port: int) -> Any:
+def built(settings: dict[str, Any], port: int) -> Any:
     """A job as train.py has it, with the settings of DOUBLE and no optimizer."""
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model
@@ -123,7 +123,7 @@ def _packed(settings: dict[str, Any], port: int) -> dict[str, Any]:
     from moe_exp import train
     from moe_exp.engine import runtime
 
-    job = _built(settings, port)
+    job = built(settings, port)
     config, model, groups = job.config, job.trained.model, job.runtime.groups
     train.set_megatron_hooks(model, job.trained.optimizer)
     num_microbatches = config.gbsz // (config.mbsz * config.data_parallel_size)
@@ -141,7 +141,7 @@ def _alone(settings: dict[str, Any], port: int) -> dict[str, Any]:
 
     from megatron.core.distributed import finalize_model_grads
 
-    job = _built(settings | {"document_mask": False}, port)
+    job = built(settings | {"document_mask": False}, port)
     config, (model,) = job.config, job.trained.model
     stream, losses = DocumentTokens(config.seq_len, 200), {}
     for number in range(config.gbsz // config.mbsz):
@@ -157,7 +157,7 @@ def _alone(settings: dict[str, Any], port: int) -> dict[str, Any]:
                 loss = one[0, counted[row, part]].sum() / counted.sum()
                 (loss * config.mbsz / config.gbsz).backward()
                 total, begin = total + loss.detach(), begin + length
-        losses[number] = total
+        losses[number] = torch.stack([total, torch.ones_like(total)])
     finalize_model_grads([model], None)
     found = _found(job) | {"losses": losses}
     runtime.stop()

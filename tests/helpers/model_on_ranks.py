@@ -204,7 +204,7 @@ def parameter_pieces(chunk: Any, groups: Any) -> list[Piece]:
 def assembled_job(ranks: list[dict[str, Any]]) -> Found:
     losses: dict[int, Tensor] = {}
     for rank in ranks:
-        for first, share_of_rank in rank["losses"].items():  # context parallel ranks hold shares of a loss
+        for first, share_of_rank in rank["losses"].items():  # context parallel ranks hold parts of a sum
             losses[first] = losses[first] + share_of_rank if first in losses else share_of_rank
     by_name: dict[str, dict[int, Piece]] = {}
     for rank in ranks:
@@ -212,8 +212,8 @@ def assembled_job(ranks: list[dict[str, Any]]) -> Found:
             held = by_name.setdefault(piece.name, {}).setdefault(piece.rank, piece)
             assert torch.equal(held.value, piece.value), f"{piece.name}: copies of the gradient differ"
     gradients = {name: _assembled([parts[rank] for rank in sorted(parts)]) for name, parts in by_name.items()}
-    ordered = torch.stack([losses[first] for first in sorted(losses)])
-    return Found(ordered, ranks[0]["norms"], gradients)
+    ordered = torch.stack([losses[first] for first in sorted(losses)])  # sums and numbers of tokens
+    return Found(ordered[:, 0] / ordered[:, 1], ranks[0]["norms"], gradients)
 
 
 def _assembled(parts: list[Piece]) -> Tensor:

@@ -270,7 +270,7 @@ def bad_iterations_on_rank(port: int) -> dict[str, Any]:
     interval, progress = Interval(config, rank, build_model(config, rank)), Progress()
     for iteration in range(10):
         is_bad = iteration == 3 or (iteration == 5 and rank.rank == 1)
-        loss = torch.tensor(math.nan if is_bad else 1.0)
+        loss = torch.tensor([math.nan if is_bad else 64.0, 64])
         interval.add([loss], num_microbatches=1, batch_size=4, flops=1, skipped=False)
         progress.add(config, 4, flops=1, skipped=False)
     record = interval.record(progress, learning_rate=0.0, grad_norm=None, num_zeros=None, loss_scale=1.0)
@@ -291,22 +291,27 @@ def test_an_iteration_is_bad_once_and_the_ramp_is_in_the_eta() -> None:
 REASONS = ("time", "signal")
 
 
-def on_rank(stops: list[str], writing: list[bool], losses: list[list[float]]) -> IterationEnd:
+def on_rank(stops: list[str], writing: list[bool], losses: list[list[tuple[float, int]]]) -> IterationEnd:
     rank = dist.get_rank()
     return end_of_iteration(
         stop=stops[rank], reasons=REASONS, is_writing=writing[rank],
-        losses=[torch.tensor(loss) for loss in losses[rank]],
-        num_shares=sum(map(len, losses)), device=torch.device("cpu"),
+        losses=[torch.tensor(loss) for loss in losses[rank]], device=torch.device("cpu"),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("stops", "writing", "losses", "expected"),
     [
-        (["", ""], [False, False], [[1.0, 2.0], [3.0, 6.0]], IterationEnd("", False, 3.0)),
+        (
+            ["", ""],
+            [False, False],
+            [[(1.0, 1), (2.0, 1)], [(3.0, 1), (6.0, 1)]],
+            IterationEnd("", False, 3.0),
+        ),
         # the first of the reasons that any rank has, and a rank without losses, as of an early stage
-        (["signal", "time"], [False, True], [[], [1.0, 2.0]], IterationEnd("time", True, 1.5)),
-        (["", "signal"], [True, False], [[4.0], [5.0]], IterationEnd("signal", True, 4.5)),
+        (["signal", "time"], [False, True], [[], [(1.0, 1), (8.0, 5)]], IterationEnd("time", True, 1.5)),
+        # of one rank no token counts
+        (["", "signal"], [True, False], [[(0.0, 0)], [(9.0, 2)]], IterationEnd("signal", True, 4.5)),
     ],
 )
 def test_every_rank_knows_the_mean_loss_and_why_to_stop(stops, writing, losses, expected):
@@ -314,5 +319,5 @@ def test_every_rank_knows_the_mean_loss_and_why_to_stop(stops, writing, losses, 
 
 
 def test_a_loss_that_is_not_finite_reaches_every_rank():
-    for end in run_on_ranks(2, on_rank, ["", ""], [False, False], [[1.0], [float("nan")]]):
+    for end in run_on_ranks(2, on_rank, ["", ""], [False, False], [[(1.0, 1)], [(float("nan"), 1)]]):
         assert end.lm_loss != end.lm_loss

@@ -36,7 +36,8 @@ def losses_of(settings: dict[str, Any], port: int) -> tuple[list[float], list[fl
     interval, expected = Interval(config, rank, job.trained.model), []
     for _ in range(NUM_STEPS):
         step = train.train_step(job, progress, interval, count_zeros=False)
-        expected.append(float(sum(step.losses) / len(step.losses)))
+        total, num_counted = sum(step.losses)
+        expected.append(float(total / num_counted))
     proxy = Proxy(config)
     found = [proxy.step() for _ in range(NUM_STEPS)]
     measured = coordinates(config, 2)

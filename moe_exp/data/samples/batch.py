@@ -37,6 +37,14 @@ def split_batch(
     }
 
 
+def filler_mask(tokens_BS1: torch.Tensor, eod_id: int) -> torch.Tensor:
+    """Which inputs, bool [B, S], only fill a sample up (DOCUMENT_PACKING=best_fit): of the end-of-document
+    tokens that it ends with, all but the first, which ends its last document.
+    """
+    at_end_BS1 = (tokens_BS1 == eod_id).flip(1).cumprod(dim=1).flip(1).bool()
+    return torch.nn.functional.pad(at_end_BS1[:, :-2], (1, 0))
+
+
 def context_part(
     batch: Mapping[str, torch.Tensor], ranges: tuple[tuple[int, int], ...]
 ) -> dict[str, torch.Tensor]:

@@ -52,10 +52,13 @@ class Samples(Protocol):
 
 
 class Stage(NamedTuple):
-    """A part of the training data: its number, from 0, and tokens per sample."""
+    """A part of the training data: its number, from 0, tokens per sample, and whether samples end in filler
+    (`packing.PackedCorpus`).
+    """
 
     number: int
     seq_len: int
+    has_filler: bool = False
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class SampleStream:
 
     def stage_at(self, index: int) -> Stage:
         """The only one."""
-        return Stage(0, self.seq_len)
+        return Stage(0, self.seq_len, self._kind is PackedCorpus)
 
     def sample(self, index: int) -> Int64Array:
         """Sample number `index` (0 and up): int64 token ids of shape [S1]."""

@@ -31,7 +31,7 @@ class StagedSamples:
     def stage_at(self, index: int) -> Stage:
         """The stage that sample number `index` is of."""
         number = bisect.bisect_right(self._begins, index) - 1
-        return Stage(number, self._streams[number].seq_len)
+        return self._streams[number].stage_at(index)._replace(number=number)
 
     def sample(self, index: int) -> Int64Array:
         """The sample at number `index`: int64 token ids of shape [S1]."""
@@ -71,6 +71,6 @@ class StagedSamples:
 
     def _place(self, index: int) -> tuple[SampleStream, int, int]:
         """Stream, number in it, and numbers that a sample stands for."""
-        stage, seq_len = self.stage_at(index)
+        stage, seq_len, _ = self.stage_at(index)
         factor = seq_len // self._seq_len
         return self._streams[stage], (index - self._begins[stage]) // factor, factor
