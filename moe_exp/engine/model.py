@@ -134,7 +134,7 @@ def _moe_settings(config: Config) -> dict[str, Any]:
         "moe_shared_expert_gate": config.shared_expert_gate,
         "moe_latent_size": config.moe_latent_size or None,
         "moe_router_topk": config.topk,
-        "moe_router_pre_softmax": config.router_pre_softmax,
+        "moe_router_pre_softmax": True,  # else it refuses TOPK=1 with any score, see `_set_beyond_megatron`
         "moe_router_topk_scaling_factor": config.router_scaling_factor,
         "moe_router_dtype": config.router_dtype,
         "moe_input_jitter_eps": config.router_jitter or None,
@@ -160,6 +160,7 @@ def _set_beyond_megatron(settings: TransformerConfig, config: Config) -> None:
     """Sets what our layer supports and Megatron's checks refuse: scores, expert bias, kinds of losses."""
     losses = config.balancing_losses
     settings.moe_router_score_function = config.router_score
+    settings.moe_router_pre_softmax = config.router_pre_softmax
     # Megatron's finalize_model_grads moves the bias of these; for others see `finite_steps.RouterState`.
     settings.moe_router_enable_expert_bias = config.router_bias_update_rate > 0
     settings.moe_router_load_balancing_type = list(losses) or config.aux_loss_type
