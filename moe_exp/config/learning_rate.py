@@ -9,16 +9,37 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from moe_exp.config.choices import DECAYS, SCHEDULES
 from moe_exp.config.ramp import samples_left
-from moe_exp.config.schedule import Piece, is_composed, pieces_of, shown_pieces
+from moe_exp.config.schedule import Piece, is_composed, pieces_of, scaled_points
 from moe_exp.config.settings import Config, problem
 
 # Of the run, at which a dry run prints the learning rate.
 _SHOWN_PERCENT = (0, 25, 50, 75, 100)
 # DECAY_ITERS may end in this range, as a share of the run, without a warning.
 _EARLIEST_END, _LATEST_END = 0.9, 1.1
+
+
+class Start(NamedTuple):
+    """Where training starts, of a resumed run at its checkpoint: iterations and samples so far.
+
+    Attributes:
+        skipped_samples: of iterations without a step, which the schedule does not count.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    skipped_samples: int = 0
+
+    @property
+    def scheduled_samples(self) -> int:
+        """Samples that the schedule counts."""
+        return self.consumed_samples - self.skipped_samples
+
+
+BEGIN = Start()
 
 
 def learning_rate(
@@ -70,24 +91,90 @@ def _rate(config: Config, piece: Piece, samples: int, before: float, bounds: tup
     return target + DECAYS[piece.style](share) * (before - target)
 
 
-def learning_rate_text(config: Config) -> str:
-    """One line with the learning rate at 0, 25, 50, 75 and 100% of the run, and where pieces end."""
+def samples_after(config: Config, iteration: int, start: Start) -> int:
+    """Samples that the schedule counts up to `iteration`, in batches of these settings from `start` on."""
+    return start.scheduled_samples + samples_left(config, start.consumed_samples, iteration - start.iteration)
+
+
+def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
+    """One line with the learning rate at `start` and later quarters of the run, and where pieces end."""
+    shown = {config.train_iters * percent // 100: f" ({percent}%)" for percent in _SHOWN_PERCENT}
+    if start.iteration:
+        later = {iteration: text for iteration, text in shown.items() if iteration > start.iteration}
+        shown = {start.iteration: " (resumed)"} | later
     points = []
-    for percent in _SHOWN_PERCENT:
-        iteration = config.train_iters * percent // 100
-        rate = learning_rate(config, samples_left(config, 0, iteration))
-        points.append(f"{rate:.3g} at {iteration} ({percent}%)")
-    pieces = f"; {shown_pieces(config)}" if len(pieces_of(config)) > 1 else ""
+    for iteration, text in shown.items():
+        rate = learning_rate(config, samples_after(config, iteration, start))
+        points.append(f"{rate:.3g} at {iteration}{text}")
+    pieces = f"; {_shown_pieces(config, start)}" if len(pieces_of(config)) > 1 else ""
     return f"learning rate after iteration ({config.lr_decay_style}{pieces}): {', '.join(points)}"
 
 
-def schedule_warnings(config: Config) -> list[str]:
+def _shown_pieces(config: Config, start: Start) -> str:
+    """The pieces that end after `start`: `constant until 800, linear until 1000`, in full batches."""
+    shown = []
+    for piece in pieces_of(config):
+        if (left := piece.end - start.scheduled_samples) > 0:
+            shown.append(f"{piece.style} until {start.iteration + left // config.gbsz}")
+    return ", ".join(shown) or "at its end"
+
+
+# Of the range from MIN_LR to LR, by which GBSZ may move the learning rate at a resume: iterations are whole.
+_LARGEST_JUMP = 0.03
+
+
+def schedule_change(config: Config, old: Config, start: Start) -> str | None:
+    """Why a run does not resume at `start` with another GBSZ than that of `old`, in one line; else None.
+
+    WARMUP_ITERS, DECAY_ITERS and so on count batches of GBSZ, so that another GBSZ alone stretches the whole
+    schedule: the learning rate would jump, and not get to its end.
+    """
+    if config.gbsz == old.gbsz or not start.consumed_samples:
+        return None
+    bounds = {"max_lr": config.lr, "min_lr": config.min_lr}
+    end = samples_after(config, config.train_iters, start)
+    before, now = (learning_rate(c, start.scheduled_samples, **bounds) for c in (old, config))
+    last, reached = (
+        learning_rate(c, samples, **bounds)
+        for c, samples in ((old, samples_after(old, old.train_iters, start)), (config, end))
+    )
+    allowed = _LARGEST_JUMP * (config.lr - config.min_lr) + 1e-9 * config.lr
+    if abs(now - before) <= allowed and reached <= last + allowed:
+        return None
+    rule = (
+        f"with GBSZ={old.gbsz} until iteration {start.iteration} the learning rate, which follows samples,"
+        f" would jump from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
+    )
+    values = _rescaled(config, old, start)
+    setting = " ".join(f"{name.upper()}={value}" for name, value in values.items())
+    fix = f"set {setting}, the same schedule in batches of {config.gbsz}, or GBSZ={old.gbsz}"
+    return problem("gbsz", config.gbsz, rule, fix)
+
+
+def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]:
+    """Settings with which the schedule of `old` continues in batches of the new GBSZ."""
+    factor = old.gbsz / config.gbsz
+    left = samples_after(old, old.train_iters, start) - start.scheduled_samples
+    values: dict[str, int | str] = {
+        "train_iters": start.iteration + -(-left // config.gbsz),
+        "warmup_iters": round(old.warmup_iters * factor),
+        "decay_iters": round(old.decay_end * factor),
+    }
+    if old.wsd_decay_iters:
+        values["wsd_decay_iters"] = max(1, round(old.wsd_decay_iters * factor))
+    for name in ("wsd_decay_ends", "lr_decay_style"):
+        if (scaled := scaled_points(getattr(old, name), factor)) != getattr(old, name):
+            values[name] = scaled
+    return values
+
+
+def schedule_warnings(config: Config, start: Start = BEGIN) -> list[str]:
     """A line if the run ends inside the warm-up, or long before or after DECAY_ITERS."""
-    return list(_schedule_warnings(config))
+    return list(_schedule_warnings(config, start))
 
 
-def _schedule_warnings(c: Config) -> Iterator[str]:
-    num_samples = samples_left(c, 0, c.train_iters)
+def _schedule_warnings(c: Config, start: Start) -> Iterator[str]:
+    num_samples = samples_after(c, c.train_iters, start)
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:
         rule = (
@@ -110,6 +197,6 @@ def _schedule_warnings(c: Config) -> Iterator[str]:
     else:
         return
     fix = "set DECAY_ITERS=0, which follows TRAIN_ITERS"
-    if c.rampup is not None:
+    if c.rampup is not None or start.iteration:
         fix = f"set DECAY_ITERS={round(run)}, what the run is in batches of GBSZ"
     yield problem("decay_iters", c.decay_iters, rule, fix)

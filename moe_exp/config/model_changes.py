@@ -77,7 +77,7 @@ def model_changes(
     Raises:
         ConfigError: `saved` is not valid in this version.
     """
-    before = _as_config(saved, checkpoint)
+    before = as_config(saved, checkpoint)
     shapes, functions = (
         list(_changes(facts(config), facts(before))) for facts in (shape_facts, function_facts)
     )
@@ -97,7 +97,7 @@ def optimizer_change(config: Config, saved: Mapping[str, Any], checkpoint: str) 
     Raises:
         ConfigError: `saved` is not valid in this version.
     """
-    before = _as_config(saved, checkpoint)
+    before = as_config(saved, checkpoint)
     if OPTIMIZERS[config.optimizer].moments != OPTIMIZERS[before.optimizer].moments:
         return Change("optimizer", config.optimizer, before.optimizer)
     if config.optimizer == "sgd" and bool(config.sgd_momentum) != bool(before.sgd_momentum):
@@ -199,7 +199,7 @@ def _changes(facts: Facts, before: Facts) -> Iterator[Change]:
             yield Change(name, value, before[name])
 
 
-def _as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
+def as_config(saved: Mapping[str, Any], checkpoint: str) -> Config:
     """Settings of another version: missing ones become defaults, removed ones are left out."""
     try:
         return Config(**{name: value for name, value in saved.items() if name in Config.model_fields})

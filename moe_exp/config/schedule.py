@@ -146,8 +146,3 @@ def _composed(text: str) -> tuple[tuple[str, str, float | None], ...]:
             raise ValueError(f"{match[1]} is no piece: these are {', '.join(PIECES)}")
         pieces.append((match[1], match[2] or "", float(match[3]) / 100 if match[3] else None))
     return tuple(pieces)
-
-
-def shown_pieces(config: Config) -> str:
-    """The pieces by iterations: `constant until 800, linear until 1000`."""
-    return ", ".join(f"{piece.style} until {piece.end // config.gbsz}" for piece in pieces_of(config))

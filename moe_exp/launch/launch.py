@@ -14,7 +14,7 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, module_arguments, problem
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
+from moe_exp.config.learning_rate import BEGIN, Start, learning_rate_text, schedule_warnings
 from moe_exp.config.loading import given_values, settings_path, with_file
 from moe_exp.config.misspelt import warn_of_misspelt
 from moe_exp.config.parameter_groups import group_lines
@@ -55,7 +55,7 @@ from moe_exp.launch.torchrun_job import (
 )
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
-from moe_exp.runs.run_folder import RunFolder, changes_of_resume, changes_text
+from moe_exp.runs.run_folder import LATEST, RunFolder, changes_of_resume, changes_text
 from moe_exp.runs.summary import Caller
 from moe_exp.watch.hangs.monitor import HangWatch
 
@@ -95,12 +95,13 @@ def train(
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
+        start = _start(config)
         if not dry_run:
-            _warn(_warnings(config))
+            _warn(_warnings(config, start))
             _report_changes(config)
             if vocabulary and config.node_rank == 0:
                 print(f"VOCAB_SIZE={config.vocab_size}: {vocabulary}", flush=True)
-        return _dry_run(config, given, sources) if dry_run else launch(config, given, command=command)
+        return _dry_run(config, given, sources, start) if dry_run else launch(config, given, command=command)
     except ConfigError as error:
         if raises:
             raise
@@ -258,21 +259,30 @@ _STOPPING_UNSAVED = (
 )
 
 
-def _warnings(config: Config) -> list[str]:
+def _start(config: Config) -> Start:
+    """Where training starts; the checkpoint of a resumed run is read, which imports torch."""
+    if not (RunFolder.of(config).checkpoints / LATEST).exists() and not config.load_dir:
+        return BEGIN
+    from moe_exp.checkpoint.format.settings import resume_start
+
+    return resume_start(config)
+
+
+def _warnings(config: Config, start: Start) -> list[str]:
     """Warnings that do not prevent a run from starting."""
-    lines = [*schedule_warnings(config), *disk_warnings(config), *memory_warnings(config)]
+    lines = [*schedule_warnings(config, start), *disk_warnings(config), *memory_warnings(config)]
     return [*lines, *data_warnings(config)]
 
 
-def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str]) -> int:
+def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str], start: Start) -> int:
     """Plans also without files, and only warns of a full disk, as the run may be for another machine."""
-    print(dry_run_text(config, flags, sources=sources), flush=True)
+    print(dry_run_text(config, flags, sources=sources, start=start), flush=True)
     problems = check_files(config, with_space=False)
     if not problems:
         for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
     new = (line for line in check_files(config) if line not in problems)
-    _warn([*check_machine(config), *new, *_warnings(config)])
+    _warn([*check_machine(config), *new, *_warnings(config, start)])
     _report_changes(config)
     if problems:
         raise ConfigError(problems)
@@ -296,6 +306,7 @@ def dry_run_text(
     environ: Mapping[str, str] | None = None,
     *,
     sources: Mapping[str, str] | None = None,
+    start: Start = BEGIN,
 ) -> str:
     """Merged settings with their sources (none: default), the torchrun command and the start-up report.
 
@@ -303,6 +314,7 @@ def dry_run_text(
         flags: settings of the command line.
         environ: os.environ by default.
         sources: of settings that are from neither; they win over those found here.
+        start: where training starts.
     """
     flags = {name: value for name, value in (flags or {}).items() if value is not None}
     lines = []
@@ -313,7 +325,7 @@ def dry_run_text(
         lines.append(f"{setting:<32}  # {source}" if source else setting)
     command = shlex.join(torchrun_command(config, rank_arguments(config, flags)))
     folder = f"run folder: {RunFolder.of(config).path}"
-    report = [startup_report(config), learning_rate_text(config), *group_lines(config)]
+    report = [startup_report(config), learning_rate_text(config, start), *group_lines(config)]
     return "\n".join([*lines, "", folder, command, "", *report])
 
 

@@ -14,7 +14,11 @@ from typing import Any
 
 import pytest
 
-from helpers.checkpoint.legs import Leg, Step, deviations, run_legs, write_data
+from helpers.checkpoint.legs import MODEL, Leg, Step, deviations, run_legs, write_data
+from helpers.ranks import RankError
+from moe_exp.config.learning_rate import learning_rate
+from moe_exp.host.exit_codes import BAD_INPUT
+from moe_exp.launch.launch import train
 
 STEPS, SAVED = 4, 2
 
@@ -124,6 +128,30 @@ def test_learning_rate_is_that_of_the_run_that_goes_on(folder):
     found = resumed(folder, PER_SEQUENCE, {"lr": 2e-3, "min_lr": 2e-4}, same_routing=False)
     assert found["learning_rate"] == pytest.approx(1.0)
     assert found["lm_loss"] > 1e-4
+
+
+def test_another_batch_size_is_refused_or_continues_the_schedule(tmp_path, capsys):
+    """The logged learning rates are those of the dry run, and of the run before in samples."""
+    before = {"train_data": str(write_data(tmp_path)), "gpus_per_node": 1, "gbsz": 4, "eval_iters": 0}
+    saved = tmp_path / "checkpoints"
+    old = Leg(before, None, 6, {6: saved})
+    run_legs([old])
+    with pytest.raises(
+        RankError, match=r"GBSZ=8: with GBSZ=4 until iteration 6 .* jump from 0\.0006 to 0\.0003"
+    ):
+        run_legs([Leg(before | {"gbsz": 8}, saved, 1)])
+    dry_run = MODEL | before | {"load_dir": str(saved), "run_dir": str(tmp_path)}
+    assert train(dry_run | {"gbsz": 8}, dry_run=True) == BAD_INPUT
+    fix = "set TRAIN_ITERS=13 WARMUP_ITERS=5 DECAY_ITERS=10, the same schedule in batches of 8, or GBSZ=4"
+    assert capsys.readouterr().err.endswith(f"Fix: {fix}.\n")
+    after = {"gbsz": 8, "train_iters": 13, "warmup_iters": 5, "decay_iters": 10}
+    (steps,) = run_legs([Leg(before | after, saved, 7)])
+    rates = [learning_rate(old.config, 24 + step * 8) for step in range(1, 8)]
+    assert [step.learning_rate for step in steps] == pytest.approx(rates, rel=1e-9)
+    assert rates[-1] == old.config.min_lr
+    assert train(dry_run | after, dry_run=True) == 0
+    expected = f"0.0006 at 6 (resumed), {rates[2]:.3g} at 9 (75%), 0.0003 at 13 (100%)"
+    assert expected in capsys.readouterr().out
 
 
 # (TP, PP, micro-batch size): every one is raised in turn.

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.choices import DECAYS
-from moe_exp.config.learning_rate import learning_rate, learning_rate_text, schedule_warnings
+from moe_exp.config.learning_rate import (
+    Start,
+    learning_rate,
+    learning_rate_text,
+    schedule_change,
+    schedule_warnings,
+)
 
 
 def config(**settings):
@@ -229,3 +236,71 @@ def test_a_schedule_that_does_not_fit_the_run_is_reported(settings, expected):
     found = schedule_warnings(config(**settings))
     assert len(found) == len(expected)
     assert all(re.fullmatch(pattern, line) for pattern, line in zip(expected, found, strict=True))
+
+
+# Another GBSZ at a resume
+
+STYLES: list[dict[str, Any]] = [
+    {"lr_decay_style": "cosine"},
+    {"lr_decay_style": "linear", "warmup_iters": 0},
+    {"lr_decay_style": "WSD", "wsd_decay_iters": 48},
+    {"lr_decay_style": "WSD-S", "wsd_decay_iters": 12, "wsd_decay_ends": "48,75%"},
+    {"lr_decay_style": "constant:48,cosine:72:50%,linear"},
+]
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style["lr_decay_style"])
+@pytest.mark.parametrize("gbsz", [8, 32, 48])
+def test_another_batch_size_is_refused_with_settings_that_continue_the_schedule(style, gbsz):
+    before = {
+        "lr": 1e-3,
+        "min_lr": 1e-4,
+        "gbsz": 16,
+        "mbsz": 1,
+        "train_iters": 120,
+        "warmup_iters": 12,
+    } | style
+    old = config(**before)
+    start = Start(66, 66 * 16)
+    line = schedule_change(config(**before | {"gbsz": gbsz}), old, start)
+    assert line is not None and line.startswith(f"GBSZ={gbsz}: with GBSZ=16 until iteration 66 the learning")
+    assert line.endswith("or GBSZ=16.")
+    given = dict(re.findall(r"([A-Z_]+)=(\S+)", line.partition("Fix: set ")[2].partition(", the same")[0]))
+    new = config(**before | {"gbsz": gbsz} | {name.lower(): value for name, value in given.items()})
+    assert check_config(new) == []
+    assert schedule_change(new, old, start) is None
+    for iteration in range(66, new.train_iters + 1):
+        samples = 66 * 16 + (iteration - 66) * gbsz
+        assert learning_rate(new, samples) == pytest.approx(learning_rate(old, samples), rel=1e-9), iteration
+    assert learning_rate(new, samples) == pytest.approx(1e-4)
+    assert schedule_warnings(new, start) == []
+    text = learning_rate_text(new, start)
+    assert f"{learning_rate(old, 66 * 16):.3g} at 66 (resumed)" in text
+    assert text.endswith(f"0.0001 at {new.train_iters} (100%)")
+
+
+@pytest.mark.parametrize(
+    ("changed", "old"),
+    [
+        ({"gbsz": 16, "lr": 2e-3, "train_iters": 300}, {}),  # what is asked for, not a consequence
+        ({"gbsz": 16, "mbsz": 4, "gpus_per_node": 2}, {}),
+        ({"gbsz": 32, "rampup_batch_size": "16 16 4000"}, {"gbsz": 32}),
+        ({"gbsz": 32, "lr_decay_style": "constant"}, {"lr_decay_style": "constant"}),
+    ],
+)
+def test_other_changes_at_a_resume_are_not_refused(changed, old):
+    usual = {"gbsz": 16, "mbsz": 1, "train_iters": 120, "warmup_iters": 12}
+    assert schedule_change(config(**usual | changed), config(**usual | old), Start(66, 66 * 16)) is None
+    assert schedule_change(config(**usual | {"gbsz": 32}), config(**usual), Start()) is None
+
+
+def test_the_text_of_a_resumed_ramp_has_its_own_samples():
+    """20 batches of 16, then those of 32: 320 samples of the schedule's 3200 in a fifth of the iterations."""
+    c = config(lr=1e-3, min_lr=0.0, lr_decay_style="linear", train_iters=100, warmup_iters=0, gbsz=32)
+    assert learning_rate_text(c, Start(20, 320)) == (
+        "learning rate after iteration (linear): 0.0009 at 20 (resumed), 0.00085 at 25 (25%), 0.0006 at 50"
+        " (50%), 0.00035 at 75 (75%), 0.0001 at 100 (100%)"
+    )
+    assert "0.00095 at 20 (resumed)" in learning_rate_text(c, Start(20, 320, skipped_samples=160))
+    (line,) = schedule_warnings(c, Start(20, 320))
+    assert line.endswith("Fix: set DECAY_ITERS=90, what the run is in batches of GBSZ.")
