@@ -35,6 +35,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
     from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.launch.data_use import data_warnings
+    from moe_exp.launch.launch import start_of
     from moe_exp.launch.room import disk_problems, disk_warnings
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
 
@@ -43,6 +44,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
     try:
         job = plan_job(flags, os.environ, with_space=not arguments.dry_run)
+        start = start_of(job.config)
     except ConfigError as error:
         print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
@@ -51,11 +53,11 @@ def _submit(arguments: argparse.Namespace) -> int:
         print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: {rule}", file=sys.stderr)
     room = disk_problems(job.config) if arguments.dry_run else []
     about_data = data_warnings(job.config)
-    for line in [*schedule_warnings(job.config), *room, *disk_warnings(job.config), *about_data]:
+    for line in [*schedule_warnings(job.config, start), *room, *disk_warnings(job.config), *about_data]:
         print(f"moe-exp slurm: warning: {line}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
-        print(f"moe-exp slurm: {learning_rate_text(job.config)}", file=sys.stderr)
+        print(f"moe-exp slurm: {learning_rate_text(job.config, start)}", file=sys.stderr)
         head = "moe-exp slurm: the file would be written and submitted by:"
         variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
         print(

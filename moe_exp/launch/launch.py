@@ -95,7 +95,7 @@ def train(
             given["vocab_size"], sources["vocab_size"] = config.vocab_size, vocabulary
         if problems := check_config(config) + ([] if dry_run else check_environment(config)):
             raise ConfigError(problems)
-        start = _start(config)
+        start = start_of(config)
         if not dry_run:
             _warn(_warnings(config, start))
             _report_changes(config)
@@ -259,8 +259,12 @@ _STOPPING_UNSAVED = (
 )
 
 
-def _start(config: Config) -> Start:
-    """Where training starts; the checkpoint of a resumed run is read, which imports torch."""
+def start_of(config: Config) -> Start:
+    """Where training starts; the checkpoint of a resumed run is read, which imports torch.
+
+    Raises:
+        ConfigError: the run does not resume there with this GBSZ.
+    """
     if not (RunFolder.of(config).checkpoints / LATEST).exists() and not config.load_dir:
         return BEGIN
     from moe_exp.checkpoint.format.settings import resume_start
