@@ -136,7 +136,8 @@ def main() -> None:
             print(f"step {step:4d}  lm loss {loss / torch.distributed.get_world_size():.6f}", flush=True)
     if arguments.folder:
         Path(arguments.folder).mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save(sharded_state(model, optimizer, arguments.steps), arguments.folder)
+        last = max(first - 1, arguments.steps)
+        dist_checkpointing.save(sharded_state(model, optimizer, last), arguments.folder)
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
 

@@ -20,7 +20,8 @@ Arguments that mean the same in every function:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,10 +52,12 @@ class AuxLoss:
     """
 
     kind: str | LossFunction
-    coeff: float = 1.0
+    coeff: float
 
     def __post_init__(self) -> None:
-        if isinstance(self.kind, str) and self.kind not in LOSSES:
+        if not isinstance(self.kind, str):
+            _check_function(self.kind)
+        elif self.kind not in LOSSES:
             raise ValueError(
                 f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSSES)}, or none."
             )
@@ -66,12 +69,37 @@ class AuxLoss:
     @property
     def name(self) -> str:
         """Name of the loss in the statistics: its kind, or the name of its function."""
-        return self.kind if isinstance(self.kind, str) else getattr(self.kind, "__name__", repr(self.kind))
+        if isinstance(self.kind, str):
+            return self.kind
+        function = getattr(self.kind, "func", self.kind)  # of functools.partial
+        return str(getattr(function, "__name__", type(function).__name__))
 
     @property
     def needs(self) -> Loss:
         """Scores and state of the router that the loss needs."""
         return LOSSES[self.kind] if isinstance(self.kind, str) else Loss(needs_scores=True)
+
+
+def _check_function(kind: LossFunction) -> None:
+    try:
+        takes = callable(kind) and not isinstance(kind, type)
+        takes = takes and bool(inspect.signature(kind).bind(None, None))
+    except TypeError:
+        takes = False
+    if not takes:
+        rule = "is no function of (decision, group)"
+        raise ValueError(f"losses={kind!r}: {rule}. Fix: give one, or the name of a loss in an AuxLoss.")
+
+
+def as_losses(losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction) -> tuple[AuxLoss, ...]:
+    """One loss or several, each with its coefficient: that of a LossFunction alone is 1."""
+    given = [losses] if isinstance(losses, AuxLoss) or callable(losses) else losses
+    return tuple(loss if isinstance(loss, AuxLoss) else _function_alone(loss) for loss in given)
+
+
+def _function_alone(loss: LossFunction) -> AuxLoss:
+    _check_function(loss)
+    return AuxLoss(loss, 1.0)
 
 
 def load_balancing_loss_share(

@@ -23,7 +23,7 @@ from moe_exp.layers.capacity import (
     without_dropped,
 )
 from moe_exp.layers.groups import group_size, max_over
-from moe_exp.layers.losses import AuxLoss, LossFunction
+from moe_exp.layers.losses import AuxLoss, LossFunction, as_losses
 from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept, tokens_in_group
 
 
@@ -40,7 +40,7 @@ class MoESettings:
         drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
         token_rounding: of a dropless layer in training: rows that the slots of each expert in a micro-batch
             are rounded down to a multiple of, see capacity.keep_full_tiles; 0 for no rounding.
-        losses: auxiliary losses with their coefficients; a LossFunction alone has the coefficient 1.
+        losses: auxiliary losses with their coefficients, see `as_losses`.
         z_loss_coeff: weight of the z-loss; 0 for none.
         batch_dim: which of the two leading dimensions of the input counts sequences: 0 for [B, S, D], 1 for
             Megatron's [S, B, D].
@@ -54,7 +54,7 @@ class MoESettings:
     pad_to_capacity: bool = False
     drop_policy: str = "probs"
     token_rounding: int = 0
-    losses: Sequence[AuxLoss | LossFunction] = ()
+    losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = ()
     z_loss_coeff: float = 0.0
     batch_dim: int = 0
 
@@ -84,14 +84,14 @@ class MoESettings:
         names = [loss.name for loss in self.aux_losses]
         if len(set(names)) < len(names):
             raise ValueError(
-                f"aux_loss_type={','.join(names)}: names a loss twice. Fix: add up their coefficients, or"
+                f"losses={','.join(names)}: names a loss twice. Fix: add up their coefficients, or"
                 " rename the function."
             )
 
     @cached_property
     def aux_losses(self) -> tuple[AuxLoss, ...]:
         """`losses`, each with its coefficient."""
-        return tuple(loss if isinstance(loss, AuxLoss) else AuxLoss(loss) for loss in self.losses)
+        return as_losses(self.losses)
 
 
 @dataclass(frozen=True)

@@ -205,21 +205,24 @@ class MoELayer(nn.Module):
         settings, group = self.settings, self.microbatch_group
         scores, logits = decision.for_losses()
         num_tokens = tokens_in_group(decision, group)
-        counts_E, expert_TK = self._choice_by_score(decision)
+        counts_E, expert_TK, counted_TK = self._choice_by_score(decision)
         self.router.count_global(counts_E)
         counts_E = sum_over(counts_E, group)
         topk: Tensor | int = self.router.config.topk
+        has_other_number = decision.counted_TK is not None or decision.expert_TK.size(1) != topk
         balance = load_balancing_loss_share(
             scores,
             counts_E,
-            topk=counts_E.sum().clamp(min=1) / num_tokens if self.router.config.has_free_number else topk,
+            topk=counts_E.sum().clamp(min=1) / num_tokens if has_other_number else topk,
             num_tokens=num_tokens,
             group=group,
         )
         z = z_loss_share(logits, valid_T=decision.valid_T, num_tokens=num_tokens, group=group)
         share_of: dict[str, Callable[[], Tensor]] = {
             "aux_loss": lambda: balance,
-            "seq_aux_loss": lambda: self._sequence_loss(scores, expert_TK, decision.valid_T, shape),
+            "seq_aux_loss": lambda: self._sequence_loss(
+                scores, expert_TK, counted_TK, decision.valid_T, shape
+            ),
             "global_aux_loss": lambda: global_balancing_loss_share(
                 scores, self.router.global_tokens_per_expert, counts_E, num_tokens=num_tokens, group=group
             ),
@@ -247,41 +250,46 @@ class MoELayer(nn.Module):
     def _own_share(self, loss: AuxLoss, decision: RoutingDecision) -> Tensor:
         assert not isinstance(loss.kind, str)
         share = loss.kind(decision, self.microbatch_group)
-        if share.dim():
-            rule = f"returned a tensor of shape {list(share.shape)}"
+        if not isinstance(share, Tensor) or share.dim():
+            rule = f"returned {list(share.shape) if isinstance(share, Tensor) else share!r}"
             raise ValueError(
-                f"losses={loss.name}: {rule}. Fix: return this rank's share of the loss, a scalar."
+                f"losses={loss.name}: {rule}. Fix: return this rank's share of the loss, a scalar tensor."
             )
         return share
 
     def _coefficient(self, loss: AuxLoss) -> Tensor | float:
         return loss.coeff * self.router.l1_factor if loss.kind == "l1" else loss.coeff
 
-    def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None]:
-        """Slots per expert [E], and experts [T, K], as the losses count them: by highest score, without the
-        effect of expert bias and groups. No experts after a routing kernel, which no sequence loss follows.
+    def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Slots per expert [E], experts [T, K] and counted slots [T, K] (None for all), as the losses count
+        them: by highest score, without the effect of expert bias and groups. No experts after a routing
+        kernel, which no sequence loss follows.
 
         As in DeepSeek-V3 (eq. 18) and Megatron-Core: a loss that counted the biased choice would pull against
         the bias.
         """
         config = self.router.config
         if config.chooses_by_score or not self.settings.losses:
-            return decision.tokens_per_expert_E, decision.expert_TK
+            return decision.tokens_per_expert_E, decision.expert_TK, decision.counted_TK
         if decision.sums is not None:
-            return decision.sums.by_score_E, None
+            return decision.sums.by_score_E, None, None
         assert decision.logits_TE is not None and decision.scores_TE is not None
         expert_TK = decision.logits_TE.detach().topk(config.topk, dim=-1).indices
         counted_TK = self.router.counted(decision.scores_TE.detach(), expert_TK)
         counts_E = count_kept(
             expert_TK, kept_slots(counted_TK, decision.valid_T, expert_TK), config.num_outputs
         )
-        return counts_E, expert_TK
+        return counts_E, expert_TK, counted_TK
 
     def _sequence_loss(
-        self, scores_TE: Tensor, expert_TK: Tensor | None, valid_T: Tensor | None, shape: torch.Size
+        self,
+        scores_TE: Tensor,
+        expert_TK: Tensor | None,
+        counted_TK: Tensor | None,
+        valid_T: Tensor | None,
+        shape: torch.Size,
     ) -> Tensor:
         assert expert_TK is not None
-        counted_TK = self.router.counted(scores_TE.detach(), expert_TK)
 
         def by_sequence(x: Tensor) -> Tensor:
             x = x.unflatten(0, shape) if len(shape) == 2 else x.unsqueeze(0)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from moe_exp.layers.losses import AuxLoss, LossFunction
+from moe_exp.layers.losses import AuxLoss, LossFunction, as_losses
 from moe_exp.layers.megatron.attention import CausalAttention
 from moe_exp.layers.megatron.attention_parts import (
     LatentAttention,
@@ -60,7 +60,7 @@ def moe_submodule_spec(
     dispatcher: str = "auto",
     router: Mapping[str, Any] | None = None,
     router_class: type[Router] = MegatronRouter,
-    losses: Sequence[AuxLoss | LossFunction] = (),
+    losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = (),
     min_capacity: int = 0,
     token_rounding: int = 0,
     fp8: bool = False,
@@ -73,7 +73,7 @@ def moe_submodule_spec(
         dispatcher: `local`, `alltoall`, `allgather`, `deepep`, `auto` (local if EP = ETP = 1, else alltoall).
         router: fields of RouterConfig that TransformerConfig does not have.
         router_class: a subclass of Router, as in a program without Megatron, or of MegatronRouter.
-        losses: auxiliary losses beside those of TransformerConfig, such as functions of your own.
+        losses: auxiliary losses beside those of TransformerConfig, such as a function of your own.
         min_capacity: minimum number of slots that an expert takes.
         token_rounding: see MoESettings.
         fp8: the `triton` backend computes in e4m3, see Experts; `config.fp8` is Transformer Engine's.
@@ -94,7 +94,7 @@ def moe_submodule_spec(
         params={
             "dispatcher": dispatcher,
             "router": router,
-            "losses": losses,
+            "losses": _beside_megatrons(as_losses(losses)),
             "min_capacity": min_capacity,
             "token_rounding": token_rounding,
             **latent,
@@ -108,6 +108,15 @@ def moe_submodule_spec(
         ),
         metainfo={"fuse_pre_mlp_layernorm": False},
     )
+
+
+def _beside_megatrons(losses: tuple[AuxLoss, ...]) -> tuple[AuxLoss, ...]:
+    for loss in losses:
+        if loss.needs.state:
+            rule = "Megatron's finalize_model_grads would not update what it needs of earlier batches"
+            fix = "name it in moe_router_load_balancing_type of the TransformerConfig"
+            raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
+    return losses
 
 
 def local_layer_spec(

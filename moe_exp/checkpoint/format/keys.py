@@ -62,6 +62,11 @@ class CheckpointKeys:
         return not any(_LAYER.match(key) for key in self.tensors)
 
     @property
+    def has_router_biases(self) -> bool:
+        """Whether a version with biases of routers wrote it, for a model that has them."""
+        return any(key.endswith(ROUTER_BIAS) for key in self.tensors)
+
+    @property
     def has_singleton_shards(self) -> bool:
         """A key of its own for every expert, and for either half of a gated projection."""
         return any(_SINGLE.search(key) for key in self.tensors)
@@ -88,13 +93,14 @@ def _is_left_out(value: Any, keys: CheckpointKeys) -> bool:
     if isinstance(value, ShardedObject):
         return value.unique_key not in keys.objects
     # Where another loss takes the place of theirs, they are left out or begin at zero.
-    return value.key.endswith((ROUTER_BIAS, *LOSS_STATE)) and value.key not in keys.tensors
+    optional = LOSS_STATE if keys.has_router_biases else (ROUTER_BIAS, *LOSS_STATE)
+    return value.key.endswith(optional) and value.key not in keys.tensors
 
 
 @torch.no_grad()
 def zero_missing_biases(model: GPTModel, keys: CheckpointKeys) -> None:
     """Zeros the biases of `model`'s routers if the checkpoint was written by a version without them."""
-    if any(key.endswith(ROUTER_BIAS) for key in keys.tensors):
+    if keys.has_router_biases:
         return
     missing = [p for name, p in model.named_parameters() if name.endswith(ROUTER_BIAS)]
     for bias in missing:

@@ -1,6 +1,6 @@
 """Our router, experts and MoE layer with the interface that Megatron expects."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -17,7 +17,7 @@ from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.experts.grouped_gemm import choose_backend
-from moe_exp.layers.losses import AuxLoss, LossFunction
+from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
 from moe_exp.layers.megatron.latent_projections import (
     Linear,
@@ -268,7 +268,7 @@ class MegatronMoELayer(MegatronMoE):
         pg_collection: Any = None,
         dispatcher: str = "auto",
         router: Mapping[str, Any] | None = None,
-        losses: Sequence[AuxLoss | LossFunction] = (),
+        losses: tuple[AuxLoss, ...] = (),
         min_capacity: int = 0,
         token_rounding: int = 0,
         latent_linear: Any = Linear,
@@ -381,7 +381,7 @@ class MegatronMoELayer(MegatronMoE):
 
 def _settings(
     config: TransformerConfig,
-    losses: Sequence[AuxLoss | LossFunction],
+    losses: tuple[AuxLoss, ...],
     min_capacity: int,
     token_rounding: int,
 ) -> MoESettings:

@@ -218,4 +218,4 @@ def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
     if config.score not in KERNEL_SCORES:
         return f"it has no score {config.score}"
     by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
-    return f"{', '.join(by_all)} or an own loss needs the scores of all experts" if needs_scores else ""
+    return f"{' or '.join(by_all)} needs the scores of all experts" if needs_scores else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -29,6 +30,7 @@ class RoutingDecision:
         valid_T: bool, tokens that are not padding; None for all.
         sums: what losses and statistics need of scores and logits, if a kernel routed; else None.
         use_kernels: of RouterConfig, for the dispatcher.
+        counted_TK: bool, slots that `tokens_per_expert_E` counts, but for padding; None for all.
     """
 
     expert_TK: Tensor
@@ -40,6 +42,7 @@ class RoutingDecision:
     valid_T: Tensor | None = None
     sums: TopK | None = None
     use_kernels: bool | None = None
+    counted_TK: Tensor | None = None
 
     @classmethod
     def of(
@@ -51,35 +54,39 @@ class RoutingDecision:
         logits_TE: Tensor,
         valid_T: Tensor | None = None,
         used_TK: Tensor | None = None,
-        tokens_per_expert_E: Tensor | None = None,
         use_kernels: bool | None = None,
     ) -> RoutingDecision:
         """The decision for these experts and weights, with its counts; arguments as the attributes.
 
         Args:
             used_TK: slots that a token uses, bool; None for all.
-            tokens_per_expert_E: by default, counts the used slots.
 
         Raises:
-            ValueError: for shapes that do not match.
+            ValueError: for shapes that do not match, or another dtype of `expert_TK`.
         """
-        for name, x, like in (("weights_TK", weights_TK, expert_TK), ("logits_TE", logits_TE, scores_TE)):
-            if x.shape != like.shape:
-                raise ValueError(
-                    f"{name} of shape {list(x.shape)}: should have the shape {list(like.shape)}."
-                )
+        num_tokens, num_experts = scores_TE.shape
+        chosen = torch.Size((num_tokens, expert_TK.size(-1)))
+        shapes = {"expert_TK": (expert_TK, chosen), "weights_TK": (weights_TK, chosen)}
+        shapes |= {"logits_TE": (logits_TE, scores_TE.shape)}
+        shapes |= {} if used_TK is None else {"used_TK": (used_TK, chosen)}
+        shapes |= {} if valid_T is None else {"valid_T": (valid_T, torch.Size((num_tokens,)))}
+        for name, (x, shape) in shapes.items():
+            if x.shape != shape:
+                rule = f"has the shape {list(x.shape)} with scores_TE {list(scores_TE.shape)}"
+                raise ValueError(f"{name}: {rule}. Fix: return {list(shape)}.")
+        if expert_TK.dtype != torch.int64:
+            raise ValueError(f"expert_TK: is {expert_TK.dtype}. Fix: return torch.int64.")
         kept_TK = kept_slots(used_TK, valid_T, expert_TK)
-        if tokens_per_expert_E is None:
-            tokens_per_expert_E = count_kept(expert_TK, kept_TK, scores_TE.size(1))
         return cls(
             expert_TK=expert_TK,
             weights_TK=weights_TK,
             scores_TE=scores_TE,
             logits_TE=logits_TE,
-            tokens_per_expert_E=tokens_per_expert_E,
+            tokens_per_expert_E=count_kept(expert_TK, kept_TK, num_experts),
             kept_TK=kept_TK,
             valid_T=valid_T,
             use_kernels=use_kernels,
+            counted_TK=used_TK,
         )
 
     def for_losses(self) -> tuple[Tensor, Tensor]:

@@ -132,25 +132,30 @@ class Router(nn.Module):
         """Routes tokens; `padding_mask_T` (bool) marks padding, which gets no expert or count."""
         valid_T = None if padding_mask_T is None else ~padding_mask_T
         with torch.autocast(x_TD.device.type, enabled=False):  # autocast would compute the logits in bf16
-            decision = self.route(self.logits(x_TD), valid_T)
+            logits_TE = self.logits(x_TD)
+            if self.bias is not None:
+                logits_TE = logits_TE + self.bias.to(logits_TE.dtype)
+            decision = self.route(logits_TE, valid_T)
         if self.training and is_counted_forward():
             self._count(decision)
         return decision
 
     def logits(self, x_TD: Tensor) -> Tensor:
-        """Logits [T, E] of tokens [T, D], in fp32 or fp64. A subclass may compute them in another way."""
+        """Logits [T, E] of tokens [T, D], in fp32 or fp64, without the bias, which `forward` adds. A subclass
+        may compute them in another way.
+        """
         dtype = ROUTER_DTYPES[self.config.dtype]
         if self.config.jitter and self.training:
             x_TD = x_TD.to(dtype)
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
         logits_TE: Tensor = _LinearIn.apply(x_TD, self.weight, dtype)
-        return logits_TE if self.bias is None else logits_TE + self.bias.to(dtype)
+        return logits_TE
 
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         """The decision for tokens with these logits; `valid_T` (bool) are not padding, None for all.
 
         A subclass that decides in another way returns `RoutingDecision.of(...)`. `forward` then counts the
-        slots for expert bias and losses.
+        slots for the rule `sign` of the expert bias and for losses.
         """
         if self._takes_kernel(logits_TE):
             return self._route_with_kernel(logits_TE, valid_T)
@@ -199,17 +204,18 @@ class Router(nn.Module):
             is_real_TK = expert_TK < config.num_experts
             used_TK = is_real_TK if counted_TK is None else counted_TK & is_real_TK
         weights_TK = self._weights(raw_TE, log_TE, logits_TE, expert_TK, used_TK)
-        return RoutingDecision.of(
-            expert_TK,
-            weights_TK,
+        return RoutingDecision(
+            expert_TK=expert_TK,
+            weights_TK=weights_TK,
             scores_TE=scores_TE,
             logits_TE=logits_TE,
-            valid_T=valid_T,
-            used_TK=used_TK,
             tokens_per_expert_E=count_kept(
                 expert_TK, kept_slots(counted_TK, valid_T, expert_TK), config.num_outputs
             ),
+            kept_TK=kept_slots(used_TK, valid_T, expert_TK),
+            valid_T=valid_T,
             use_kernels=config.use_kernels,
+            counted_TK=counted_TK,
         )
 
     @torch.no_grad()

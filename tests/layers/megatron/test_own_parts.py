@@ -140,7 +140,11 @@ def without_mean(decision: RoutingDecision, group: dist.ProcessGroup | None) -> 
     ("losses", "match"),
     [
         ([without_mean], r"losses=without_mean: .*\[9\]"),
-        ([confidence, AuxLoss(confidence, 0.1)], "aux_loss_type=confidence,confidence: names a loss twice"),
+        ([lambda decision, group: 0.0], "losses=<lambda>: returned 0.0"),
+        ([lambda decision: decision.scores_TE.sum()], r"losses=.*: is no function of \(decision, group\)"),
+        (["entropy"], "losses='entropy': is no function"),
+        ([torch.nn.MSELoss], "losses=.*MSELoss.*: is no function"),
+        ([confidence, AuxLoss(confidence, 0.1)], "losses=confidence,confidence: names a loss twice"),
     ],
 )
 def test_refused_losses(losses, match):
@@ -156,14 +160,58 @@ def test_refused_router_class(router_class):
         decoder_spec(config_of(), router_class=router_class)
 
 
-class NarrowRouter(Router):
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"weights_TK": torch.ones(5)}, r"weights_TK: has the shape \[5\].* Fix: return \[5, 2\]"),
+        ({"expert_TK": torch.zeros(4, 2, dtype=torch.int64)}, r"expert_TK: .* Fix: return \[5, 2\]"),
+        ({"expert_TK": torch.zeros(5, 2, dtype=torch.int32)}, r"expert_TK: .*int32"),
+        ({"used_TK": torch.ones(5, 3, dtype=torch.bool)}, "used_TK: "),
+        ({"valid_T": torch.ones(6, dtype=torch.bool)}, "valid_T: "),
+    ],
+)
+def test_a_decision_whose_shapes_do_not_match(change, match):
+    given = {"expert_TK": torch.zeros(5, 2, dtype=torch.int64), "weights_TK": torch.ones(5, 2)}
+    given |= {"scores_TE": torch.ones(5, 4), "logits_TE": torch.ones(5, 4)}
+    assert RoutingDecision.of(**given).tokens_per_expert_E.tolist() == [10, 0, 0, 0]
+    with pytest.raises(ValueError, match=match):
+        RoutingDecision.of(**given | change)
+
+
+class HalfRouter(Router):
+    """Tokens use the second of their two slots only if they are even."""
+
     def route(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
-        expert_TK = logits_TE.topk(2).indices
+        scores_TE = logits_TE.softmax(dim=-1)
+        weights_TK, expert_TK = scores_TE.topk(2)
+        used_TK = torch.ones_like(expert_TK, dtype=torch.bool)
+        used_TK[1::2, 1] = False
         return RoutingDecision.of(
-            expert_TK, logits_TE.amax(dim=1), scores_TE=logits_TE, logits_TE=logits_TE, valid_T=valid_T
+            expert_TK, weights_TK * used_TK, scores_TE=scores_TE, logits_TE=logits_TE, used_TK=used_TK
         )
 
 
-def test_weights_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"weights_TK of shape \[5\]"):
-        NarrowRouter(RouterConfig(hidden_size=8, num_experts=4, topk=2))(torch.ones(5, 8))
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_balancing_losses_count_the_used_slots(kind):
+    """E * sum_e f_e P_e with f of the slots that are used, against the formula."""
+    layer = tiny_layer(losses=(AuxLoss(kind, 1.0),))
+    layer.router = HalfRouter(layer.router.config, dtype=torch.float64)
+    x_TD = random(10, 6, seed=3)
+    _, loss = layer(x_TD)
+    scores_TE = (x_TD @ layer.router.weight.T).softmax(dim=-1)
+    chosen_TK = scores_TE.topk(2).indices
+    used = [chosen_TK[t, k].item() for t in range(10) for k in range(2) if k == 0 or t % 2 == 0]
+    fractions_E = torch.bincount(torch.tensor(used), minlength=4).double() / len(used)
+    expected = 4 * (fractions_E * scores_TE.mean(dim=0)).sum()
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+
+
+@pytest.mark.parametrize("losses", [confidence, AuxLoss(confidence, 0.5), [confidence, own_entropy]])
+def test_one_loss_or_several(losses):
+    names = tiny_layer(losses=losses).statistics.names[7:]
+    assert names == ("aux_losses.confidence", "aux_losses.own_entropy")[: len(names)] and names
+
+
+def test_a_loss_that_megatron_would_not_update_is_refused():
+    with pytest.raises(ValueError, match=r"losses=global_aux_loss: .*moe_router_load_balancing_type"):
+        decoder_spec(config_of(), losses=[AuxLoss("global_aux_loss", 0.1)])
