@@ -211,11 +211,8 @@ TOKENIZER.
 ## Presets
 
 A preset is a named set of defaults: `PRESET=mixtral-8x7b`. `USE_MOE=false` makes any of them dense. The
-values of the presets are in `moe_exp/config/presets.py`. `plan`, `slurm`, and
-`sweep` and `ladder` on SLURM prepare work for other machines and take the defaults of those, whatever the
-login node has: `reference` with GPUs, else (CPU_NODES=true for `slurm`, GPU=CPU for `plan` and `sweep`)
-`cpu`. If GPU names a device, GPUS_PER_NODE is that of its usual nodes. The header prints PRESET, DTYPE and
-OPTIMIZER.
+values of the presets are in `moe_exp/config/presets.py`. SLURM jobs have `reference` by default, with
+CPU_NODES=true `cpu`.
 
 {presets}
 

@@ -46,7 +46,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _ladder(arguments: argparse.Namespace) -> int:
-    from moe_exp.config.loading import Nodes
     from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.studies.ladder.climb import Executor, dry_run, run_ladder
     from moe_exp.studies.ladder.ladder import Definition, Ladder, with_options
@@ -66,8 +65,7 @@ def _ladder(arguments: argparse.Namespace) -> int:
         raise ConfigError(problems)
     others = {"command", "run", "dry_run", *_OPTIONS, *_WHERE}
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
-    nodes = Nodes() if executor.name == "slurm" else None
-    ladder = Ladder.of(chosen, flags, os.environ, executor.timeout, nodes)
+    ladder = Ladder.of(chosen, flags, os.environ, executor.timeout)
     if arguments.dry_run:
         print(dry_run(ladder), flush=True)
         return 0

@@ -33,7 +33,6 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
-    from moe_exp.config.loading import recipe_text
     from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.launch.data_use import data_warnings
     from moe_exp.launch.launch import start_of
@@ -58,7 +57,6 @@ def _submit(arguments: argparse.Namespace) -> int:
         print(f"moe-exp slurm: warning: {line}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
-        print(f"moe-exp slurm: {recipe_text(job.config)}", file=sys.stderr)
         print(f"moe-exp slurm: {learning_rate_text(job.config, start)}", file=sys.stderr)
         head = "moe-exp slurm: the file would be written and submitted by:"
         variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
@@ -69,7 +67,6 @@ def _submit(arguments: argparse.Namespace) -> int:
         return 0
     ids = submit(job)
     jobs = f"{job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}"
-    jobs += f": {recipe_text(job.config)}"
     print(f"submitted {jobs}; run folder {job.run_folder}")
     name, folder, run_folder = (shlex.quote(str(text)) for text in (job.name, job.folder, job.run_folder))
     print(f"  squeue --name={name}   # the queue")

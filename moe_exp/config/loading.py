@@ -6,7 +6,6 @@ import argparse
 import difflib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
@@ -157,42 +156,6 @@ def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, st
     if "warmup_iters" not in given:
         config = config.model_copy(update={"warmup_iters": min(config.warmup_iters, config.decay_end // 10)})
     return config
-
-
-@dataclass(frozen=True)
-class Nodes:
-    """Machines that a command prepares work for, which need not be like this one.
-
-    Args:
-        on_gpus: whether their ranks have GPUs.
-        gpus_per_node: ranks of a node if nothing gives them; 0: unknown.
-    """
-
-    on_gpus: bool = True
-    gpus_per_node: int = 0
-
-
-_CPU_RANKS = 2  # of PRESET=cpu, for its GBSZ
-
-
-def with_defaults_of(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, with PRESET and GPUS_PER_NODE as on `nodes`: all defaults that would depend on this machine.
-
-    Raises:
-        ConfigError: GPUS_PER_NODE is not given, and not known.
-    """
-    preset = str(given.get("preset") or ("reference" if nodes.on_gpus else "cpu"))
-    ranks = min(nodes.gpus_per_node or _CPU_RANKS, _CPU_RANKS) if preset == "cpu" else nodes.gpus_per_node
-    ranks = given.get("gpus_per_node") or ranks or (0 if nodes.on_gpus else _CPU_RANKS)
-    if not ranks:
-        rule, fix = "must be given, as this host need not be like the nodes", "set GPUS_PER_NODE"
-        raise ConfigError([problem("gpus_per_node", "none", rule, fix)])
-    return {**given, "preset": preset, "gpus_per_node": str(ranks)}
-
-
-def recipe_text(config: Config) -> str:
-    """The settings by which a wrong preset is noticed, for the header of what is prepared for other nodes."""
-    return f"PRESET={config.preset} DTYPE={config.dtype} OPTIMIZER={config.optimizer}"
 
 
 def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[str]:

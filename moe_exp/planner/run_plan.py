@@ -10,7 +10,6 @@ from typing import Any, TextIO
 
 from moe_exp.config import Config, ConfigError, setting_error
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.loading import Nodes, given_values, with_defaults_of
 from moe_exp.planner.costs.goodput import Goodput, goodput_of
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.estimate import Cost, cost_of, speed_of
@@ -95,13 +94,15 @@ def plan_run(
 
 
 def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
-    """`flags`, with the defaults of nodes of `hardware`; `gpus` as NNODES and GPUS_PER_NODE."""
-    given = given_values(flags, os.environ)
-    nodes = Nodes(not hardware.is_cpu, hardware.gpus_per_node)
-    fixed = with_defaults_of(nodes, given)
-    settings = {**flags, "preset": fixed["preset"], "gpus_per_node": fixed["gpus_per_node"]}
+    """`flags`, with the preset of `hardware` if none is given; `gpus` as NNODES and GPUS_PER_NODE."""
+    settings = dict(flags)
+    if "preset" not in settings and not os.environ.get("PRESET"):
+        # as on a host with such devices, whatever this one has
+        settings["preset"] = "cpu" if hardware.is_cpu else "reference"
     if gpus is not None:
-        settings |= world_of(gpus, _whole("gpus_per_node", given.get("gpus_per_node", nodes.gpus_per_node)))
+        per_node = settings.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
+        size = _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node
+        settings |= world_of(gpus, size)
     return settings
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from moe_exp.config import TRAITS, Config, load_config, module_arguments
-from moe_exp.config.loading import Nodes, given_values, with_defaults_of
+from moe_exp.config.loading import given_values
 from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.processes import children_of, end_with_parent, signals_handled
@@ -30,19 +30,13 @@ _SAVE_SECONDS = 600.0
 MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured is not KEPT}
 
 
-def given_settings(
-    flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
-) -> dict[str, Any]:
-    """Settings of `environ` and `flags`, with PRESET fixed as on `nodes`, and VOCAB_SIZE by the data.
-
-    Args:
-        nodes: where the runs will run; None: on this node.
+def given_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of `environ` and `flags`, with PRESET fixed as on this node, and VOCAB_SIZE by the data.
 
     Raises:
         ConfigError: for bad values.
     """
     given = given_values(flags, environ)
-    given = with_defaults_of(nodes, given) if nodes else given
     config, vocabulary = with_vocab_size(load_config(given, {}), given)
     return given | {"preset": config.preset} | ({"vocab_size": config.vocab_size} if vocabulary else {})
 

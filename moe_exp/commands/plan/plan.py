@@ -360,6 +360,8 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
             rule = "searched all the same, a flag would fix it"
             print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
+    if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
+        flags["gpus_per_node"] = hardware.gpus_per_node
     return _as_of_data(load_config(flags, environ), flags), fixed
 
 

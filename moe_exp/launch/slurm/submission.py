@@ -13,7 +13,7 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.loading import Nodes, given_values, with_defaults_of, with_file
+from moe_exp.config.loading import given_values, with_file
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.files import write_atomically
@@ -65,13 +65,16 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
 def _run_settings(
     given: Mapping[str, str], of_slurm: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Config, dict[str, str]]:
-    """The settings of a node, and those of them that the job has to be given."""
+    """Resolves settings for a node: defaults must not depend on this host, as login nodes have no GPUs."""
     asked = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES"))
     on_cpus = asked.lower() in ("true", "1", "yes", "on")
-    fixed = with_defaults_of(Nodes(on_gpus=not on_cpus), given)
+    fixed = {"preset": "cpu" if on_cpus else "reference", **given}
     config = load_config(fixed, {})
+    if not on_cpus and "gpus_per_node" not in fixed:
+        rule = "must be given, as this host need not be like the nodes"
+        raise ConfigError([problem("gpus_per_node", "none", rule, "set GPUS_PER_NODE, or CPU_NODES=true")])
     run_dir = str(Path(config.run_dir).expanduser().absolute())
-    fixed |= {"run_name": config.name, "run_dir": run_dir}
+    fixed |= {"run_name": config.name, "run_dir": run_dir, "gpus_per_node": str(config.gpus_per_node)}
     config, vocabulary = with_vocab_size(config, fixed, RunFolder.of(config).config)
     fixed |= {"vocab_size": str(config.vocab_size)} if vocabulary else {}
     return load_config(fixed, {}), fixed

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
-from moe_exp.config.loading import Nodes
 from moe_exp.host.files import read_yaml
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
@@ -151,14 +150,12 @@ class Ladder:
         flags: Mapping[str, Any],
         environ: Mapping[str, str],
         timeout: float = 0.0,
-        nodes: Nodes | None = None,
     ) -> Ladder:
         """Reads all settings and chooses the sizes. Touches no disk.
 
         Args:
             flags: settings of the runs, by field name; None counts as not given.
             timeout: seconds after which a run is ended; 0: never.
-            nodes: where the runs will run; None: here.
 
         Raises:
             ConfigError: lists all problems.
@@ -166,7 +163,7 @@ class Ladder:
         if problems := definition.problems():
             raise ConfigError(problems)
         own = {name.upper(): str(value) for name, value in definition.settings.items()}
-        given = given_settings(flags, own | {name: value for name, value in environ.items() if value}, nodes)
+        given = given_settings(flags, own | {name: value for name, value in environ.items() if value})
         base = load_config(given, {})
         rungs = [_rung_settings(rung) for rung in definition.rungs] or [
             scaled(base, width) for width in definition.sizes

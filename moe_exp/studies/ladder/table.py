@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_exp.config.loading import recipe_text
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.studies.compare.table import aligned
 from moe_exp.studies.ladder.ladder import RULE, Ladder, compute_of
@@ -45,7 +44,7 @@ def plan_text(ladder: Ladder) -> str:
         sizes = [one.hidden_size, one.num_layers, " / ".join(map(str, widths)), f"{one.lr:g}"]
         rows.append([str(cell) for cell in (number, *sizes, tokens, flops_text(compute_of(one)))])
     names = ["rung", "width", "layers", f"MLP width ({' / '.join(ladder.names)})", "LR", "tokens", "FLOPs"]
-    lines = [head, recipe_text(ladder.rungs[0].reference.config), "", *aligned([names, *rows], num_left=0)]
+    lines = [head, "", *aligned([names, *rows], num_left=0)]
     if ladder.definition.sizes:
         lines += ["", f"scaled: {RULE}"]
     total = sum(compute_of(one.config) for comparison in ladder.rungs for one in comparison.variants)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError, load_config, problem
-from moe_exp.config.loading import Nodes, recipe_text, with_file
+from moe_exp.config.loading import with_file
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.host.devices import device_name
 from moe_exp.host.files import read_json, write_atomically, write_json
@@ -80,23 +80,22 @@ class Sweep:
             if name in SweepSettings.model_fields and value is not None
         }
         others = {name: value for name, value in flags.items() if name not in SweepSettings.model_fields}
+        parts: list[Any] = []
         problems: list[str] = []
-        nodes = None
-        try:
-            settings = load_sweep_settings(mine, environ)
-            nodes = _nodes(settings)
-        except ConfigError as error:
-            problems += error.problems
-        try:
-            given = given_settings(others, environ, nodes)
-        except ConfigError as error:
-            problems += error.problems
+        for read in (partial(load_sweep_settings, mine, environ), partial(given_settings, others, environ)):
+            try:
+                parts.append(read())
+            except ConfigError as error:
+                problems += error.problems
         if problems:
             raise ConfigError(problems)
+        settings, given = parts
         base = load_config(given, {})
         if not any(getattr(settings, name) for name in AXES):
             lists = {name: text for name, text in default_lists(base).items() if AXES[name] not in given}
             settings = load_sweep_settings(lists | mine, environ)
+        if settings.gpu:
+            load_hardware(settings.gpu)
         name = (
             settings.sweep_name
             or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}"
@@ -163,15 +162,6 @@ class Sweep:
         return Row(case, status, reason, result, prediction, device, gpu)
 
 
-def _nodes(settings: SweepSettings) -> Nodes | None:
-    """Where SLURM's cases run, as GPU and GPUS say; None: here. ValueError if GPU is unknown."""
-    hardware = load_hardware(settings.gpu) if settings.gpu else None
-    if settings.executor == "local":
-        return None
-    usual = hardware.gpus_per_node if hardware else 0
-    return Nodes(not (hardware and hardware.is_cpu), max(settings.gpus, default=usual))
-
-
 def _kind(base: Any) -> str:
     return f"experts_{base.num_experts}" if base.use_moe else "dense"
 
@@ -205,7 +195,7 @@ def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
     cases = f"{len(rows)} case{'s' if len(rows) > 1 else ''}"
     return (
         f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them"
-        f" warm-up: {said}\n  {recipe_text(load_config(sweep.given, {}))}"
+        f" warm-up: {said}"
     )
 
 
