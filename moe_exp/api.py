@@ -234,7 +234,7 @@ def plan(
     hardware, constants = load_hardware(gpu or DEFAULT_GPU), load_constants(Path(profile or CONSTANTS))
     budget = parse_budget(*(None if value is None else str(value) for value in (tokens, price)))
     flags = settings_for(hardware, with_file(_flags(settings), os.environ), gpus)
-    config, _ = with_vocab_size(load_config(flags), given_values(flags, os.environ))
+    config, _ = with_vocab_size(load_config(flags, nodes=hardware.nodes), given_values(flags, os.environ))
     return plan_run(config, hardware, constants, **budget)
 
 

@@ -37,8 +37,8 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--repeats", help="runs of each with seeds SEED, SEED+1, ... (default: 3)")
     about = "loss that no compute removes, nats per token, the same for all (default: fitted)"
     add("--asymptote", help=about)
-    add("--executor", default="local", help="local, or slurm for a job per run (default: local)")
-    add("--sbatch", default="", help="options of the SLURM jobs, such as '--partition=gpu'")
+    add("--executor", help="local, or slurm for a job per run (default: $EXECUTOR, or local)")
+    add("--sbatch", help="options of the SLURM jobs, such as '--partition=gpu' (default: $SBATCH)")
     add("--timeout", default="0", help="seconds after which a run is ended (default: none)")
     add("--dry-run", action="store_true", help="print the rungs, start and write nothing")
     add_arguments(parser)
@@ -60,12 +60,15 @@ def _ladder(arguments: argparse.Namespace) -> int:
         baseline=arguments.baseline,
         **{name: numbers[name] for name in ("sizes", "repeats", "asymptote")},
     )
-    executor = Executor(arguments.executor, tuple(shlex.split(arguments.sbatch)), numbers["timeout"])
+    where = {
+        name: getattr(arguments, name) or os.environ.get(name.upper(), "") for name in ("executor", "sbatch")
+    }
+    executor = Executor(where["executor"] or "local", tuple(shlex.split(where["sbatch"])), numbers["timeout"])
     if problems := executor.problems():
         raise ConfigError(problems)
     others = {"command", "run", "dry_run", *_OPTIONS, *_WHERE}
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
-    ladder = Ladder.of(chosen, flags, os.environ, executor.timeout)
+    ladder = Ladder.of(chosen, flags, os.environ, executor.timeout, executor=executor.name)
     if arguments.dry_run:
         print(dry_run(ladder), flush=True)
         return 0

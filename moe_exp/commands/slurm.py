@@ -33,6 +33,7 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.learning_rate import learning_rate_text, schedule_warnings
+    from moe_exp.config.loading import main_settings
     from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.launch.data_use import data_warnings
     from moe_exp.launch.launch import start_of
@@ -55,6 +56,7 @@ def _submit(arguments: argparse.Namespace) -> int:
     about_data = data_warnings(job.config)
     for line in [*schedule_warnings(job.config, start), *room, *disk_warnings(job.config), *about_data]:
         print(f"moe-exp slurm: warning: {line}", file=sys.stderr)
+    print(f"moe-exp slurm: {main_settings(job.config)}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
         print(f"moe-exp slurm: {learning_rate_text(job.config, start)}", file=sys.stderr)

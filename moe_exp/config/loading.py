@@ -17,7 +17,7 @@ from moe_exp.config.presets import PRESETS, preset_values
 from moe_exp.config.setting_types import ONE_LINE_FIX, shown
 from moe_exp.config.settings import Config, ConfigError, problem, sections
 from moe_exp.config.settings_file import NOT_TAKEN_OVER, is_run_record, read_settings
-from moe_exp.host.devices import count_gpus
+from moe_exp.host.devices import Nodes, count_gpus
 from moe_exp.host.exit_codes import complain
 from moe_exp.host.files import expanded
 
@@ -124,7 +124,16 @@ def settings_path(text: str) -> Path:
     return inside if (inside := path / "config.yaml").is_file() else path
 
 
-def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+# Settings whose default depends on the devices.
+_BY_DEVICES = ("preset", "gpus_per_node", "num_workers")
+
+
+def load_config(
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+    *,
+    nodes: Nodes | None = None,
+) -> Config:
     """Resolves default < preset < file < environment < `flags` into one Config.
 
     The preset's DECAY_ITERS and WARMUP_ITERS belong to its TRAIN_ITERS. With another one, unless they are
@@ -134,17 +143,31 @@ def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, st
         flags: field name to value, as parsed from the command line; None counts as not given. `config` is
             the path of a settings file.
         environ: os.environ by default.
+        nodes: where the run will be, if not on this machine. With GPUs there, PRESET=reference is the default
+            with and without TRAIN_DATA.
 
     Raises:
         ConfigError: lists every value that cannot be read.
     """
     given = given_values(flags or {}, os.environ if environ is None else environ)
     # the embedded corpus is for a small model: PRESET=reference would read it 490 times
-    usual = "reference" if count_gpus() and given.get("train_data") else "cpu"
-    preset = str(given.get("preset") or usual)
+    on_gpus = nodes.gpus != 0 if nodes else count_gpus() and given.get("train_data")
+    preset = str(given.get("preset") or ("reference" if on_gpus else "cpu"))
     if preset not in PRESETS:
         raise ConfigError([problem("preset", preset, "is not a preset", "use one of " + ", ".join(PRESETS))])
-    values = preset_values(preset)
+    if nodes and nodes.gpus is None and not given.get("gpus_per_node"):
+        rule, fix = "must be given, as this host need not be like the nodes", "set GPUS_PER_NODE"
+        raise ConfigError(
+            [
+                problem(
+                    "gpus_per_node",
+                    "none",
+                    rule,
+                    f"{fix}, or choose CPU nodes: CPU_NODES=true, for a sweep GPU=CPU",
+                )
+            ]
+        )
+    values = preset_values(preset, nodes)
     try:
         config = Config(**(values | given | {"preset": preset}))
     except ValidationError as error:
@@ -156,6 +179,17 @@ def load_config(flags: Mapping[str, Any] | None = None, environ: Mapping[str, st
     if "warmup_iters" not in given:
         config = config.model_copy(update={"warmup_iters": min(config.warmup_iters, config.decay_end // 10)})
     return config
+
+
+def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
+    """`given`, and the settings whose default depends on the devices, as on `nodes`: later loads are the same."""
+    config = load_config(given, {}, nodes=nodes)
+    return {**given, **{name: str(getattr(config, name)) for name in _BY_DEVICES}}
+
+
+def main_settings(config: Config) -> str:
+    """PRESET, DTYPE and OPTIMIZER, which commands print before they submit a run."""
+    return f"PRESET={config.preset} DTYPE={config.dtype} OPTIMIZER={config.optimizer}"
 
 
 def explain(error: ValidationError, settings: type[BaseModel] = Config) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from moe_exp.host.devices import count_gpus, num_cores
+from moe_exp.host.devices import Nodes, count_gpus, num_cores
 
 # 24 layers of width 512 on fineweb-edu with the Llama 3.1 tokenizer: the model of Config's defaults.
 _REFERENCE: dict[str, Any] = {"num_experts": 64, "train_iters": 40_000, "decay_iters": 38_000}
@@ -68,7 +68,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def preset_values(name: str) -> dict[str, Any]:
-    """The values that preset `name` sets on this machine, by field name."""
-    ranks = {"gpus_per_node": min(2, count_gpus() or num_cores())} if name == "cpu" else {}  # for GBSZ
-    return PRESETS[name] | ranks
+def preset_values(name: str, nodes: Nodes | None = None) -> dict[str, Any]:
+    """The values that preset `name` sets on `nodes`, by default on this machine, by field name."""
+    if nodes is None:
+        ranks = {"gpus_per_node": min(2, count_gpus() or num_cores())} if name == "cpu" else {}  # for GBSZ
+        return PRESETS[name] | ranks
+    ranks = {"gpus_per_node": nodes.gpus if nodes.gpus and name != "cpu" else min(2, nodes.gpus or 2)}
+    return PRESETS[name] | ranks | {"num_workers": 0 if nodes.gpus == 0 else 2}

@@ -10,6 +10,7 @@ import re
 import resource
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 _CAPABILITY_ATTRIBUTES = (75, 76)  # cuda.h: CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR and _MINOR
@@ -21,6 +22,13 @@ KEEP_FREED_MEMORY = {
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
     "MALLOC_TOP_PAD_": str(2**26),
 }
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """Other machines that a run is prepared for: GPUs of each, 0 for CPU nodes, None if unknown."""
+
+    gpus: int | None = None
 
 
 @functools.cache

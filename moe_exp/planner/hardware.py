@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from moe_exp.host.devices import Nodes
 from moe_exp.host.files import read_json
 
 PROFILES = Path(__file__).parent / "profiles"
@@ -63,6 +64,11 @@ class Hardware:
     def is_cpu(self) -> bool:
         """Whether ranks are processes on processors."""
         return self.architecture == "cpu"
+
+    @property
+    def nodes(self) -> Nodes:
+        """The usual nodes, by which settings get their defaults."""
+        return Nodes(gpus=0 if self.is_cpu else self.gpus_per_node)
 
     @property
     def runs_kernels(self) -> bool:

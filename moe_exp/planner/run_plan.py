@@ -94,11 +94,8 @@ def plan_run(
 
 
 def settings_for(hardware: Hardware, flags: Mapping[str, Any], gpus: int | None) -> dict[str, Any]:
-    """`flags`, with the preset of `hardware` if none is given; `gpus` as NNODES and GPUS_PER_NODE."""
+    """`flags`, with `gpus` as NNODES and GPUS_PER_NODE."""
     settings = dict(flags)
-    if "preset" not in settings and not os.environ.get("PRESET"):
-        # as on a host with such devices, whatever this one has
-        settings["preset"] = "cpu" if hardware.is_cpu else "reference"
     if gpus is not None:
         per_node = settings.get("gpus_per_node") or os.environ.get("GPUS_PER_NODE")
         size = _whole("gpus_per_node", per_node) if per_node else hardware.gpus_per_node

@@ -16,9 +16,10 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from moe_exp.config import TRAITS, Config, load_config, module_arguments
-from moe_exp.config.loading import given_values
+from moe_exp.config.loading import fixed_for, given_values
 from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.host.devices import Nodes
 from moe_exp.host.processes import children_of, end_with_parent, signals_handled
 from moe_exp.runs.run_folder import RunFolder
 
@@ -30,13 +31,17 @@ _SAVE_SECONDS = 600.0
 MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured is not KEPT}
 
 
-def given_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of `environ` and `flags`, with PRESET fixed as on this node, and VOCAB_SIZE by the data.
+def given_settings(
+    flags: Mapping[str, Any], environ: Mapping[str, str], nodes: Nodes | None = None
+) -> dict[str, Any]:
+    """Settings of `environ` and `flags`, with VOCAB_SIZE by the data, and PRESET fixed as on this machine, or
+    all that depends on the devices as on `nodes`.
 
     Raises:
         ConfigError: for bad values.
     """
     given = given_values(flags, environ)
+    given = fixed_for(nodes, given) if nodes else given
     config, vocabulary = with_vocab_size(load_config(given, {}), given)
     return given | {"preset": config.preset} | ({"vocab_size": config.vocab_size} if vocabulary else {})
 

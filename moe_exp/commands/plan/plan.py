@@ -142,7 +142,7 @@ def _loaded(arguments: argparse.Namespace) -> tuple[Config, Hardware, Constants]
 
     hardware, constants = _hardware_and_constants(arguments)
     flags = _settings(arguments, hardware)
-    return _as_of_data(load_config(flags), flags), hardware, constants
+    return _as_of_data(load_config(flags, nodes=hardware.nodes), flags), hardware, constants
 
 
 _FAILURE_FLAGS = ("mtbf_hours", "restart_minutes", "save_seconds")
@@ -211,7 +211,7 @@ def _search(arguments: argparse.Namespace) -> int:
             printer.best(best, cost)
     if arguments.export:
         chosen = _chosen(found, explained, arguments.rank)
-        lines = _exported_lines(chosen, config, budget["num_tokens"], overrides=to_stdout)
+        lines = _exported_lines(chosen, hardware, budget["num_tokens"], overrides=to_stdout)
         if doubt := _doubt(chosen, found):
             print(f"moe-exp plan: warning: {doubt}", file=sys.stderr)
             lines = f"# {doubt}\n{lines}"
@@ -245,12 +245,14 @@ def _doubt(chosen: Candidate, found: Search) -> str:
     return f"{rule}: it may run out of memory. Fix: try it for a few iterations{other}."
 
 
-def _exported_lines(candidate: Candidate, config: Config, num_tokens: int | None, *, overrides: bool) -> str:
+def _exported_lines(
+    candidate: Candidate, hardware: Hardware, num_tokens: int | None, *, overrides: bool
+) -> str:
     from moe_exp.config import load_config
     from moe_exp.planner.estimate import with_budget
     from moe_exp.planner.search.layout_text import exported_settings
 
-    defaults = load_config({"preset": config.preset}, {})
+    defaults = load_config({"preset": candidate.config.preset}, {}, nodes=hardware.nodes)
     settings = exported_settings(with_budget(candidate.config, num_tokens), defaults, overrides=overrides)
     return "".join(f"{name}={shlex.quote(value)}\n" for name, value in settings)
 
@@ -361,8 +363,8 @@ def _searched(arguments: argparse.Namespace, hardware: Hardware) -> tuple[Config
             print(f"moe-exp plan: {', '.join(ignored)} of {place}: {rule}", file=sys.stderr)
     environ = {name: value for name, value in os.environ.items() if name.lower() not in LAYOUT_SETTINGS}
     if "gpus_per_node" not in flags and not environ.get("GPUS_PER_NODE"):
-        flags["gpus_per_node"] = hardware.gpus_per_node
-    return _as_of_data(load_config(flags, environ), flags), fixed
+        flags["gpus_per_node"] = hardware.gpus_per_node  # also with PRESET=cpu
+    return _as_of_data(load_config(flags, environ, nodes=hardware.nodes), flags), fixed
 
 
 def _as_of_data(config: Config, flags: dict[str, Any]) -> Config:

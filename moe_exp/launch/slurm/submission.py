@@ -13,9 +13,10 @@ from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
-from moe_exp.config.loading import given_values, with_file
+from moe_exp.config.loading import fixed_for, given_values, with_file
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, is_one_line
 from moe_exp.data.tokens.vocabulary import with_vocab_size
+from moe_exp.host.devices import Nodes
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import still_there
 from moe_exp.launch.machine_checks import check_files, training_problem
@@ -65,16 +66,13 @@ def plan_job(flags: Mapping[str, Any], environ: Mapping[str, str], *, with_space
 def _run_settings(
     given: Mapping[str, str], of_slurm: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[Config, dict[str, str]]:
-    """Resolves settings for a node: defaults must not depend on this host, as login nodes have no GPUs."""
+    """Resolves settings for the nodes: defaults must not depend on this host, as login nodes have no GPUs."""
     asked = str(of_slurm.get("cpu_nodes") or environ.get("CPU_NODES"))
     on_cpus = asked.lower() in ("true", "1", "yes", "on")
-    fixed = {"preset": "cpu" if on_cpus else "reference", **given}
+    fixed = fixed_for(Nodes(gpus=0 if on_cpus else None), given)
     config = load_config(fixed, {})
-    if not on_cpus and "gpus_per_node" not in fixed:
-        rule = "must be given, as this host need not be like the nodes"
-        raise ConfigError([problem("gpus_per_node", "none", rule, "set GPUS_PER_NODE, or CPU_NODES=true")])
     run_dir = str(Path(config.run_dir).expanduser().absolute())
-    fixed |= {"run_name": config.name, "run_dir": run_dir, "gpus_per_node": str(config.gpus_per_node)}
+    fixed |= {"run_name": config.name, "run_dir": run_dir}
     config, vocabulary = with_vocab_size(config, fixed, RunFolder.of(config).config)
     fixed |= {"vocab_size": str(config.vocab_size)} if vocabulary else {}
     return load_config(fixed, {}), fixed

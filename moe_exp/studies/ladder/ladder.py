@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config, problem
+from moe_exp.config.loading import given_values
+from moe_exp.host.devices import Nodes
 from moe_exp.host.files import read_yaml
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
@@ -150,12 +152,15 @@ class Ladder:
         flags: Mapping[str, Any],
         environ: Mapping[str, str],
         timeout: float = 0.0,
+        *,
+        executor: str = "local",
     ) -> Ladder:
         """Reads all settings and chooses the sizes. Touches no disk.
 
         Args:
             flags: settings of the runs, by field name; None counts as not given.
             timeout: seconds after which a run is ended; 0: never.
+            executor: local, or slurm: runs of PRESET=cpu, the default without TRAIN_DATA, get CPU nodes.
 
         Raises:
             ConfigError: lists all problems.
@@ -163,7 +168,10 @@ class Ladder:
         if problems := definition.problems():
             raise ConfigError(problems)
         own = {name.upper(): str(value) for name, value in definition.settings.items()}
-        given = given_settings(flags, own | {name: value for name, value in environ.items() if value})
+        given = given_values(flags, own | {name: value for name, value in environ.items() if value})
+        on_cpus = given.get("preset", "" if given.get("train_data") else "cpu") == "cpu"
+        nodes = Nodes(gpus=0 if on_cpus else None) if executor == "slurm" else None
+        given = given_settings(given, {}, nodes)
         base = load_config(given, {})
         rungs = [_rung_settings(rung) for rung in definition.rungs] or [
             scaled(base, width) for width in definition.sizes

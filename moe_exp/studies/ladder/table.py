@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from moe_exp.config.loading import main_settings
 from moe_exp.host.quantities import count_text, flops_text
 from moe_exp.studies.compare.table import aligned
 from moe_exp.studies.ladder.ladder import RULE, Ladder, compute_of
@@ -35,6 +36,7 @@ def plan_text(ladder: Ladder) -> str:
     """The rungs, their sizes and budgets, and the rule that made them."""
     head = f"{ladder.folder}: {', '.join(ladder.names)}, {len(ladder.rungs)} rungs,"
     head += f" {ladder.definition.repeats} runs of each, baseline {ladder.baseline}"
+    head += f"\n  {main_settings(ladder.rungs[0].reference.config)}"
     rows = []
     for number, comparison in enumerate(ladder.rungs, start=1):
         one = comparison.reference.config

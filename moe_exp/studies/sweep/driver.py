@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import ConfigError, load_config, problem
-from moe_exp.config.loading import with_file
+from moe_exp.config.loading import main_settings, with_file
 from moe_exp.data.embedded import ensure_embedded_corpus
-from moe_exp.host.devices import device_name
+from moe_exp.host.devices import Nodes, device_name
 from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files
@@ -80,22 +80,24 @@ class Sweep:
             if name in SweepSettings.model_fields and value is not None
         }
         others = {name: value for name, value in flags.items() if name not in SweepSettings.model_fields}
-        parts: list[Any] = []
         problems: list[str] = []
-        for read in (partial(load_sweep_settings, mine, environ), partial(given_settings, others, environ)):
-            try:
-                parts.append(read())
-            except ConfigError as error:
-                problems += error.problems
-        if problems:
+        settings = nodes = None
+        try:
+            settings = load_sweep_settings(mine, environ)
+            nodes = _nodes(settings)
+        except ConfigError as error:
+            problems += error.problems
+        try:
+            given = given_settings(others, environ, nodes)
+        except ConfigError as error:
+            problems += error.problems
+        if settings is None or problems:
             raise ConfigError(problems)
-        settings, given = parts
         base = load_config(given, {})
         if not any(getattr(settings, name) for name in AXES):
             lists = {name: text for name, text in default_lists(base).items() if AXES[name] not in given}
             settings = load_sweep_settings(lists | mine, environ)
-        if settings.gpu:
-            load_hardware(settings.gpu)
+        on_cpus = bool(settings.gpu) and load_hardware(settings.gpu).is_cpu
         name = (
             settings.sweep_name
             or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}"
@@ -107,7 +109,7 @@ class Sweep:
             settings,
             given,
             Path(settings.sweep_dir).expanduser() / name,
-            CPU if settings.gpu.upper() == CPU else device,
+            CPU if on_cpus else device,
         )
 
     @property
@@ -162,6 +164,13 @@ class Sweep:
         return Row(case, status, reason, result, prediction, device, gpu)
 
 
+def _nodes(settings: SweepSettings) -> Nodes | None:
+    """Where the cases run, if not on this machine."""
+    if settings.executor == "local":
+        return None
+    return load_hardware(settings.gpu).nodes if settings.gpu else Nodes(next(iter(settings.gpus), None))
+
+
 def _kind(base: Any) -> str:
     return f"experts_{base.num_experts}" if base.use_moe else "dense"
 
@@ -195,7 +204,7 @@ def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
     cases = f"{len(rows)} case{'s' if len(rows) > 1 else ''}"
     return (
         f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them"
-        f" warm-up: {said}"
+        f" warm-up: {said}\n  {main_settings(rows[0].case.config)}"
     )
 
 
@@ -357,6 +366,7 @@ def _compare(sweep: Sweep) -> None:
         return
     before, now = read_json(path, fix="remove it, or give another SWEEP_NAME"), _shared_settings(sweep)
     changed = [name for name in now if name in before and before[name] != now[name]]
+    changed = ["preset"] if "preset" in changed else changed  # the others follow it
     if changed:
         fix = "set {} as it was, or give another SWEEP_NAME"
         lines = [
