@@ -56,9 +56,9 @@ def _submit(arguments: argparse.Namespace) -> int:
     about_data = data_warnings(job.config)
     for line in [*schedule_warnings(job.config, start), *room, *disk_warnings(job.config), *about_data]:
         print(f"moe-exp slurm: warning: {line}", file=sys.stderr)
-    print(f"moe-exp slurm: {main_settings(job.config)}", file=sys.stderr)
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
+        print(f"moe-exp slurm: {main_settings(job.config)}", file=sys.stderr)
         print(f"moe-exp slurm: {learning_rate_text(job.config, start)}", file=sys.stderr)
         head = "moe-exp slurm: the file would be written and submitted by:"
         variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
@@ -69,7 +69,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         return 0
     ids = submit(job)
     jobs = f"{job.slurm.num_jobs} jobs of {job.config.nnodes} nodes as {', '.join(ids)}"
-    print(f"submitted {jobs}; run folder {job.run_folder}")
+    print(f"submitted {jobs}; run folder {job.run_folder}, {main_settings(job.config)}")
     name, folder, run_folder = (shlex.quote(str(text)) for text in (job.name, job.folder, job.run_folder))
     print(f"  squeue --name={name}   # the queue")
     print(f"  tail -F {folder}/jobs.log {folder}/*.log   # what they say")

@@ -182,7 +182,7 @@ def load_config(
 
 
 def fixed_for(nodes: Nodes, given: Mapping[str, Any]) -> dict[str, Any]:
-    """`given`, and the settings whose default depends on the devices, as on `nodes`: later loads are the same."""
+    """`given` and the settings that depend on the devices, as on `nodes`, for loads on any machine."""
     config = load_config(given, {}, nodes=nodes)
     return {**given, **{name: str(getattr(config, name)) for name in _BY_DEVICES}}
 

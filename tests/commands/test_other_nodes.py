@@ -12,9 +12,10 @@ from helpers.token_files import write_distinct
 from moe_exp import plan
 from moe_exp.cli import main
 from moe_exp.config import Config, load_config
+from moe_exp.host.files import write_json
 from moe_exp.launch.slurm.submission import plan_job, script_of
 from moe_exp.studies.ladder.ladder import Definition, Ladder
-from moe_exp.studies.sweep.driver import Sweep, run_sweep
+from moe_exp.studies.sweep.driver import Sweep, _shared_settings, run_sweep
 from moe_exp.studies.sweep.slurm_cases import JobFiles, JobOptions, batch_script
 
 MODEL = {
@@ -166,8 +167,6 @@ def test_a_sweep_begun_with_another_preset_is_refused_in_one_line(tmp_path, monk
     environ = MODEL | {"GPUS": "2", "EXECUTOR": "slurm", "SWEEP_NAME": "mine", "PRESET": "cpu"}
     folder = tmp_path / "sweeps" / "mine"
     folder.mkdir(parents=True)
-    from moe_exp.studies.sweep.driver import _shared_settings, write_json
-
     write_json(folder / "sweep.json", _shared_settings(Sweep.of({}, environ)))
     with pytest.raises(
         ValueError, match=r"^PRESET=reference: sweeps/mine has cpu\. Fix: set PRESET as it was[^\n]*$"

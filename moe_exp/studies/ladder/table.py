@@ -36,7 +36,7 @@ def plan_text(ladder: Ladder) -> str:
     """The rungs, their sizes and budgets, and the rule that made them."""
     head = f"{ladder.folder}: {', '.join(ladder.names)}, {len(ladder.rungs)} rungs,"
     head += f" {ladder.definition.repeats} runs of each, baseline {ladder.baseline}"
-    head += f"\n  {main_settings(ladder.rungs[0].reference.config)}"
+    head += f"\n{main_settings(ladder.rungs[0].reference.config)}"
     rows = []
     for number, comparison in enumerate(ladder.rungs, start=1):
         one = comparison.reference.config

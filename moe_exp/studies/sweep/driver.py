@@ -204,7 +204,7 @@ def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
     cases = f"{len(rows)} case{'s' if len(rows) > 1 else ''}"
     return (
         f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them"
-        f" warm-up: {said}\n  {main_settings(rows[0].case.config)}"
+        f" warm-up: {said}; {main_settings(rows[0].case.config)}"
     )
 
 

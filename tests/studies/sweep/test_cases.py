@@ -182,7 +182,7 @@ def test_a_dry_run_says_what_would_run_and_touches_nothing(tmp_path, monkeypatch
     assert (
         head
         == "sweeps/cpu_layers_4_hidden_32_experts_64_GBS_32: 4 cases of 10 iterations, 3 of them warm-up: 3"
-        " to run, 1 rejected"
+        " to run, 1 rejected; PRESET=cpu DTYPE=fp32 OPTIMIZER=muon"
     )
     assert [line.split()[:2] for line in lines] == [
         ["left", "gpus_1_TP_1_PP_1_EP_1_MBS_1"],
