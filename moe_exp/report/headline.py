@@ -141,7 +141,7 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
     """Which run is better and by how much at equal tokens, or the loss of a single run.
 
     Returns:
-        One sentence, and what the seeds say about it; the second is empty with one seed of each.
+        One sentence, and what the seeds say about it and which runs it leaves out; the second may be empty.
     """
     if len(runs) == 1:
         return _single(runs[0]), ""
@@ -166,7 +166,9 @@ def headline(runs: Sequence[Run]) -> tuple[str, str]:
             f"{best.group.name} is the best of {number} by {found.lead:.4f} at equal tokens, before"
             f" {second.group.name}: {losses}"
         )
-    return f"{text}.", _seeds(best, second)
+    refused = _refused(runs)
+    left_out = f"Left out: {'; '.join(refused)}." if refused else ""
+    return f"{text}.", " ".join(filter(None, (_seeds(best, second), left_out)))
 
 
 def _single(run: Run) -> str:
@@ -182,10 +184,13 @@ def _single(run: Run) -> str:
     return f"{run.name} has {what} of {loss:.4f} {NATS}{after}."
 
 
-def _reasons(runs: Sequence[Run]) -> str:
+def _refused(runs: Sequence[Run]) -> list[str]:
     window = window_of(runs)
-    reasons = [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
-    if reasons:
+    return [f"{run.name} {reason}" for run in runs if (reason := why_not_compared(run, window))]
+
+
+def _reasons(runs: Sequence[Run]) -> str:
+    if reasons := _refused(runs):
         return f": {'; '.join(reasons)}"
     if loss_unit(runs) is None:
         return ": their tokenizers differ, and bits per byte are not known for all"

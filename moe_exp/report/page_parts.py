@@ -34,6 +34,7 @@ from moe_exp.report.headline import (
     amount_text,
     difference,
     headline,
+    opposite_text,
     other_winners,
     pair_text,
     pairs,
@@ -160,9 +161,11 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
     if len(found) <= _MOST_CARDS:
         cards = "".join(_card(one, rankings) for one in found)
         return f'<h3>{title}</h3><div class="cards">{cards}</div>{how(_PARITY_RULE)}'
-    rows = []
+    rows, opposite = [], ""
     for one in found:
         pair = f"{escape(one.run.name)} against {escape(one.other.name)}"
+        if text := opposite_text(one, rankings.get("consumed_tokens")):
+            opposite += f"<p>{pair}:{escape(text)}</p>"
         if one.reason:
             cells = f'<td class="text" colspan="4">{escape(one.reason)}</td>'
         else:
@@ -171,7 +174,7 @@ def parity_html(found: Sequence[Parity], rankings: Mapping[Axis, Ranking]) -> st
             cells = "".join(f"<td>{text}</td>" for text in (loss, *(percent(share, 0) for share in shares)))
         rows.append(f'<tr><th scope="row">{pair}</th>{cells}</tr>')
     head = ["run", "loss that both reach", "of the tokens", "of the FLOPs", "of the time"]
-    return f"<h3>{title}</h3>{table(head, rows, title, css='scroll tall')}{how(_PARITY_RULE)}"
+    return f"<h3>{title}</h3>{table(head, rows, title, css='scroll tall')}{opposite}{how(_PARITY_RULE)}"
 
 
 def _card(found: Parity, rankings: Mapping[Axis, Ranking]) -> str:

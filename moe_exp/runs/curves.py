@@ -241,6 +241,10 @@ def _draw_line(axes: Any, color: str, name: str, seeds: Sequence[Points]) -> Non
     x, y = map(np.array, seeds[0])
     if len(seeds) > 1:
         name, x = f"{name} ({len(seeds)} seeds)", shared_points([np.array(points[0]) for points in seeds])
+        for points in seeds:  # beyond what all have reached
+            single_x, single_y = map(np.array, points)
+            beyond = single_x >= x[-1] if len(x) else np.ones(len(single_x), bool)
+            axes.plot(single_x[beyond], single_y[beyond], color=color, linestyle=":", linewidth=1)
         values = np.array([np.interp(x, *points) for points in seeds])
         axes.fill_between(x, values.min(axis=0), values.max(axis=0), color=color, alpha=0.2, linewidth=0)
         y = values.mean(axis=0)

@@ -138,10 +138,11 @@ def problems_before_start(
     memory.slurm_silent = (memory.slurm_silent or now) if silent else 0.0
     if silent:
         return dict(_silent(silent, memory, now))
-    if queue is None or not (queue.all_jobs or memory.busy):
+    if queue is None:  # without jobs to ask for, or without squeue, which is a problem of its own
+        add = "" if jobs else "; before its first job starts, add --slurm-name"
+        return {} if memory.busy else {"unknown": f"{missing}. Fix: {_NAME_IT}{add}."}
+    if not (queue.all_jobs or memory.busy):
         # The path, or the name of the jobs, may be misspelt.
-        if queue is None:
-            return {"unknown": f"{missing}. Fix: {_NAME_IT}; before its first job starts, add --slurm-name."}
         queued = f"and no job {jobs} is queued"
         return {"unknown": f"{missing}, {queued}. Fix: {_NAME_IT}, and check --slurm-name."}
     memory.busy = now if not memory.busy or queue.running else memory.busy

@@ -137,7 +137,7 @@ class Watchdog:
         queue, silent, missing = self._queue(run, job_ids)
         if job_ids:  # `moe-exp slurm` made the folder: its name is right
             check.memory.busy = check.memory.busy or now
-        jobs = f"of {submitted}" if job_ids else f"named {run.slurm_name}"
+        jobs = f"of {submitted}" if job_ids else f"named {run.slurm_name}" if run.slurm_name else ""
         check.found = problems_before_start(
             queue, silent, check.memory, self.limits, now, jobs=jobs, missing=no_folder(run.path)
         )

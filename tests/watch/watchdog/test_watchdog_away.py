@@ -145,5 +145,16 @@ def test_without_squeue_a_missing_folder_is_unknown(tmp_path, monkeypatch):
     dog = Watchdog([Watched(tmp_path / "later", "big_run")], [], folder=tmp_path / "state")
     (check,) = dog.check()
     assert check.is_unknown
-    assert "is no run folder" in check.found["unknown"]
+    assert "is no run folder" in check.found["unknown"] and "--slurm-name" not in check.found["unknown"]
     assert "squeue: is not on PATH" in check.found["no_squeue"]
+
+
+def test_without_squeue_a_run_that_was_seen_queued_is_not_unknown(queue, tmp_path, monkeypatch):
+    """As under cron, whose PATH lacks it."""
+    queue.lines.write_text(PENDING)
+    watched = [Watched(tmp_path / "later", "big_run")]
+    (seen,) = Watchdog(watched, [], folder=tmp_path / "state").check()
+    assert not seen.is_unknown
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (check,) = Watchdog(watched, [], folder=tmp_path / "state").check()
+    assert not check.is_unknown and set(check.found) == {"no_squeue"}
