@@ -55,7 +55,13 @@ from moe_exp.launch.torchrun_job import (
 )
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
-from moe_exp.runs.run_folder import LATEST, RunFolder, changes_of_resume, changes_text
+from moe_exp.runs.run_folder import (
+    LATEST,
+    RunFolder,
+    changes_of_resume,
+    changes_text,
+    run_folder_problems,
+)
 from moe_exp.runs.summary import Caller
 from moe_exp.watch.hangs.monitor import HangWatch
 
@@ -265,6 +271,8 @@ def start_of(config: Config) -> Start:
     Raises:
         ConfigError: the run does not resume there with this GBSZ.
     """
+    if run_folder_problems(config):
+        return BEGIN
     if not (RunFolder.of(config).checkpoints / LATEST).exists() and not config.load_dir:
         return BEGIN
     from moe_exp.checkpoint.format.settings import resume_start

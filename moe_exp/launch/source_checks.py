@@ -36,6 +36,8 @@ def _source_checks(config: Config) -> tuple[list[str], list[str]]:
             refuse_other_checkpoint(config, folder, common)
     except ConfigError as error:
         return error.problems, []
+    except LookupError:
+        return [], []
     except ValueError as error:
         return [str(error)], []
     if RunFolder.of(config).skipped_samples.exists():
@@ -45,24 +47,33 @@ def _source_checks(config: Config) -> tuple[list[str], list[str]]:
 
 def _source(config: Config) -> tuple[Path | None, Mapping[str, Any]]:
     """The iteration's folder and its values beside tensors; None for a start at iteration 0, or from a store.
-    Raises a ValueError if no checkpoint can be read.
+
+    Raises:
+        ValueError: LOAD_DIR has no checkpoint that can be read.
+        LookupError: nor has the run folder. The ranks say what is damaged.
     """
     own, given = RunFolder.of(config).checkpoints, Path(config.load_dir).expanduser()
-    wrong: ValueError | None = None
-    for place in (own, given) if config.load_dir and not is_url(config.load_dir) else (own,):
-        if not place.exists():
-            continue
+    if own.exists():
         from moe_exp.checkpoint.format.folders import usable
-        from moe_exp.checkpoint.format.torch_dist import read_common
 
-        for folder in usable(place):
-            try:
-                return folder, read_common(folder)
-            except ValueError as error:  # a start takes the one before
-                wrong = wrong or error
-        if wrong is not None:
-            raise wrong
-    return None, {}
+        if usable(own):
+            return _readable(own, LookupError)
+    if not config.load_dir or is_url(config.load_dir):
+        return None, {}
+    return _readable(given, ValueError)
+
+
+def _readable(place: Path, failure: type[Exception]) -> tuple[Path, Mapping[str, Any]]:
+    from moe_exp.checkpoint.format.folders import usable
+    from moe_exp.checkpoint.format.torch_dist import read_common
+
+    wrong = f"{place}: has no checkpoint"
+    for folder in usable(place):
+        try:
+            return folder, read_common(folder)
+        except ValueError as error:  # a start takes the one before
+            wrong = str(error)
+    raise failure(wrong)
 
 
 def _data_checks(

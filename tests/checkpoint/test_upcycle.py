@@ -235,7 +235,10 @@ def losses_on_a_rank(settings: dict[str, Any], port: int) -> tuple[list[float], 
     job, _ = build(config, rank)
     assert job.valid_stream is not None
     train, valid = (
-        [float(loss) for loss in forward_backward(job, stream, 0, config.num_microbatches, forward_only=True)]
+        [
+            float(total / count)
+            for total, count in forward_backward(job, stream, 0, config.num_microbatches, forward_only=True)
+        ]
         for stream in (job.train_stream, job.valid_stream)
     )
     logits = None

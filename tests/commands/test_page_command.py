@@ -32,7 +32,7 @@ def test_a_page(tmp_path, capsys):
     page = out.read_text()
     assert capsys.readouterr().out == f"wrote {bytes_text(len(page.encode()))}: open {out}\n"
     assert len(page) < 300_000
-    assert "experts reaches the loss of dense (4." in page
+    assert "experts reaches the validation loss of dense (4." in page
     # one link, and nothing that is fetched
     assert not re.search(r'(src|href)="(?!https://github.com/leeoniya/uPlot"|#)', page)
     runs = data_of(page)["runs"]
@@ -58,7 +58,7 @@ def test_markdown(tmp_path, capsys):
         "**experts is better than dense by 1.0000 at equal tokens: validation loss 3.0500 against 4.0500 nats"
         " per token, after 20.48K tokens each.**"
     )
-    assert sum(line.startswith("experts reaches the loss of dense") for line in lines) == 1
+    assert sum(line.startswith("experts reaches the validation loss of dense") for line in lines) == 1
     assert "| USE\\_MOE | false | true |" in lines
 
 

@@ -21,6 +21,7 @@ from moe_exp.launch.source_checks import source_problems, stage_lines
 from moe_exp.runs.run_folder import RunFolder
 
 SIZE = {"vocab_size": 1000, "seq_len": 16, "mbsz": 2, "gbsz": 8, "train_iters": 100, "eval_interval": 0}
+SIZE |= {"lr_decay_style": "constant", "warmup_iters": 0}  # so that GBSZ may change at a resume
 
 
 @pytest.fixture
@@ -52,7 +53,8 @@ def save(config: Config, folder: Path | None = None, *, placed: Config | None = 
     order = order_of_files(placed or config)
     assert order is not None
     progress = {"iteration": 10, "consumed_samples": 80, "sample_order": order.facts(), "skipped_samples": []}
-    torch.save({"config": config.model_dump(), "progress": progress}, iteration / "common.pt")
+    common = {"config": config.model_dump(), "progress": progress, "scheduler": {"num_steps": 80}}
+    torch.save(common, iteration / "common.pt")
     (iteration / "metadata.json").write_text("{}")
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("10")
     return checkpoints

@@ -21,6 +21,7 @@ import orjson
 import xxhash
 
 from moe_exp.config import problem, setting_error
+from moe_exp.host.files import regular
 
 logger = logging.getLogger(__name__)
 
@@ -392,7 +393,7 @@ def _eod_candidates(content: dict[str, Any], files: Mapping[str, dict[str, Any]]
 
 def _optional_json(path: Path) -> dict[str, Any]:
     try:
-        content = orjson.loads(path.read_bytes())
+        content = orjson.loads(regular(path).read_bytes())
     except FileNotFoundError:
         return {}
     except ValueError as error:
