@@ -138,7 +138,12 @@ def test_plot_draws_seeds_as_a_band_and_names_lines_by_what_differs(tmp_path):
         path = write_run(tmp_path / name, [*records, stage], use_moe=use_moe, seed=seed, lr=lr)
         runs.append(moe_exp.load_run(path))
     axes = runs[0].plot(*runs[1:]).axes[0]
-    lines = {line.get_label(): (line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines}
+    drawn = {line.get_label(): (line.get_xdata().tolist(), line.get_ydata().tolist()) for line in axes.lines}
+    lines = {label: points for label, points in drawn.items() if not label.startswith("_")}
+    # each seed to its end, beyond what all have reached
+    assert sorted(points for label, points in drawn.items() if label.startswith("_")) == [
+        ([3], [17.0]), ([3, 4], [7.0, 6.0]), ([4], [6.0]), ([4], [26.0]),
+    ]  # fmt: skip
     assert lines == {
         "dense, LR=0.001 (2 seeds)": ([1, 2, 3], [14, 13, 12]),  # of 9, 8, 7 and 19, 18, 17
         "dmoe, LR=0.001 (2 seeds)": ([1, 2, 3, 4], [19, 18, 17, 16]),

@@ -47,7 +47,7 @@ def in_script(text: str) -> dict[str, str]:
 def submitted(command: str, environ: dict[str, str], folder: Path) -> tuple[Config, dict[str, str]]:
     """The settings that the command shows, and what its job gives to the launcher."""
     if command == "slurm":
-        job = plan_job({}, environ)
+        job = plan_job({"disk_check": "none"}, environ)
         return job.config, in_script(script_of(job))
     if command == "sweep":
         lists = {"TPS": "1", "PPS": "1", "EPS": "1", "MBSZS": "1", "EXECUTOR": "slurm"}

@@ -16,6 +16,7 @@ from helpers.planner.planned import LARGE, write_profile
 from moe_exp import cli
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.host.processes import own_command
 from moe_exp.planner.fit.measured import MEASURED_RUNS, job_of_row, read_runs
 from moe_exp.planner.prediction import CONSTANTS
 
@@ -261,7 +262,8 @@ def test_an_exported_file_is_one_for_config(plan, tmp_path, capsys):
     path = tmp_path / "my topo.env"
     printed = plan(*arguments, "--export", str(path))
     assert "layouts tried" in printed.out
-    assert printed.out.endswith(f"{path}: written, for\n  moe-exp train --config '{path}'\n")
+    command = shlex.join([*own_command(), "train", "--config", str(path)])
+    assert printed.out.endswith(f"{path}: written, for\n  {command}\n")
     settings = {one for one in shlex.split(path.read_text(), comments=True) if not one.endswith("=")}
     assert cli.main(["train", "--config", str(path), "--dry-run", "--disk-check", "none"]) == 0
     shown = dict(line.split("  # ") for line in capsys.readouterr().out.splitlines() if "  # " in line)
