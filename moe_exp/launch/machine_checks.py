@@ -42,7 +42,7 @@ from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
 from moe_exp.host.files import bytes_text, expanded, is_url, read_yaml
 from moe_exp.launch.room import disk_problems
-from moe_exp.launch.source_checks import read_checkpoint, source_problems
+from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
 from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
 from moe_exp.runs.run_folder import LATEST, RunFolder, lock_problems, run_folder_problems
@@ -438,19 +438,8 @@ def _upcycle_from(c: Config) -> Iterator[str]:
         yield problem("upcycle_from", c.upcycle_from, "has no checkpoint", fix)
         return
     settings = folder.absolute().parent.parent / "config.yaml"
-    if settings.is_file():
+    if settings.is_file():  # else the checkpoint was moved; `upcycle` reads the settings in it
         yield from _dense_problems(c, settings)
-        return
-    try:  # the checkpoint was moved
-        common = read_checkpoint(folder)
-    except ValueError as error:
-        yield f"UPCYCLE_FROM={error}"
-        return
-    if "config" in common:
-        yield from dense_problems(c, common["config"])
-    else:
-        rule = "was not written by this package"
-        yield problem("upcycle_from", c.upcycle_from, rule, "name a run of it")
 
 
 def _dense_problems(c: Config, settings: Path) -> list[str]:

@@ -65,25 +65,15 @@ def _source(config: Config) -> tuple[Path | None, Mapping[str, Any]]:
 
 def _readable(place: Path, failure: type[Exception]) -> tuple[Path, Mapping[str, Any]]:
     from moe_exp.checkpoint.format.folders import usable
+    from moe_exp.checkpoint.format.torch_dist import read_common
 
     wrong = f"{place}: has no checkpoint"
     for folder in usable(place):
         try:
-            return folder, read_checkpoint(folder)
+            return folder, read_common(folder)
         except ValueError as error:  # a start takes the one before
             wrong = str(error)
     raise failure(wrong)
-
-
-def read_checkpoint(folder: Path) -> Mapping[str, Any]:
-    """Values of an iteration's folder beside tensors; ValueError if a file is missing or has another size."""
-    from moe_exp.checkpoint.format.folders import Manifest, damages
-    from moe_exp.checkpoint.format.torch_dist import read_common
-
-    manifest = Manifest.read(folder)
-    if manifest and (damage := next(damages(folder, manifest.files, checksums=False), "")):
-        raise ValueError(f"{damage}. Fix: restore the file, or use another checkpoint.")
-    return read_common(folder)
 
 
 def _data_checks(

@@ -89,18 +89,6 @@ def test_what_a_start_would_refuse(changes, refused, here, tmp_path):
             assert problems[0] in check_files(config)
 
 
-def test_a_damaged_checkpoint(here, tmp_path):
-    """By its files' sizes; that of the run itself is left to the ranks, which take the one before."""
-    load_dir = save(here(run_name="other"), tmp_path / "saved")
-    entries = {"common.pt": {"bytes": 5, "xxh3_128": ""}}
-    manifest = {"format_version": 1, "files": entries, "iteration": 10, "facts": {}}
-    Path(load_dir / "iter_0000010" / "manifest.json").write_text(json.dumps(manifest))
-    (line,) = source_problems(here(load_dir=load_dir))
-    assert "common.pt: has" in line and "instead of 5. Fix: restore" in line
-    moved = here(upcycle_from=load_dir)
-    assert any("common.pt: has" in line for line in check_files(moved))
-
-
 @pytest.mark.parametrize(
     ("stage", "changes", "refused", "line"),
     [
