@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -21,7 +22,10 @@ from moe_exp.checkpoint.format.folders import (
     usable,
 )
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, read_common
+from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config.model_changes import model_changes
 from moe_exp.engine.runtime import from_first_rank
+from moe_exp.runs.run_folder import LATEST
 
 logger = logging.getLogger(__name__)
 
@@ -40,16 +44,35 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
     `checksums` the ranks read all files, otherwise their sizes. Raises a ValueError on every rank, if no
     checkpoint is whole, or the newest is of a newer format.
     """
-    lines: list[str] = []
-    for folder in from_first_rank(lambda: usable(path)):
-        if newest is not None and iteration_of(folder) > newest:
-            continue
+    folders = from_first_rank(lambda: usable(path))
+    folders = [one for one in folders if newest is None or iteration_of(one) <= newest]
+
+    def logged_damage(folder: Path) -> str:
         damage = _damage(folder, checksums=checksums)
+        if damage and torch.distributed.get_rank() == 0:
+            logger.warning("damaged checkpoint: %s", damage)
+        return damage
+
+    return _first_whole(path, folders, logged_damage)
+
+
+def find_source_here(path: Path) -> Source | None:
+    """`find_source` in one process without a process group; of files it compares the sizes alone."""
+    return _first_whole(path, usable(path), _damage_by_sizes)
+
+
+def _damage_by_sizes(folder: Path) -> str:
+    damage, files = contents(folder)
+    return damage or next(damages(folder, files, checksums=False), "")
+
+
+def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path], str]) -> Source | None:
+    lines: list[str] = []
+    for folder in folders:
+        damage = damage_of(folder)
         if not damage:
             return Source(folder, tuple(lines))
         lines.append(damage)
-        if torch.distributed.get_rank() == 0:
-            logger.warning("damaged checkpoint: %s", damage)
     if lines:
         others = f" (and {len(lines) - 1} older ones)" if len(lines) > 1 else ""
         raise ValueError(
@@ -108,3 +131,50 @@ def _short_file(reader: CheckpointReader) -> str:
         if (size := path.stat().st_size) < end:
             return f"{path}: has {size} bytes, at least {end} were written"
     return ""
+
+
+def dense_source(config: Config, find: Callable[[Path], Source | None]) -> Path:
+    """The iteration's folder that UPCYCLE_FROM means. `find`: refuses what is damaged, as `find_source`.
+
+    Raises:
+        ValueError: it has no whole checkpoint, or not that of a dense run of the same sizes; a line each.
+    """
+    folder = _dense_checkpoint(config)
+    if folder is None:
+        fix = "name the checkpoints folder of a dense run, or the folder of one of its iterations"
+        raise ConfigError([problem("upcycle_from", config.upcycle_from, "has no checkpoint", fix)])
+    find(folder)
+    dense = read_common(folder).get("config")
+    if dense is None:
+        rule, fix = "was not written by this package", "name a run of it"
+        raise ConfigError([problem("upcycle_from", config.upcycle_from, rule, fix)])
+    if problems := dense_problems(config, dense):
+        raise ConfigError(problems)
+    return folder
+
+
+def _dense_checkpoint(c: Config) -> Path | None:
+    """The iteration folder that UPCYCLE_FROM names, or the newest in the checkpoints folder that it names."""
+    folder = Path(c.upcycle_from).expanduser()
+    if (folder / LATEST).is_file():
+        latest = (folder / LATEST).read_text(errors="replace").strip()
+        if not re.fullmatch("[0-9]{1,12}", latest):
+            return None
+        folder /= f"iter_{int(latest):07d}"
+    return folder if (folder / "metadata.json").is_file() else None
+
+
+def dense_problems(c: Config, dense: Mapping[str, Any]) -> list[str]:
+    """Why this run cannot start from the dense run with settings `dense`."""
+    if dense.get("use_moe"):
+        return [
+            problem(
+                "upcycle_from",
+                c.upcycle_from,
+                "is the checkpoint of an MoE run",
+                "name a run with USE_MOE=false",
+            )
+        ]
+    source = f"the dense run UPCYCLE_FROM={c.upcycle_from}"
+    shapes, functions = model_changes(c.model_copy(update={"use_moe": False}), dense, source)
+    return [change.problem(source) for change in shapes + functions]

@@ -31,14 +31,12 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format.keys import CheckpointKeys, model_state
 from moe_exp.checkpoint.format.sharded_load import load_sharded
-from moe_exp.checkpoint.format.torch_dist import read_common
-from moe_exp.checkpoint.integrity import find_source
+from moe_exp.checkpoint.integrity import dense_source, find_source
 from moe_exp.checkpoint.state import Trained, parameters_in_sync, sharding_metadata, unwrapped
 from moe_exp.config import Config
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
 from moe_exp.layers.megatron.moe_parts import MegatronExperts
-from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
 
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
@@ -87,20 +85,7 @@ def upcycle(config: Config, runtime: Runtime, trained: Trained) -> str:
     which are the same in every layout, but for the equal rows of virtual groups. Returns what was done, in a
     line. Raises a ValueError if the checkpoint is not that of a dense run of the same sizes.
     """
-    folder = dense_checkpoint(config)
-    if folder is None:
-        raise ValueError(
-            f"UPCYCLE_FROM={config.upcycle_from}: has no checkpoint. Fix: name the checkpoints folder of a"
-            " dense run."
-        )
-    find_source(folder, checksums=config.verify_checkpoint)  # refuses what is damaged
-    dense = read_common(folder).get("config")
-    if dense is None:
-        raise ValueError(
-            f"UPCYCLE_FROM={config.upcycle_from}: was not written by this package. Fix: name a run of it."
-        )
-    if problems := dense_problems(config, dense):
-        raise ValueError("\n".join(problems))
+    folder = dense_source(config, partial(find_source, checksums=config.verify_checkpoint))
     keys = CheckpointKeys.read(folder)
     experts = {layer: module.experts for layer, module in moe_layers(list(trained.model))}
     with torch.no_grad(), parameters_in_sync(trained.model):

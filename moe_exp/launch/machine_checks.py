@@ -40,11 +40,10 @@ from moe_exp.data.tokens.ranged import prefix_of
 from moe_exp.data.tokens.tokenizer import load_named_tokenizer, tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
-from moe_exp.host.files import bytes_text, expanded, is_url, read_yaml
+from moe_exp.host.files import bytes_text, expanded, is_url
 from moe_exp.launch.room import disk_problems
 from moe_exp.launch.source_checks import source_problems
 from moe_exp.launch.torchrun_job import port_problem
-from moe_exp.runs.dense_run import dense_checkpoint, dense_problems
 from moe_exp.runs.run_folder import LATEST, RunFolder, lock_problems, run_folder_problems
 
 
@@ -429,29 +428,16 @@ def _data_of_converted(c: Config) -> Iterator[str]:
                 yield problem("train_data", "", rule, "set TRAIN_DATA, to text or token files")
 
 
-def _upcycle_from(c: Config) -> Iterator[str]:
-    if not c.upcycle_from or not c.use_moe:
-        return
-    folder = dense_checkpoint(c)
-    if folder is None:
-        fix = "name the checkpoints folder of a dense run, or the folder of one of its iterations"
-        yield problem("upcycle_from", c.upcycle_from, "has no checkpoint", fix)
-        return
-    settings = folder.absolute().parent.parent / "config.yaml"
-    if settings.is_file():  # else the checkpoint was moved; `upcycle` reads the settings in it
-        yield from _dense_problems(c, settings)
+def _upcycle_from(c: Config) -> list[str]:
+    if not c.upcycle_from or not c.use_moe or training_problem():
+        return []
+    from moe_exp.checkpoint.integrity import dense_source, find_source_here
 
-
-def _dense_problems(c: Config, settings: Path) -> list[str]:
     try:
-        dense = read_yaml(settings)
-        if not isinstance(dense, Mapping):
-            raise ValueError("it holds no settings")
-        return dense_problems(c, dense)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        rule = f"{settings} cannot be read ({' '.join(str(error).split())})"
-        fix = "restore the file, or remove it: the checkpoint holds the settings as well"
-        return [problem("upcycle_from", c.upcycle_from, rule, fix)]
+        dense_source(c, find_source_here)
+    except ValueError as error:
+        return str(error).splitlines()
+    return []
 
 
 def _data_dir(c: Config) -> Iterator[str]:

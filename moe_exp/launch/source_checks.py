@@ -36,8 +36,6 @@ def _source_checks(config: Config) -> tuple[list[str], list[str]]:
             refuse_other_checkpoint(config, folder, common)
     except ConfigError as error:
         return error.problems, []
-    except LookupError:
-        return [], []
     except ValueError as error:
         return [str(error)], []
     if RunFolder.of(config).skipped_samples.exists():
@@ -49,31 +47,27 @@ def _source(config: Config) -> tuple[Path | None, Mapping[str, Any]]:
     """The iteration's folder and its values beside tensors; None for a start at iteration 0, or from a store.
 
     Raises:
-        ValueError: LOAD_DIR has no checkpoint that can be read.
-        LookupError: nor has the run folder. The ranks say what is damaged.
+        ValueError: no checkpoint of the run folder, or of LOAD_DIR, is whole.
     """
     own, given = RunFolder.of(config).checkpoints, Path(config.load_dir).expanduser()
     if own.exists():
-        from moe_exp.checkpoint.format.folders import usable
+        from moe_exp.checkpoint.format.folders import REPLACED, usable
 
+        if any(own.glob(f"iter_*{REPLACED}")):
+            return None, {}  # of a run that was killed while it saved: the ranks first tidy up
         if usable(own):
-            return _readable(own, LookupError)
+            return _newest(own)
     if not config.load_dir or is_url(config.load_dir):
         return None, {}
-    return _readable(given, ValueError)
+    return _newest(given)
 
 
-def _readable(place: Path, failure: type[Exception]) -> tuple[Path, Mapping[str, Any]]:
-    from moe_exp.checkpoint.format.folders import usable
+def _newest(place: Path) -> tuple[Path | None, Mapping[str, Any]]:
     from moe_exp.checkpoint.format.torch_dist import read_common
+    from moe_exp.checkpoint.integrity import find_source_here
 
-    wrong = f"{place}: has no checkpoint"
-    for folder in usable(place):
-        try:
-            return folder, read_common(folder)
-        except ValueError as error:  # a start takes the one before
-            wrong = str(error)
-    raise failure(wrong)
+    source = find_source_here(place)
+    return (source.folder, read_common(source.folder)) if source else (None, {})
 
 
 def _data_checks(

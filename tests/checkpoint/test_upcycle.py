@@ -16,6 +16,7 @@ from torch import Tensor
 from helpers.layers.references import formula
 from helpers.ranks import RankError, free_port, run_on_ranks
 from helpers.whole_runs import SMALL, EndedRun, Runs
+from moe_exp.checkpoint.integrity import dense_problems
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.launch.machine_checks import check_files
@@ -24,7 +25,6 @@ from moe_exp.layers.experts import ACTIVATIONS, Experts
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
-from moe_exp.runs.dense_run import dense_problems
 
 HIDDEN, FFN, TOKENS = 16, 24, 50
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
-import torch
 
+from helpers.checkpoint.ckpt_files import write_without_tensors
 from helpers.whole_runs import SMALL
 from moe_exp.config import Config, load_config
 from moe_exp.config.checks.data import with_stage_begins
@@ -48,14 +48,11 @@ def save(config: Config, folder: Path | None = None, *, placed: Config | None = 
     stages as training began them.
     """
     checkpoints = RunFolder.of(config).checkpoints if folder is None else folder
-    iteration = checkpoints / "iter_0000010"
-    iteration.mkdir(parents=True)
     order = order_of_files(placed or config)
     assert order is not None
     progress = {"iteration": 10, "consumed_samples": 80, "sample_order": order.facts(), "skipped_samples": []}
     common = {"config": config.model_dump(), "progress": progress, "scheduler": {"num_steps": 80}}
-    torch.save(common, iteration / "common.pt")
-    (iteration / "metadata.json").write_text("{}")
+    write_without_tensors(checkpoints / "iter_0000010", common)
     (checkpoints / "latest_checkpointed_iteration.txt").write_text("10")
     return checkpoints
 

@@ -179,11 +179,23 @@ def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
     """Describes what `run_sweep` would do, a line per case. Touches nothing.
 
     Raises:
+        ConfigError: data or folders with which no case can run.
         ValueError: the folder belongs to a sweep with other settings.
     """
     _compare(sweep)
     rows = sweep.rows(retry_failed=retry_failed)
+    _check_files(rows, with_space=False)
     return "\n".join([_head(sweep, rows), *_case_lines(rows)])
+
+
+def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
+    """The cases that are left; raises ConfigError if what all need of files and folders is wrong."""
+    left = [row.case for row in rows if row.status == "left"]
+    # With a run folder that does not exist: the case's own may still be held by a killed sweep.
+    config = left[0].config.model_copy(update={"run_name": "none"}) if left else None
+    if config and (problems := check_files(config, with_space=with_space)):
+        raise ConfigError(problems)
+    return left
 
 
 def plan_text(sweep: Sweep, rows: Sequence[Row]) -> str:
@@ -240,10 +252,7 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     """
     rows = sweep.rows(retry_failed=retry_failed)
     cases = [row.case for row in rows]
-    left = [row.case for row in rows if row.status == "left"]
-    # With a run folder that does not exist: the case's own may still be held by a killed sweep.
-    if left and (problems := check_files(left[0].config.model_copy(update={"run_name": "none"}))):
-        raise ConfigError(problems)
+    left = _check_files(rows)
     with held(sweep.folder, f"SWEEP_NAME={sweep.name}", "sweep"):
         _compare(sweep)
         write_json(sweep.folder / "sweep.json", _shared_settings(sweep))

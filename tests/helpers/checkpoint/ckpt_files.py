@@ -4,12 +4,14 @@ without ranks.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
 
 from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
@@ -112,3 +114,11 @@ def flip_bit(path: Path, offset: int) -> None:
     content = bytearray(path.read_bytes())
     content[offset] ^= 1
     path.write_bytes(content)
+
+
+def write_without_tensors(folder: Path, common: dict[str, Any] | None = None) -> None:
+    """A whole checkpoint in `folder` that has no tensors, as far as it is looked at before a start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(common or {}, folder / "common.pt")
+    (folder / "metadata.json").write_text("{}")
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state_dict_metadata={}, storage_data={})))

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from helpers.checkpoint.ckpt_files import write_without_tensors
 from helpers.slurm.stand_in import wait_for
 from helpers.whole_runs import ROOT, TINY, Runs, clean_environ
 from moe_exp.runs.records import read_metrics
@@ -75,6 +76,7 @@ def test_failures_of_another_chain_or_before_a_checkpoint_do_not_count(chain):
     # a job saved, and was killed before it could forget the failure
     latest = chain.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
     latest.write_text("500")
+    write_without_tensors(latest.parent / "iter_0000500")
     assert chain.cluster.run() == (101, 1)
     assert chain.cluster.states() == ["PENDING"]
     chain.cluster.cancel(101)

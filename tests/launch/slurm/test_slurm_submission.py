@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
+from helpers.checkpoint.ckpt_files import write_without_tensors
 from helpers.whole_runs import ROOT
 from moe_exp.cli import main
 from moe_exp.config import load_config
@@ -82,7 +83,7 @@ def test_dry_run_warns_of_a_small_disk_that_a_submission_refuses(is_resumed, cha
     for name, value in chain.environ("75", TRAIN_ITERS=1000, SAVE_INTERVAL=10).items():
         monkeypatch.setenv(name, value)
     if is_resumed:  # room for the next checkpoint, but not until the end: a warning in both
-        (chain.folder / "checkpoints" / "iter_0000010").mkdir(parents=True)
+        write_without_tensors(chain.folder / "checkpoints" / "iter_0000010")
     usage = shutil.disk_usage("/")._replace(free=10**8 if is_resumed else 10**6)
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     assert main(["slurm", "--dry-run"]) == 0
