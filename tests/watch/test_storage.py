@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.checkpoint.ckpt_files import write_without_tensors
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config, to_yaml
 from moe_exp.launch.machine_checks import check_files
@@ -208,7 +209,7 @@ def test_a_disk_that_cannot_hold_the_run(tmp_path, disk):
     assert problems(disk_check="none") == problems(save_interval=0, save_at_end=False) == []
     # Those that are there need no room any more.
     for iteration in range(100, 1000, 100):
-        (tmp_path / "x" / "checkpoints" / f"iter_{iteration:07d}").mkdir(parents=True)
+        write_without_tensors(tmp_path / "x" / "checkpoints" / f"iter_{iteration:07d}")
     disk(1.5 * one)
     assert problems() == []
 
@@ -221,7 +222,7 @@ def test_a_run_that_goes_on_needs_room_for_its_next_checkpoint_only(tmp_path, di
     one = disk_use(config()).one_bytes
     disk(1.5 * one)
     assert [len(lines) for lines in room()] == [1, 0]  # a first start
-    (tmp_path / "x" / "checkpoints" / "iter_0000100").mkdir(parents=True)
+    write_without_tensors(tmp_path / "x" / "checkpoints" / "iter_0000100")
     refused, (warning,) = room()
     assert refused == []
     assert "until iteration 1000: 9 checkpoints of " in warning

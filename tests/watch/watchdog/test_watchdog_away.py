@@ -92,8 +92,10 @@ def test_a_name_that_is_neither_a_folder_nor_a_queued_job(queue, run, tmp_path, 
     """A typo ends with 2 and is alerted, also from cron; the other runs are checked all the same."""
     alerts = tmp_path / "alerts.log"
     command = ["watch", "run", str(run.path), str(tmp_path / "typo"), "--state", str(tmp_path / "state")]
-    command += ["--slurm-name", "big_run", "--slurm-name", "other_name", "--alert-file", str(alerts)]
-    line = f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named other_name is "
+    command += ["--slurm-name", "big_run", "--slurm-name", "other", "--alert-file", str(alerts)]
+    line = (
+        f"RUN_DIR={tmp_path / 'typo'}: is no run folder, as it has no config.yaml, and no job named other is "
+    )
     for _ in range(2):
         assert main(command) == 2
         printed = capsys.readouterr()
