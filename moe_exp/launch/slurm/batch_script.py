@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 
 from moe_exp.config import Config, ConfigError, module_arguments, problem
+from moe_exp.config.data_stages import stage_blends
 from moe_exp.config.presets import preset_values
 from moe_exp.config.setting_types import NOT_ONE_LINE_RULE, as_given, blend_members, is_one_line
 from moe_exp.host.files import is_url
@@ -201,7 +202,7 @@ def own_folders(job: RunJob) -> list[str]:
 
 
 def _data_folders(config: Config) -> list[Path]:
-    blends = (config.train_data, config.valid_data)
+    blends = (config.train_data, config.valid_data, *stage_blends(config))
     members = [name for blend in blends for _, name in blend_members(blend) if not is_url(name)]
     places = [Path(name).parent for name in members]
     places += [Path(config.tokenizer).parent] if config.tokenizer else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -163,15 +164,17 @@ def test_containers(settings, srun, launcher, chain, tmp_path):
 
 def test_folders_that_a_container_has_to_see(chain, tmp_path):
     (tmp_path / "x.sif").touch()
-    for name in ("a b", "c,d"):
+    for name in ("a b", "c,d", "later"):
         (tmp_path / name).mkdir()
         with BinIdxWriter(tmp_path / name / "train", vocab_size=4096) as writer:
             writer.add_document(list(range(1, 4000)))
     spaced = {"TRAIN_DATA": tmp_path / "a b" / "train", "EVAL_INTERVAL": 0}
-    lines = chain.submit("75", "--dry-run", CONTAINER="x.sif", **spaced).stdout.splitlines()
+    stage = {"from_samples": 4 * 2**10, "train_data": str(tmp_path / "later" / "train")}
+    staged = spaced | {"DATA_STAGES": json.dumps([stage]), "TRAIN_ITERS": 1000}
+    lines = chain.submit("75", "--dry-run", CONTAINER="x.sif", **staged).stdout.splitlines()
     (launcher,) = (line for line in lines if line.startswith("launcher="))
     words = shlex.split(launcher.removeprefix("launcher=(").removesuffix(")"))
-    assert {str(tmp_path / "a b"), str(chain.folder.parent)} <= set(
+    assert {str(tmp_path / "a b"), str(tmp_path / "later"), str(chain.folder.parent)} <= set(
         words[words.index("--bind") + 1].split(",")
     )
     refused = chain.submit("75", "--dry-run", CONTAINER="image", **spaced)
