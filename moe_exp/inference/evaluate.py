@@ -198,7 +198,7 @@ def _number_problems(request: EvalRequest, saved: Config) -> list[str]:
 def _tokenizer(
     request: EvalRequest, saved: Config, order: Mapping[str, Any], of_data: TextTokenizer | None
 ) -> TextTokenizer | None:
-    """The model's, else that of --data-of; None, with a warning, if there is none and none was requested.
+    """The model's, else that of --data-of; None, with a warning, if neither is known and none was requested.
     ValueError if the two differ.
     """
     try:
