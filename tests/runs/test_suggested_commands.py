@@ -38,10 +38,14 @@ def trained(session_runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return folder
 
 
+def tokens(runs: Runs) -> str:
+    """Token files of the embedded corpus, which a converted model does not take by itself."""
+    return str(min(path.with_suffix("") for path in runs.data_dir.glob("python_*/*train*.bin")))
+
+
 def stages(runs: Runs) -> str:
     """A stage of the embedded corpus itself with samples of twice the length."""
-    prefix = min(path.with_suffix("") for path in runs.data_dir.glob("python_*/*train*.bin"))
-    return json.dumps([{"from_samples": 16, "train_data": str(prefix), "seq_len": 128}])
+    return json.dumps([{"from_samples": 16, "train_data": tokens(runs), "seq_len": 128}])
 
 
 # name: (settings of the environment, flags), with {} for the folder of `trained`
@@ -52,8 +56,11 @@ SITUATIONS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "LOAD_DIR": ({"LOAD_DIR": "{}/moe"}, []),
     "--load-dir": ({}, ["--load-dir", "{}/moe/checkpoints"]),
     "dense from LOAD_DIR": ({"USE_MOE": False, "LOAD_DIR": "{}/dense"}, []),
-    "settings.env of Hugging Face": ({}, ["--config", "{}/hf/settings.env"]),
-    "settings.env, and LOAD_DIR": ({"LOAD_DIR": "{}/hf"}, ["--config={}/hf/settings.env"]),
+    "settings.env of Hugging Face": ({"TRAIN_DATA": tokens}, ["--config", "{}/hf/settings.env"]),
+    "settings.env, and LOAD_DIR": (
+        {"TRAIN_DATA": tokens, "LOAD_DIR": "{}/hf"},
+        ["--config={}/hf/settings.env"],
+    ),
     "settings of another run": ({"LR": 0.002}, ["--config", "{}/moe", "--load-dir", "{}/moe"]),
     "UPCYCLE_FROM": ({"UPCYCLE_FROM": "{}/dense/checkpoints", "ROUTER_PRE_SOFTMAX": False}, []),
     "DATA_STAGES": ({"DATA_STAGES": stages}, []),
