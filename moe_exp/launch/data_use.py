@@ -90,11 +90,14 @@ def _max_epochs(prefix: str) -> float | None:
     path = Path(prefix).with_name("mixture.json")
     if not path.is_file():
         return None
-    facts = read_json(path)
-    prefixes = [Path(word).name for word in facts["train_data"].split()[1::2]]
-    limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
-    found = limits.get(Path(prefix).name, {}).get("max_epochs")
-    return None if found is None else float(found)
+    try:
+        facts = read_json(path)
+        prefixes = [Path(word).name for word in facts["train_data"].split()[1::2]]
+        limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
+        found = limits.get(Path(prefix).name, {}).get("max_epochs")
+        return None if found is None else float(found)
+    except (KeyError, TypeError, AttributeError):  # another program's file of this name
+        return None
 
 
 def _small_validation(config: Config, share: Share | None) -> Iterator[str]:

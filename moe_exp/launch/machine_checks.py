@@ -315,7 +315,7 @@ def tokenizer_problems(c: Config) -> Iterator[str]:
     prefixes: list[str] = []
     for name, blend in blends:
         members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
-        if wrong := other_tokenizer([*prefixes[:1], *members]):
+        if wrong := other_tokenizer([*prefixes, *members]):
             yield problem(name, getattr(c, name), wrong, fix)
             return
         prefixes += members

@@ -26,8 +26,8 @@ def stage_lines(config: Config) -> list[str]:
 
 
 def _source_checks(config: Config) -> tuple[list[str], list[str]]:
-    if run_folder_problems(config):
-        return [], []
+    if run_folder_problems(config) or config.remote_dir or is_url(config.load_dir):
+        return [], []  # of a checkpoint at a store, only the ranks know the progress
     try:
         folder, common = _source(config)
         if folder is not None and "config" in common:
@@ -82,7 +82,7 @@ def _data_checks(
 
         skipped = merged(skipped)
         next_sample = stream_number(consumed, skipped)
-    begun = [stage for stage in saved.get("stages", ()) if stage["first_sample"] < next_sample]
+    begun = [stage for stage in saved.get("stages", ()) if stage["first_sample"] <= next_sample]
     staged, lines = with_stage_begins(config, consumed, skipped, begun)
     problems = list(check_stage_begins(staged, consumed, skipped))
     if folder is None or not (consumed and saved) or problems or config.allow_other_data:

@@ -126,7 +126,7 @@ def place_stages(config: Config, folder: RunFolder, source: Path | None) -> Conf
         wanted = [pair for entry in read_rollbacks(folder) for pair in entry["samples"]]
         skipped = skipped_from(saved.skipped_samples, wanted, saved.consumed_samples)
         next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
-        begun = begun_stages((saved.sample_order or {}).get("stages", ()), next_sample)
+        begun = begun_stages((saved.sample_order or {}).get("stages", ()), next_sample + 1)
         return with_stage_begins(config, saved.consumed_samples, skipped, begun)
 
     config, lines = from_first_rank(placed)
