@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 import signal
@@ -271,7 +272,7 @@ def start_of(config: Config) -> Start:
     Raises:
         ConfigError: the run does not resume there with this GBSZ.
     """
-    if run_folder_problems(config):
+    if run_folder_problems(config) or importlib.util.find_spec("torch") is None:
         return BEGIN
     if not (RunFolder.of(config).checkpoints / LATEST).exists() and not config.load_dir:
         return BEGIN
