@@ -79,8 +79,8 @@ from moe_exp.training.samples import (
     compare_data,
     compare_stages,
     describe_documents,
-    place_stages,
     read_ahead,
+    with_placed_stages,
 )
 from moe_exp.training.saving import CheckpointManager, choose_source, iteration_in_this_run, resume
 from moe_exp.watch.hangs import heartbeat
@@ -215,9 +215,9 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     """Data, model, optimizer and schedule, restored from the newest checkpoint if there is one."""
     folder, source = open_run(config, rank)
 
-    # Data, without the samples that rollbacks skip.
+    # Data, token files in place of text, without the samples that rollbacks skip.
     checkpoint = source.folder if source else None
-    files = place_stages(prepared_by_launcher(config), folder, checkpoint)  # token files in place of text
+    files = with_placed_stages(prepared_by_launcher(config), folder, checkpoint)
     eod_id, document_tokens = describe_documents(files)
     config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
     all_samples, valid_stream = build_data(files)

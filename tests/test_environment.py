@@ -109,18 +109,29 @@ def without_torch(tmp_path: Path, *commands: tuple[tuple[str, ...], dict[str, st
 
 
 def test_a_login_node_plans_submits_and_reports_without_torch(tmp_path):
+    from helpers.checkpoint.ckpt_files import write_without_tensors
     from helpers.run_folders import dense_and_moe
 
     runs = [str(path) for path in dense_and_moe(tmp_path)]
     job = {"GPUS_PER_NODE": "8", "GBSZ": "1024", "EVAL_INTERVAL": "0", "DISK_CHECK": "none"}
+    resumed = job | {
+        "LOAD_DIR": str(tmp_path / "saved" / "iter_0000010"),
+        "CONTAINER": "moe",
+        "CONTAINER_RUNTIME": "pyxis",
+    }
+    progress = {"iteration": 10, "consumed_samples": 80, "sample_order": {}, "skipped_samples": []}
+    common = {"config": {}, "progress": progress, "scheduler": {"num_steps": 80}}
+    write_without_tensors(Path(resumed["LOAD_DIR"]), common)
     search = ("plan", "search", "--preset", "cpu", "--gpus", "2", "--gpu", "A100-80GB")
     report, train = ("report", *runs, "--format", "md"), ("train", "--preset", "cpu")
-    searched, submission, reported, dry, *refused = without_torch(
-        tmp_path, (search, {}), (("slurm", "--dry-run"), job), (report, {}), ((*train, "--dry-run"), {}),
+    slurm = ("slurm", "--dry-run")
+    searched, submission, continued, reported, dry, *refused = without_torch(
+        tmp_path, (search, {}), (slurm, job), (slurm, resumed), (report, {}), ((*train, "--dry-run"), {}),
         (train, {}), (("slurm",), job),
     )  # fmt: skip
     assert (searched[0], reported[0], dry[0]) == (0, 0, 0)
     assert "sbatch --parsable" in submission[1]
+    assert continued[0] == 0 and "sbatch --parsable" in continued[1], continued
     assert "lacks torch, megatron, safetensors, which training needs" in dry[1]
     fix = 'Fix: pip install "moe-exp[train]", in a checkout'
     for code, said in refused:

@@ -36,22 +36,22 @@ def _submit(arguments: argparse.Namespace) -> int:
     from moe_exp.config.loading import main_settings
     from moe_exp.config.misspelt import warn_of_misspelt
     from moe_exp.launch.data_use import data_warnings
-    from moe_exp.launch.launch import start_of
     from moe_exp.launch.room import disk_problems, disk_warnings
     from moe_exp.launch.slurm.submission import plan_job, planned_commands, script_of, submit
+    from moe_exp.launch.source_checks import stage_lines, start_of
 
     warn_of_misspelt(SlurmSettings.model_fields)
     others = ("command", "run", "dry_run")
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
     try:
         job = plan_job(flags, os.environ, with_space=not arguments.dry_run)
-        start = start_of(job.config)
     except ConfigError as error:
         print(*(f"moe-exp slurm: {line}" for line in error.problems), sep="\n", file=sys.stderr)
         return BAD_INPUT
     if job.slurm.exclude_file and not job.exclude_file.exists():
         rule = "is not there yet, no node is left out"
         print(f"moe-exp slurm: warning: EXCLUDE_FILE={job.slurm.exclude_file}: {rule}", file=sys.stderr)
+    start = start_of(job.config)
     room = disk_problems(job.config) if arguments.dry_run else []
     about_data = data_warnings(job.config)
     for line in [*schedule_warnings(job.config, start), *room, *disk_warnings(job.config), *about_data]:
@@ -59,7 +59,8 @@ def _submit(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(script_of(job), end="", flush=True)
         print(f"moe-exp slurm: {main_settings(job.config)}", file=sys.stderr)
-        print(f"moe-exp slurm: {learning_rate_text(job.config, start)}", file=sys.stderr)
+        for line in [learning_rate_text(job.config, start), *stage_lines(job.config)]:
+            print(f"moe-exp slurm: {line}", file=sys.stderr)
         head = "moe-exp slurm: the file would be written and submitted by:"
         variables = [f"{name}={value}" for name, value in job.passed.items()] or ["none"]
         print(

@@ -155,11 +155,11 @@ def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]
     """Settings with which the schedule of `old` continues in batches of the new GBSZ."""
     factor = old.gbsz / config.gbsz
     left = samples_after(old, old.train_iters, start) - start.scheduled_samples
-    values: dict[str, int | str] = {
-        "train_iters": start.iteration + -(-left // config.gbsz),
-        "warmup_iters": round(old.warmup_iters * factor),
-        "decay_iters": round(old.decay_end * factor),
-    }
+    values: dict[str, int | str] = {}
+    if left > 0:  # else TRAIN_ITERS is for what follows the old schedule
+        values["train_iters"] = start.iteration + -(-left // config.gbsz)
+    values["warmup_iters"] = round(old.warmup_iters * factor)
+    values["decay_iters"] = round(old.decay_end * factor)
     if old.wsd_decay_iters:
         values["wsd_decay_iters"] = max(1, round(old.wsd_decay_iters * factor))
     for name in ("wsd_decay_ends", "lr_decay_style"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shlex
 import signal
@@ -44,8 +43,8 @@ from moe_exp.launch.machine_checks import (
     check_machine,
     data_problems,
 )
-from moe_exp.launch.room import disk_warnings, memory_warnings
-from moe_exp.launch.source_checks import source_problems, stage_lines
+from moe_exp.launch.room import disk_problems, disk_warnings, memory_warnings
+from moe_exp.launch.source_checks import source_problems, stage_lines, start_of
 from moe_exp.launch.torchrun_job import (
     STOPPING,
     TRAIN_MODULE,
@@ -57,7 +56,6 @@ from moe_exp.launch.torchrun_job import (
 from moe_exp.planner.costs.params import startup_report
 from moe_exp.runs.finish import finish_run
 from moe_exp.runs.run_folder import (
-    LATEST,
     RunFolder,
     changes_of_resume,
     changes_text,
@@ -266,21 +264,6 @@ _STOPPING_UNSAVED = (
 )
 
 
-def start_of(config: Config) -> Start:
-    """Where training starts; the checkpoint of a resumed run is read, which imports torch.
-
-    Raises:
-        ConfigError: the run does not resume there with this GBSZ.
-    """
-    if run_folder_problems(config) or importlib.util.find_spec("torch") is None:
-        return BEGIN
-    if not (RunFolder.of(config).checkpoints / LATEST).exists() and not config.load_dir:
-        return BEGIN
-    from moe_exp.checkpoint.format.settings import resume_start
-
-    return resume_start(config)
-
-
 def _warnings(config: Config, start: Start) -> list[str]:
     """Warnings that do not prevent a run from starting."""
     lines = [*schedule_warnings(config, start), *disk_warnings(config), *memory_warnings(config)]
@@ -294,8 +277,8 @@ def _dry_run(config: Config, flags: Mapping[str, Any], sources: Mapping[str, str
     if not problems:
         for line in [*plan_text(config), *stage_lines(config)]:
             print(line, flush=True)
-    new = (line for line in check_files(config) if line not in problems)
-    _warn([*check_machine(config), *new, *_warnings(config, start)])
+    room = () if run_folder_problems(config) else disk_problems(config)
+    _warn([*check_machine(config), *room, *_warnings(config, start)])
     _report_changes(config)
     if problems:
         raise ConfigError(problems)

@@ -1,102 +1,116 @@
-"""Checks the checkpoint that a start continues from, by files on this machine: its model and its samples,
-and whether a stage begins within a batch. Reads no tensors.
+"""The checkpoint that a start continues from, by files on this machine: whether it fits the settings, where
+training starts, and where stages begin. Reads no tensors.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from moe_exp.checkpoint.format.folders import REPLACED, usable
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
+from moe_exp.config.learning_rate import BEGIN, Start
 from moe_exp.data.own_text.settings import already_prepared
 from moe_exp.host.files import is_url
-from moe_exp.runs.run_folder import RunFolder, run_folder_problems
+from moe_exp.runs.run_folder import RunFolder, read_rollbacks, run_folder_problems
+
+
+class _Source(NamedTuple):
+    folder: Path | None  # of its iteration; None: training starts at iteration 0
+    common: Mapping[str, Any]  # what it has beside tensors
+
+    @property
+    def progress(self) -> Mapping[str, Any]:
+        return self.common.get("progress") or {}
 
 
 def source_problems(config: Config) -> list[str]:
     """A line for everything in which `config` does not fit the checkpoint that it would continue from."""
-    return _source_checks(config)[0]
+    try:
+        if (source := _source(config)) is None:
+            return []
+        if source.folder is not None and "config" in source.common:
+            from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
+
+            refuse_other_checkpoint(config, source.folder, source.common)
+        return _data_problems(config, source)
+    except ConfigError as error:
+        return error.problems
+    except ValueError as error:
+        return [str(error)]
 
 
 def stage_lines(config: Config) -> list[str]:
-    """A line for each stage in tokens that begins with a later batch."""
-    return _source_checks(config)[1]
+    """A line for each stage in tokens that begins with a later batch; where they fit the checkpoint."""
+    with suppress(ValueError):
+        if config.data_stages and (source := _source(config)) is not None:
+            return _placed(config, source)[1]
+    return []
 
 
-def _source_checks(config: Config) -> tuple[list[str], list[str]]:
-    if importlib.util.find_spec("torch") is None:
-        return [], []  # a login node that submits jobs in a container
-    if run_folder_problems(config) or config.remote_dir or is_url(config.load_dir):
-        return [], []  # of a checkpoint at a store, only the ranks know the progress
-    try:
-        folder, common = _source(config)
-        if folder is not None and "config" in common:
-            from moe_exp.checkpoint.format.settings import refuse_other_checkpoint
+def start_of(config: Config) -> Start:
+    """Where training starts, as far as files on this machine tell; `source_problems` names what is wrong."""
+    with suppress(ValueError):
+        if (source := _source(config)) is not None and source.progress:
+            from moe_exp.checkpoint.format.settings import saved_start
 
-            refuse_other_checkpoint(config, folder, common)
-    except ConfigError as error:
-        return error.problems, []
-    except ValueError as error:
-        return [str(error)], []
-    if RunFolder.of(config).skipped_samples.exists():
-        return [], []  # only the ranks know what rollbacks skip
-    return _data_checks(config, common.get("progress") or {}, folder)
+            return saved_start(source.common)
+    return BEGIN
 
 
-def _source(config: Config) -> tuple[Path | None, Mapping[str, Any]]:
-    """The iteration's folder and its values beside tensors; None for a start at iteration 0, or from a store.
+def _source(config: Config) -> _Source | None:
+    """The checkpoint that a start continues from; None where only the ranks, or another machine, can know.
 
     Raises:
         ValueError: no checkpoint of the run folder, or of LOAD_DIR, is whole.
     """
-    own, given = RunFolder.of(config).checkpoints, Path(config.load_dir).expanduser()
-    if own.exists():
-        from moe_exp.checkpoint.format.folders import REPLACED, usable
-
-        if any(own.glob(f"iter_*{REPLACED}")):
-            return None, {}  # of a run that was killed while it saved: the ranks first tidy up
-        if usable(own):
-            return _newest(own)
-    if not config.load_dir or is_url(config.load_dir):
-        return None, {}
-    return _newest(given)
-
-
-def _newest(place: Path) -> tuple[Path | None, Mapping[str, Any]]:
+    if run_folder_problems(config) or config.remote_dir:
+        return None
+    own = RunFolder.of(config).checkpoints
+    if any(own.glob(f"iter_*{REPLACED}")):
+        return None  # of a run that was killed while it saved: the ranks first tidy up
+    place = own if usable(own) else Path(config.load_dir).expanduser() if config.load_dir else None
+    if place is None:
+        return _Source(None, {})
+    if (place != own and is_url(config.load_dir)) or importlib.util.find_spec("torch") is None:
+        return None
     from moe_exp.checkpoint.format.torch_dist import read_common
     from moe_exp.checkpoint.integrity import find_source_here
 
     source = find_source_here(place)
-    return (source.folder, read_common(source.folder)) if source else (None, {})
+    return _Source(source.folder, read_common(source.folder)) if source else _Source(None, {})
 
 
-def _data_checks(
-    config: Config, progress: Mapping[str, Any], folder: Path | None
-) -> tuple[list[str], list[str]]:
-    """Problems of the data, and lines about stages, from a checkpoint's `Progress`."""
-    consumed, saved = progress.get("consumed_samples") or 0, progress.get("sample_order") or {}
-    skipped: Sequence[tuple[int, int]] = [(a, b) for a, b in progress.get("skipped_samples") or ()]
-    next_sample = 0
-    if consumed:
-        from moe_exp.data.samples.skipping import merged, stream_number
+def _placed(config: Config, source: _Source) -> tuple[Config, list[str], list[str]]:
+    """`config` whose stages in tokens begin with a batch, a line for each that this moves, and problems."""
+    if not source.progress:
+        staged, lines = with_stage_begins(config)
+        return staged, lines, list(check_stage_begins(staged))
+    from moe_exp.data.samples.order import place_stages
 
-        skipped = merged(skipped)
-        next_sample = stream_number(consumed, skipped)
-    begun = [stage for stage in saved.get("stages", ()) if stage["first_sample"] <= next_sample]
-    staged, lines = with_stage_begins(config, consumed, skipped, begun)
-    problems = list(check_stage_begins(staged, consumed, skipped))
-    if folder is None or not (consumed and saved) or problems or config.allow_other_data:
-        return problems, lines
+    rollbacks = read_rollbacks(RunFolder.of(config))
+    staged, lines, skipped = place_stages(config, source.progress, rollbacks)
+    consumed = source.progress["consumed_samples"]
+    return staged, lines, list(check_stage_begins(staged, consumed, skipped))
+
+
+def _data_problems(config: Config, source: _Source) -> list[str]:
+    staged, _, problems = _placed(config, source)
+    saved = source.progress.get("sample_order")
+    if source.folder is None or problems or not saved or config.allow_other_data:
+        return problems
     from moe_exp.data.samples.order import order_changes, order_of_files
+    from moe_exp.data.samples.skipping import merged, stream_number
 
     files = already_prepared(staged)  # else the start compares it after the preparation
     with suppress(ValueError, OSError):  # the checks of files name what is missing
         if files is not None and (order := order_of_files(files)) is not None:
-            name = f"the checkpoint at iteration {progress['iteration']} of {folder.parent}"
-            changes = order_changes(files, order, saved, name, next_sample)
-            problems = [change.problem for change in changes]
-    return problems, lines
+            name = f"the checkpoint at iteration {source.progress['iteration']} of {source.folder.parent}"
+            skipped = merged(source.progress.get("skipped_samples") or ())
+            next_sample = stream_number(source.progress["consumed_samples"], skipped)
+            return [change.problem for change in order_changes(files, order, saved, name, next_sample)]
+    return []

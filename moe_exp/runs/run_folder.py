@@ -130,6 +130,18 @@ class RunFolder:
         return self.path / "summary.json"
 
 
+def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
+    """Rollbacks of a run, oldest first; ConfigError if the file is unreadable and skips thus unknown."""
+    path = folder.skipped_samples
+    try:
+        return list(read_json(path)["rollbacks"])
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fix = "restore it, or remove it to train on what rollbacks have skipped"
+        raise ConfigError([f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}."]) from None
+
+
 def open_run_folder(
     config: Config, argv: Sequence[str] | None = None, *, resumed_from: int | None = None
 ) -> RunFolder:

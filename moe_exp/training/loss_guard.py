@@ -18,10 +18,10 @@ from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.skipping import Range, merged, stream_ranges
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, START_AGAIN, TO_BE_CONTINUED
-from moe_exp.runs.run_folder import RunFolder
+from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 from moe_exp.training.interval import IterationEnd
 from moe_exp.training.metrics import Metrics
-from moe_exp.training.rollback import free_place, go_back, read_rollbacks
+from moe_exp.training.rollback import free_place, go_back
 from moe_exp.training.spikes import LEVEL_WINDOW, Spike, SpikeDetector, SpikeEnd
 from moe_exp.watch.hangs import heartbeat
 

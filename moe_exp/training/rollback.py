@@ -22,14 +22,14 @@ from moe_exp.checkpoint.format.folders import iteration_folder, iteration_of, it
 from moe_exp.checkpoint.integrity import find_source
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.state import Progress
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config
 from moe_exp.data.samples.dataset import Samples
 from moe_exp.data.samples.megatron_dataset import MegatronSamples
 from moe_exp.data.samples.order import is_same_order
 from moe_exp.data.samples.skipping import Range, SkippingSamples, skipped_from
 from moe_exp.engine.runtime import from_first_rank
-from moe_exp.host.files import read_json, write_json
-from moe_exp.runs.run_folder import RunFolder
+from moe_exp.host.files import write_json
+from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 
 
 @dataclass(frozen=True)
@@ -43,18 +43,6 @@ class Rollback:
 
     back_to: int
     set_aside: tuple[str, ...]
-
-
-def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
-    """Rollbacks of a run, oldest first; ConfigError if the file is unreadable and skips thus unknown."""
-    path = folder.skipped_samples
-    try:
-        return list(read_json(path)["rollbacks"])
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fix = "restore it, or remove it to train on what rollbacks have skipped"
-        raise ConfigError([f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: {fix}."]) from None
 
 
 def samples_without_skips(

@@ -11,14 +11,14 @@ from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.load import saved_progress
 from moe_exp.checkpoint.state import Progress
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
+from moe_exp.config.checks.data import check_stage_begins
 from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.samples.dataset import Samples, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.samples.order import Change, SampleOrder, begun_stages, order_changes
+from moe_exp.data.samples.order import Change, SampleOrder, order_changes, place_stages
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
-from moe_exp.data.samples.skipping import Range, merged, skipped_from, stream_number
+from moe_exp.data.samples.skipping import Range, merged, stream_number
 from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.document_ends import DocumentTokens, check_ends, documents_of, with_document_tokens
 from moe_exp.data.tokens.files import Share, parse_split
@@ -26,8 +26,7 @@ from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.optimizer_setup import BatchSchedule
 from moe_exp.engine.runtime import Runtime, from_first_rank
-from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.rollback import read_rollbacks
+from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 
 logger = logging.getLogger(__name__)
 
@@ -116,23 +115,20 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
     return eod_id, with_document_tokens(config, train_data).document_tokens
 
 
-def place_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
+def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
     """`config` whose stages in tokens begin with a batch of the run as it continues from `source`."""
     if not config.data_stages:
         return config
 
-    def placed() -> tuple[Config, list[str]]:
+    def placed() -> tuple[str, list[str]]:
         saved = (saved_progress(source) if source else None) or Progress()
-        wanted = [pair for entry in read_rollbacks(folder) for pair in entry["samples"]]
-        skipped = skipped_from(saved.skipped_samples, wanted, saved.consumed_samples)
-        next_sample = stream_number(saved.consumed_samples, merged(saved.skipped_samples))
-        begun = begun_stages((saved.sample_order or {}).get("stages", ()), next_sample + 1)
-        return with_stage_begins(config, saved.consumed_samples, skipped, begun)
+        staged, lines, _ = place_stages(config, vars(saved), read_rollbacks(folder))
+        return staged.data_stages, lines
 
-    config, lines = from_first_rank(placed)
+    data_stages, lines = from_first_rank(placed)
     for line in lines:
         logger.info("%s", line)
-    return config
+    return config.model_copy(update={"data_stages": data_stages})
 
 
 def compare_stages(config: Config, skipped: Sequence[Range], source: Path | None) -> None:

@@ -279,6 +279,14 @@ def test_another_batch_size_is_refused_with_settings_that_continue_the_schedule(
     assert text.endswith(f"0.0001 at {new.train_iters} (100%)")
 
 
+def test_a_run_that_has_ended_keeps_its_schedule_and_the_new_length():
+    old = config(gbsz=16, mbsz=1, train_iters=120, warmup_iters=12, lr=1e-3, min_lr=1e-4)
+    line = schedule_change(
+        config(gbsz=32, mbsz=1, train_iters=300, lr=1e-3, min_lr=1e-4), old, Start(120, 1920)
+    )
+    assert line is not None and "Fix: set WARMUP_ITERS=6 DECAY_ITERS=60, the same schedule" in line
+
+
 @pytest.mark.parametrize(
     ("changed", "old"),
     [

@@ -105,17 +105,68 @@ def test_where_a_later_stage_begins(stage, changes, refused, line, here):
     assert len(lines) == bool(line) and (line is None or re.search(line, lines[0]))
 
 
-def test_a_stage_that_has_begun_keeps_its_place(here):
-    """Given in tokens, under another GBSZ; other files are refused."""
-    stages = [{"from_tokens": 16 * 33, "train_data": "b"}]
+@pytest.mark.parametrize(("sample", "first"), [(33, 40), (73, 80)])  # 80: the next one of the checkpoint
+def test_a_stage_that_has_begun_keeps_its_place(sample, first, here):
+    """Given in tokens, under another GBSZ; other files are refused once training has read them."""
+    stages = [{"from_tokens": 16 * sample, "train_data": "b"}]
     placed, _ = with_stage_begins(here(data_stages=stages))
-    assert stages_of(placed)[1].first_sample == 40
+    assert stages_of(placed)[1].first_sample == first
     save(here(data_stages=stages), placed=placed)
-    assert source_problems(here(data_stages=stages, gbsz=12)) == []
-    (other,) = source_problems(here(data_stages=[stages[0] | {"train_data": "c"}]))
-    assert "stage 1 has begun before sample 80" in other
+    for gbsz in (8, 12):
+        config = here(data_stages=stages, gbsz=gbsz)
+        assert source_problems(config) == []
+        (line,) = stage_lines(config)
+        assert f"(sample {first})" in line
+    others = source_problems(here(data_stages=[stages[0] | {"train_data": "c"}]))
+    if first == 80:
+        assert others == []
+        return
+    assert "stage 1 has begun before sample 80" in others[0]
     (later,) = source_problems(here(data_stages=[stages[0] | {"from_tokens": 16 * 50}]))
     assert "its first_sample is 50, that of the checkpoint 40" in later
+
+
+def test_a_later_stage_after_a_rollback(here):
+    """Samples 88 to 96 are left out, so that batches of the stream begin at 80, 96 and 104."""
+    save(here())
+    folder = RunFolder.of(here())
+    folder.skipped_samples.write_text(
+        json.dumps({"rollbacks": [{"samples": [[88, 96]], "sample_order": {}}]})
+    )
+
+    def found(**begin):
+        config = here(data_stages=[begin | {"train_data": "b"}], gbsz=12)
+        return source_problems(config), stage_lines(config)
+
+    assert found(from_samples=100) == ([], [])
+    ((refused,), _) = found(from_samples=104)
+    assert "let it begin at sample 100 or 112" in refused
+    ((), (line,)) = found(from_tokens=16 * 101)
+    assert "(sample 112)" in line
+    folder.skipped_samples.write_text("{")
+    ((unreadable,), lines) = found(from_samples=100)
+    assert "skipped_samples.json: cannot be read" in unreadable and lines == []
+
+
+@pytest.mark.parametrize("where", ["replaced", "load_dir", "remote_dir"])
+def test_stages_of_a_checkpoint_that_only_ranks_find_are_theirs_to_check(where, here, tmp_path):
+    """Sample 92 begins a batch of 12 from sample 80 on, but none from 0 on."""
+    changes = {}
+    if where == "replaced":  # killed between the two renames of a save
+        (folder,) = save(here()).glob("iter_*")
+        folder.rename(f"{folder}.replaced")
+    else:
+        changes[where] = f"file://{tmp_path}/store"
+    config = here(data_stages=[{"from_samples": 92, "train_data": "b"}], gbsz=12, **changes)
+    assert (source_problems(config), stage_lines(config)) == ([], [])
+    assert source_problems(config.model_copy(update={"run_name": "new", "load_dir": "", "remote_dir": ""}))
+
+
+def test_missing_data_of_a_resume_is_named(here, tmp_path):
+    save(here())
+    (tmp_path / "a.bin").unlink()
+    (problem,) = check_files(here())
+    assert problem.startswith(f"TRAIN_DATA={tmp_path}/a: ")
 
 
 def test_a_dry_run_with_the_checkpoint_of_another_model(here, tmp_path, capsys):

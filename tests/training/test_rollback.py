@@ -13,8 +13,8 @@ from helpers.ranks import free_port, run_on_ranks
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_json
-from moe_exp.runs.run_folder import RunFolder
-from moe_exp.training.rollback import free_place, read_rollbacks
+from moe_exp.runs.run_folder import RunFolder, read_rollbacks
+from moe_exp.training.rollback import free_place
 
 
 def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], port: int) -> list[list[int]]:

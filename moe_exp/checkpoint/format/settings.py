@@ -9,13 +9,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_exp.checkpoint.format.folders import is_converted, one_checkpoint
+from moe_exp.checkpoint.format.folders import is_converted
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config, ConfigError
-from moe_exp.config.learning_rate import BEGIN, Start, schedule_change
+from moe_exp.config.learning_rate import Start, schedule_change
 from moe_exp.config.model_changes import as_config, refuse_other_model
-from moe_exp.host.files import is_url
-from moe_exp.runs.run_folder import LATEST, RunFolder
+from moe_exp.runs.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -51,39 +50,16 @@ def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, A
     is_own = RunFolder.of(config).checkpoints.resolve() in folder.resolve().parents
     instead = "" if is_own else ", or LOAD_DIR= (--load-dir '') to begin with new weights"
     refuse_other_model(config, common["config"], name, with_optimizer=has_optimizer, instead=instead)
-    checked_start(config, common, folder)
-
-
-def resume_start(config: Config) -> Start:
-    """Where a run with these settings starts: at the newest checkpoint of its folder, else that of LOAD_DIR.
-
-    Raises:
-        ConfigError: it does not resume there, see `checked_start`.
-    """
-    own, place = RunFolder.of(config).checkpoints, Path(config.load_dir).expanduser()
-    if not (own / LATEST).exists() and (not config.load_dir or is_url(config.load_dir)):
-        return BEGIN
-    try:
-        folder = one_checkpoint(own if (own / LATEST).exists() else place)
-        common = read_common(folder)
-    except ValueError:  # the ranks look for an older one that is whole
-        return BEGIN
-    return checked_start(config, common, folder)
-
-
-def checked_start(config: Config, common: Mapping[str, Any], folder: Path) -> Start:
-    """Iteration and samples of a checkpoint's `read_common`; 0 if it has weights alone.
-
-    Raises:
-        ConfigError: GBSZ is another one, and the learning rate would jump.
-    """
-    if not (progress := common.get("progress")):
-        return BEGIN
-    consumed = progress["consumed_samples"]
-    start = Start(progress["iteration"], consumed, consumed - common["scheduler"]["num_steps"])
-    if line := schedule_change(config, as_config(common["config"], f"the checkpoint {folder}"), start):
+    old = as_config(common["config"], f"the checkpoint {folder}")
+    if has_optimizer and (line := schedule_change(config, old, saved_start(common))):
         raise ConfigError([line])
-    return start
+
+
+def saved_start(common: Mapping[str, Any]) -> Start:
+    """Iteration and samples in a checkpoint's `read_common`; it has more than weights."""
+    progress = common["progress"]
+    consumed = progress["consumed_samples"]
+    return Start(progress["iteration"], consumed, consumed - common["scheduler"]["num_steps"])
 
 
 def saved_config(folder: Path, **changes: Any) -> Config:

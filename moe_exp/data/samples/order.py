@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, problem
+from moe_exp.config.checks.data import with_stage_begins
 from moe_exp.config.data_stages import stages_of
 from moe_exp.data.embedded import embedded_folder, ensure_embedded_corpus
 from moe_exp.data.samples.dataset import content_of, fingerprint_of, print_of
+from moe_exp.data.samples.skipping import Range, merged, skipped_from, stream_number
 from moe_exp.data.tokens.document_ends import DocumentTokens, documents_of
 from moe_exp.data.tokens.files import manifest_of, parse_split
 from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
@@ -112,14 +114,11 @@ def order_of_files(config: Config) -> SampleOrder | None:
         if not (embedded_folder(Path(config.data_dir)) / "manifest.json").is_file():
             return None
         blend = ensure_embedded_corpus(Path(config.data_dir)).train_prefix
-    blends = [[prefix for _, prefix in parse_blend(one)] for one in (blend, *_later_blends(config, blend))]
-    first, *later = [(fingerprint_of(prefixes), content_of(prefixes)) for prefixes in blends]
+    blends = [blend, *(stage.train_data or blend for stage in stages_of(config)[1:])]
+    prefixes = [[prefix for _, prefix in parse_blend(one)] for one in blends]
+    first, *later = [(fingerprint_of(ones), content_of(ones)) for ones in prefixes]
     documents = documents_of(config.train_data) if config.train_data else None
     return SampleOrder.of(config, *first, [print_of(*prints) for prints in later], documents)
-
-
-def _later_blends(config: Config, first: str) -> list[str]:
-    return [stage.train_data or first for stage in stages_of(config)[1:]]
 
 
 def is_same_order(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> bool:
@@ -225,6 +224,28 @@ def _other_files(config: Config, order: SampleOrder, saved: Mapping[str, Any], c
     if not config.train_data:
         fix = "start with the versions of Python, torch and moe_exp that made the embedded corpus"
     return Change("TRAIN_DATA", config.train_data, rule, fix)
+
+
+def place_stages(
+    config: Config, progress: Mapping[str, Any], rollbacks: Sequence[Mapping[str, Any]]
+) -> tuple[Config, list[str], tuple[Range, ...]]:
+    """DATA_STAGES of a run as it continues from a checkpoint.
+
+    Args:
+        config: settings of this start.
+        progress: facts of the checkpoint's `Progress`; empty: training starts at iteration 0.
+        rollbacks: of the run.
+
+    Returns:
+        `config` whose stages in tokens begin with a batch, a line for each that this moves, and the ranges
+        that the stream leaves out.
+    """
+    consumed, past = progress.get("consumed_samples") or 0, progress.get("skipped_samples") or []
+    skipped = skipped_from(past, [pair for entry in rollbacks for pair in entry["samples"]], consumed)
+    # One that begins with the very next sample keeps its place too.
+    next_sample = stream_number(consumed, merged(past))
+    begun = begun_stages((progress.get("sample_order") or {}).get("stages", ()), next_sample + 1)
+    return *with_stage_begins(config, consumed, skipped, begun), skipped
 
 
 def begun_stages(stages: Sequence[Mapping[str, Any]], next_sample: int) -> list[dict[str, Any]]:
