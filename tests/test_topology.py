@@ -65,10 +65,9 @@ KINDS = {
     # expert; with muP every kind of weight has its own learning rate.
     "dmoe": {
         "MOE_TYPE": "dmoe",
-        "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss,importance,phi_balancing",
-        "AUX_LOSS_COEFF": "0.01,0.01,0.02,0.01,0.01",
+        "AUX_LOSS_TYPE": "aux_loss,seq_aux_loss,global_aux_loss",
+        "AUX_LOSS_COEFF": "0.01,0.01,0.02",
         "ROUTER_BIAS_UPDATE_RATE": 0.001,
-        "ROUTER_BIAS_DECAY": 0.1,
         "PARAMETRIZATION": "mup",
         "MUP_BASE_HIDDEN_SIZE": 64,
         "SHARED_EXPERT_SIZE": 32,
@@ -172,11 +171,9 @@ def test_same_numbers_as_one_process(kind, num_ranks, layout, runs, reference, r
         record_property(name, value)
     assert {name: value for name, value in deviations.items() if not value <= TOLERANCES[name]} == {}
     assert dropped(run)[:alike] == dropped(expected)[:alike]
-    # Absolute: the importance loss of a router that is nearly balanced is a small difference of large
-    # numbers.
     pairs = zip(run.curve("aux_losses")[:alike], expected.curve("aux_losses")[:alike], strict=True)
     for losses, right in pairs:
-        assert losses == pytest.approx(right, abs=1e-5)
+        assert losses == pytest.approx(right, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

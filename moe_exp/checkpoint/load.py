@@ -28,7 +28,7 @@ from moe_exp.config.choices import LOSS_STATE
 from moe_exp.config.model_changes import optimizer_change
 from moe_exp.engine.averaged_weights import restart_average
 from moe_exp.engine.runtime import Runtime
-from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
+from moe_exp.planner.costs.flops import flops_per_iteration
 
 from megatron.core.distributed import DistributedDataParallel
 
@@ -103,8 +103,6 @@ def _progress(config: Config, common: dict[str, Any]) -> Progress:
     if progress.consumed_samples and not progress.consumed_tokens:  # of a version that did not count them
         progress.consumed_tokens = progress.consumed_samples * common["config"]["seq_len"]
         progress.consumed_flops = flops_per_iteration(config, progress.consumed_samples)
-    elif (rule := common["config"].get("attention_flops", RULE_BEFORE)) != config.attention_flops:
-        progress.consumed_flops = round(progress.consumed_flops * rule_factor(config, rule))
     return progress
 
 

@@ -50,8 +50,6 @@ LOSSES = {
     "aux_loss": Loss("over a micro-batch, whatever ranks hold it"),
     "seq_aux_loss": Loss("over each sequence", needs_scores=True),
     "global_aux_loss": Loss("over the global batch", state="global_tokens_per_expert"),
-    "importance": Loss(),
-    "phi_balancing": Loss("against a moving average over global batches", state="mean_scores"),
     "l1": Loss(
         "of ROUTER_SCORE=relu, with a weight that brings the experts per token to TOPK",
         needs_scores=True,

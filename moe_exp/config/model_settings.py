@@ -244,12 +244,6 @@ class ModelSettings(BaseModel):
         "how the expert bias moves after an iteration; sign: by ROUTER_BIAS_UPDATE_RATE towards the mean "
         "load; quantile: to the value that would have balanced the iteration, without a step size",
     )
-    router_bias_decay: Probability = experts(
-        0.0,
-        "share by which the expert bias shrinks after an iteration, so that it stays below "
-        "ROUTER_BIAS_UPDATE_RATE over this (ROUTER_BIAS_RULE=sign); 0: it does not",
-        costs=False,
-    )
     num_router_groups: NonNegative = experts(0, "groups of experts for group-limited top-k; 0: none")
     router_group_topk: NonNegative = experts(0, "groups a token may use (with NUM_ROUTER_GROUPS)")
     force_routing: Literal["none", "balanced", "zipf"] = experts(
@@ -265,13 +259,6 @@ class ModelSettings(BaseModel):
     )
     aux_loss_coeff: Numbers = experts(
         "0.01", "weight of the balancing loss, or a list with one for each", costs=False
-    )
-    phi_balancing_rate: float = experts(
-        0.01,
-        "weight of the newest iteration in the moving average of the scores (AUX_LOSS_TYPE=phi_balancing)",
-        costs=False,
-        gt=0,
-        le=1,
     )
     z_loss_coeff: Rate = experts(0.0, "weight of the router z-loss")
     expert_backend: Annotated[str, one_of(EXPERT_BACKENDS, "auto")] = experts(

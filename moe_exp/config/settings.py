@@ -331,11 +331,6 @@ class Config(ModelSettings):
     log_timers: bool = output(
         False, "measure milliseconds per iteration by phase: data, all-to-all, experts, optimizer, ..."
     )
-    attention_flops: Literal["causal", "full"] = output(
-        "causal",
-        "scores of attention that TFLOP/s, MFU and FLOPs count; causal: the half that the mask keeps, as "
-        "Megatron-LM since 2025; full: all, as before",
-    )
     eval_interval: NonNegative = output(1000, "iterations between evaluations; 0: none", measured=0)
     eval_iters: NonNegative = output(10, "global batches per evaluation")
     tensorboard_axes: bool = output(

@@ -17,6 +17,9 @@ from moe_exp.host.files import regular, shallow
 # In config.yaml of a run, and of no use to another run: a new run must not continue the recorded folder.
 NOT_TAKEN_OVER = ("master_addr", "master_port", "node_rank", "run_name")
 
+# Of older runs, with the values that mean the same without the setting; none: any.
+REMOVED = {"router_bias_decay": ("0", "0.0"), "phi_balancing_rate": (), "attention_flops": ("causal",)}
+
 _PLACES = [name for name, traits in TRAITS.items() if traits.part == "place"]
 _MOST_BYTES = 2**20
 _NAME_VALUE = re.compile(r"\s*(export\s+)?[A-Za-z_]\w*=")
@@ -49,6 +52,11 @@ def read_settings(path: Path, also: Iterable[str] = ()) -> dict[str, str]:
     problems = []
     for written, value in found:
         name = written.strip().lower().replace("-", "_")
+        if name in REMOVED:
+            if REMOVED[name] and value not in REMOVED[name]:
+                fix = "continue with the version of this run; the last one with it is commit 9b039c76"
+                problems.append(problem(name, value, "this version does not have this setting", fix))
+            continue
         if name not in Config.model_fields and name not in also:
             problems.append(problem(written.upper(), value, "is not a setting of this command", _fix(name)))
         elif name in values:

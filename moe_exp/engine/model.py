@@ -216,10 +216,6 @@ def moe_options(config: Config, kernel_failures: Sequence[KernelFailure] = ()) -
     router: dict[str, Any] = {"normalize": normalize, "use_kernels": routing == "triton"}
     if config.router_bias_rule == "quantile":
         router |= {"expert_bias": True, "bias_rule": "quantile"}
-    if config.router_bias_decay:
-        router["bias_decay"] = config.router_bias_decay
-    if "phi_balancing" in config.balancing_losses:
-        router["mean_scores_rate"] = config.phi_balancing_rate
     if config.force_routing != "none":
         router["assignment"] = config.force_routing
     router |= {"top_p": config.router_top_p, "num_null_experts": config.null_experts}

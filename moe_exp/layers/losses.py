@@ -194,46 +194,6 @@ def global_balancing_loss_share(
     return torch.dot(_summed(scores), fractions_E) * scores.size(-1) / _num_tokens(scores, num_tokens, group)
 
 
-def importance_loss_share(
-    scores: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
-) -> Tensor:
-    """This rank's share of the importance loss of a micro-batch, CV^2 of sum_t s_te over experts.
-
-    Shazeer et al. 2017 (arXiv:1701.06538), eq. 6 and 7, on the scores before top-k as in Riquelme et al.
-    2021, V-MoE (arXiv:2106.05974), appendix A. Rows sum to 1, so the mean importance is T/E, and the squared
-    coefficient of variation CV^2 = E * sum_e I_e^2 / T^2 - 1.
-    """
-    mine_E = _summed(scores)
-    all_E = sum_over(mine_E, group)
-    # Of sum_e I_e^2, this rank's part of the value is mine*all, of the gradient 2*all.
-    squares = torch.dot(2 * mine_E - mine_E.detach(), all_E)
-    mean_of_squares = squares * scores.size(-1) / _num_tokens(scores, num_tokens, group) ** 2
-    return mean_of_squares - all_E.any() / group_size(group)  # without tokens 0, not -1
-
-
-def phi_balancing_loss_share(
-    scores: Tensor,
-    mean_scores_E: Tensor,
-    *,
-    num_tokens: Tensor | int | None = None,
-    group: ProcessGroup | None = None,
-) -> Tensor:
-    """This rank's share of the phi-balancing loss, sum_e P_e * log(E * m_e), P the mean score of expert e.
-
-    Chen et al. 2026 (arXiv:2605.15403) minimize a convex potential phi of the expected scores by mirror
-    descent on its dual, which is <P, grad phi(m)> with m a moving average of P; here phi is the negative
-    entropy, their default. 0 is perfect balance, and with P = m it is the divergence of m from uniform. As
-    for `global_aux_loss`, m has the global batches before this one, so the gradient depends neither on the
-    layout nor on the number of micro-batches.
-
-    Args:
-        mean_scores_E: the moving average m; zeros before the first global batch, for which the loss is 0.
-    """
-    mean_E = mean_scores_E.to(scores.dtype) * scores.size(-1)
-    slope_E = torch.where(mean_E.sum() > 0, mean_E.clamp(min=1e-20).log(), 0.0)
-    return torch.dot(_summed(scores), slope_E) / _num_tokens(scores, num_tokens, group)
-
-
 def entropy_loss_share(
     scores_TE: Tensor, *, num_tokens: Tensor | int | None = None, group: ProcessGroup | None = None
 ) -> Tensor:

@@ -20,9 +20,7 @@ from moe_exp.layers.losses import (
     AuxLoss,
     entropy_loss_share,
     global_balancing_loss_share,
-    importance_loss_share,
     load_balancing_loss_share,
-    phi_balancing_loss_share,
     sequence_balancing_loss_share,
     z_loss_share,
 )
@@ -226,10 +224,6 @@ class MoELayer(nn.Module):
             "global_aux_loss": lambda: global_balancing_loss_share(
                 scores, self.router.global_tokens_per_expert, counts_E, num_tokens=num_tokens, group=group
             ),
-            "importance": lambda: importance_loss_share(scores, num_tokens=num_tokens, group=group),
-            "phi_balancing": lambda: phi_balancing_loss_share(
-                scores, self.router.mean_scores, num_tokens=num_tokens, group=group
-            ),
             "l1": lambda: load_balancing_loss_share(
                 decision.weights_for_l1(), counts_E, topk=topk, num_tokens=num_tokens, group=group
             ),
@@ -306,10 +300,6 @@ class MoELayer(nn.Module):
 
 def _check_router_keeps(state: str, kind: str, router: Router) -> None:
     if state and not hasattr(router, state):
-        field = {
-            "global_tokens_per_expert": "global_fractions=True",
-            "mean_scores": "mean_scores_rate=0.01",
-            "l1_factor": "score=relu",
-        }[state]
+        field = {"global_tokens_per_expert": "global_fractions=True", "l1_factor": "score=relu"}[state]
         rule = f"the router keeps no {state}"
         raise ValueError(f"aux_loss_type={kind}: {rule}. Fix: set {field} in RouterConfig.")

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.host.progress import progress
-from moe_exp.planner.costs.flops import RULE_BEFORE, flops_per_iteration, rule_factor
+from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.load_history import Floats, LoadHistory, number
 from moe_exp.runs.records import fast_record, parsed_record
 from moe_exp.runs.run_folder import RunFolder
@@ -122,25 +122,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         with progress("reading metrics", total) as advance:
             runs = [read_run(path, advance) for path in folders]
     _distinguish(runs)
-    _count_alike(runs)
     return runs
-
-
-def _count_alike(runs: Sequence[Run]) -> None:
-    """Converts the FLOPs of runs with different ATTENTION_FLOPS to those of the causal half."""
-    rules = {run.config.attention_flops for run in runs if run.config}
-    for run in runs if len(rules) > 1 else ():
-        if run.config and run.config.attention_flops != "causal":
-            rule, run.config = run.config.attention_flops, _with_rule(run.config, "causal")
-            factor = rule_factor(run.config, rule)
-            for values in (run.train["consumed_flops"], run.train["tflops_per_gpu"]):
-                values *= factor
-            run.valid["consumed_flops"] *= factor
-            run.notes.append(f"FLOPs and TFLOP/s are converted from ATTENTION_FLOPS={rule} to causal")
-
-
-def _with_rule(config: Config, rule: str) -> Config:
-    return config.model_copy(update={"attention_flops": rule})
 
 
 def _is_run(path: Path) -> bool:
@@ -254,7 +236,8 @@ def _read_settings(run: Run, path: Path) -> None:
         run.notes.append("config.yaml holds no settings")
         return
     run.settings = {str(name): value for name, value in settings.items()}
-    run.settings.setdefault("attention_flops", RULE_BEFORE)
+    if run.settings.get("attention_flops") == "full":
+        run.notes.append("its FLOPs and TFLOP/s count all scores of attention (ATTENTION_FLOPS=full)")
     try:
         run.config = Config(
             **{name: value for name, value in run.settings.items() if name in Config.model_fields}
@@ -355,7 +338,6 @@ def _complete_axes(run: Run) -> None:
     """FLOPs and wall time for older files: FLOPs per sample times samples, and the sum of iteration times."""
     train, valid = run.train, run.valid
     if run.config:
-        _count_starts_alike(run, run.config)
         per_sample = flops_per_iteration(run.config, 1)
         _fill(train["consumed_flops"], train["consumed_samples"] * per_sample)
     _fill(train["consumed_tokens"], train["consumed_samples"] * number(run.settings.get("seq_len")))
@@ -378,20 +360,6 @@ def _complete_axes(run: Run) -> None:
                 np.interp(valid["iteration"], train["iteration"][known], train[key][known], left=np.nan),
             )
     _fill(valid["lm_loss_ppl"], np.exp(np.minimum(valid["lm_loss"], 20)))
-
-
-def _count_starts_alike(run: Run, config: Config) -> None:
-    """Converts FLOPs that starts with another ATTENTION_FLOPS have written to those that `config` counts."""
-    starts = [event for event in run.events if event.get("event") in ("start", "resume")]
-    if all(event.get("attention_flops", RULE_BEFORE) == config.attention_flops for event in starts):
-        return
-    for curves, keys in ((run.train, ("consumed_flops", "tflops_per_gpu")), (run.valid, ("consumed_flops",))):
-        factors = np.ones(len(curves["iteration"]))
-        for event in starts:
-            rule = str(event.get("attention_flops", RULE_BEFORE))
-            factors[curves["iteration"] > number(event.get("iteration"))] = rule_factor(config, rule)
-        for key in keys:
-            curves[key] *= factors
 
 
 def _fill(values: Floats, other: Floats) -> None:

@@ -71,11 +71,7 @@ class Metrics:
                     self._mirror(record)
         self._mirrors += open_tensorboard(config, folder, start_iteration, axes_of(kept[-1]) if kept else {})
         self._mirrors += open_prometheus(config)
-        facts = {
-            "num_removed_records": num_removed,
-            "attention_flops": config.attention_flops,
-            "transformers": exports_as(config),
-        }
+        facts = {"num_removed_records": num_removed, "transformers": exports_as(config)}
         self.event("resume" if start_iteration else "start", start_iteration, **facts)
 
     def train(self, record: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ TP2, PP2, EP2, DP2 = ({"gpus_per_node": 2} | layout for layout in ({"tp": 2}, {"
 BIAS = {
     "router_score": "sigmoid",
     "router_bias_update_rate": 0.01,
-    "aux_loss_type": "seq_aux_loss,global_aux_loss,phi_balancing",
+    "aux_loss_type": "seq_aux_loss,global_aux_loss",
 }
 FIRST_DENSE = {
     "first_k_dense": 2,

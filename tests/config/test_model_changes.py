@@ -252,7 +252,7 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
 
 def test_losses_with_a_state_may_come_and_go(source):
     """What they keep of past batches begins at zero, or is left out."""
-    folder, losses = source / "global", {"aux_loss_type": "global_aux_loss,phi_balancing"}
+    folder, losses = source / "global", {"aux_loss_type": "global_aux_loss"}
     run_legs([Leg(settings(source) | losses, source / "checkpoints", 1, {3: folder})])
     (steps,) = run_legs([Leg(settings(source), folder, 1)])
     assert steps[0].lm_loss < 5

@@ -132,6 +132,14 @@ def test_config_yaml_gives_an_equal_config(settings):
     assert load_config({"config": "runs/A"}, {}) == again
 
 
+def test_settings_of_an_older_run_that_are_gone():
+    """Left out where they say what happens without them, else refused."""
+    gone = "attention_flops: causal\nphi_balancing_rate: 0.3\nrouter_bias_decay: 0.0\n"
+    assert read_settings(Path(written(gone + "lr: 1e-4"))) == {"lr": "1e-4"}
+    with pytest.raises(ConfigError, match=r"ROUTER_BIAS_DECAY=0\.05: this version does not have"):
+        read_settings(Path(written("router_bias_decay: 0.05")))
+
+
 def test_what_followed_train_iters_follows_another_one():
     path = run_of(load_config({"preset": "cpu", "train_iters": 100}, {}))
     typed = load_config({"preset": "cpu", "train_iters": 900}, {})

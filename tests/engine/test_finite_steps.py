@@ -19,7 +19,7 @@ from moe_exp.engine.finite_steps import skip_steps_not_finite
 
 FRACTIONS = {
     "router_score": "sigmoid",
-    "aux_loss_type": "global_aux_loss,phi_balancing",
+    "aux_loss_type": "global_aux_loss",
     "aux_loss_coeff": "0.01",
 }
 LAYOUTS: dict[str, dict[str, Any]] = {

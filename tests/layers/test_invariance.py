@@ -17,9 +17,7 @@ from moe_exp.config.choices import LOSSES, SCORES
 from moe_exp.layers.losses import (
     entropy_loss_share,
     global_balancing_loss_share,
-    importance_loss_share,
     load_balancing_loss_share,
-    phi_balancing_loss_share,
     sequence_balancing_loss_share,
     z_loss_share,
 )
@@ -65,8 +63,6 @@ def found(quantity: str, score: str, logits_TE: torch.Tensor) -> torch.Tensor:
         "aux_loss": lambda: load_balancing_loss_share(scores_TE, counts_E, topk=TOPK),
         "seq_aux_loss": lambda: sequence_balancing_loss_share(*by_sequence, None),
         "global_aux_loss": lambda: global_balancing_loss_share(scores_TE, GLOBAL_COUNTS, counts_E),
-        "importance": lambda: importance_loss_share(scores_TE),
-        "phi_balancing": lambda: phi_balancing_loss_share(scores_TE, GLOBAL_COUNTS / GLOBAL_COUNTS.sum()),
         "l1": lambda: load_balancing_loss_share(decision.weights_for_l1(), counts_E, topk=TOPK),
         "entropy": lambda: entropy_loss_share(scores_TE),
     }[quantity]().detach()
@@ -137,16 +133,13 @@ def test_far_below_zero_quotients_are_those_of_softmax(quantity, score):
 
 @pytest.mark.parametrize(("score", "shift"), [("sigmoid", 40.0), ("sqrtsoftplus", 1e9)])
 def test_far_above_zero_all_experts_are_alike(score, shift):
-    """Weights 1/K; losses as of a score of 1/E: 1 for those of balance, 0 for importance, and the mean slope
-    for phi-balancing.
-    """
+    """Weights 1/K; losses as of a score of 1/E: 1 for those of balance."""
     logits_TE = LOGITS + shift
     assert torch.allclose(
         found("normalized weights", score, logits_TE), torch.tensor(1 / TOPK).double(), atol=1e-8
     )
     for loss in LOSSES.keys() - {"l1"}:
-        slope = float((GLOBAL_COUNTS / GLOBAL_COUNTS.mean()).double().log().mean())
-        expected = {"importance": 0.0, "phi_balancing": slope, "entropy": math.log(EXPERTS)}.get(loss, 1.0)
+        expected = math.log(EXPERTS) if loss == "entropy" else 1.0
         assert float(found(loss, score, logits_TE)) == pytest.approx(expected, abs=1e-7)
 
 

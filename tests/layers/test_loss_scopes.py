@@ -17,15 +17,13 @@ from helpers.ranks import run_on_ranks
 from moe_exp.layers.losses import (
     AuxLoss,
     global_balancing_loss_share,
-    importance_loss_share,
     load_balancing_loss_share,
-    phi_balancing_loss_share,
     sequence_balancing_loss_share,
     z_loss_share,
 )
 from moe_exp.layers.microbatch import MoESettings
 
-KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss", "importance", "phi_balancing")
+KINDS = ("aux_loss", "seq_aux_loss", "global_aux_loss")
 SEQUENCES, LENGTH = 8, 12
 TOKENS_BSD = random(SEQUENCES, LENGTH, HIDDEN, seed=11)
 
@@ -55,13 +53,6 @@ def test_sequence_loss_by_hand():
     )
 
 
-def test_importance_by_hand():
-    # Importance 6 and 4 of ten tokens: mean 5, variance 1, CV^2 = 1/25.
-    scores_TE = torch.tensor([[0.75, 0.25]] * 7 + [[0.25, 0.75]] * 3)
-    assert importance_loss_share(scores_TE).item() == pytest.approx(0.04, rel=1e-5)
-    assert importance_loss_share(torch.full((10, 4), 0.25)).item() == pytest.approx(0.0, abs=1e-7)
-
-
 def test_global_loss_by_hand():
     scores_TE = torch.tensor([[0.75, 0.25]] * 10)
     # Without a global batch yet: all ten of this micro-batch went to expert 0. 2 * .75.
@@ -73,25 +64,13 @@ def test_global_loss_by_hand():
     )
 
 
-def test_phi_balancing_by_hand():
-    scores_TE = torch.tensor([[0.75, 0.25]] * 10)
-    assert phi_balancing_loss_share(scores_TE, torch.zeros(2)).item() == 0.0
-    # .75 * log(2 * .2) + .25 * log(2 * .8)
-    mean_E = torch.tensor([0.2, 0.8])
-    assert phi_balancing_loss_share(scores_TE, mean_E).item() == pytest.approx(-0.569717, rel=1e-5)
-    # Of its own mean it is the divergence from uniform: log 2 less the entropy.
-    own_E = torch.tensor([0.75, 0.25])
-    assert phi_balancing_loss_share(scores_TE, own_E).item() == pytest.approx(0.130812, rel=1e-5)
-    assert phi_balancing_loss_share(scores_TE, torch.full((2,), 0.5)).item() == pytest.approx(0.0, abs=1e-7)
-
-
 def test_z_loss_without_padding():
     logits_TE = random(10, 3, seed=1)
     valid_T = torch.arange(10) < 6
     close(z_loss_share(logits_TE, valid_T=valid_T, num_tokens=valid_T.sum()), z_loss_share(logits_TE[:6]))
 
 
-@pytest.mark.parametrize("kind", ["sequence", "importance", "global", "phi"])
+@pytest.mark.parametrize("kind", ["sequence", "global"])
 def test_gradcheck(kind):
     logits_TE = random(6, 4, seed=2).requires_grad_()
     expert_TK = logits_TE.topk(2).indices
@@ -100,20 +79,9 @@ def test_gradcheck(kind):
         scores_TE = logits_TE.softmax(dim=-1)
         if kind == "sequence":
             return sequence_balancing_loss_share(scores_TE.view(2, 3, 4), expert_TK.view(2, 3, 2), None)
-        state_E = torch.tensor([5.0, 1, 3, 3])
-        if kind == "phi":
-            return phi_balancing_loss_share(scores_TE, state_E / 12)
-        return global_balancing_loss_share(scores_TE, state_E, torch.zeros(4))
+        return global_balancing_loss_share(scores_TE, torch.tensor([5.0, 1, 3, 3]), torch.zeros(4))
 
-    if kind == "importance":
-        # Its gradient counts the tokens of the other ranks, so the function of one rank's tokens has its
-        # whole gradient too.
-        scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
-        importance_loss_share(scores_TE).backward()
-        importance_E = scores_TE.detach().sum(dim=0)
-        close(scores_TE.grad, (2 * 4 / 36 * importance_E).expand(6, 4))
-    else:
-        assert torch.autograd.gradcheck(loss, logits_TE)
+    assert torch.autograd.gradcheck(loss, logits_TE)
 
 
 # The layer: gradients of router and input from the balancing losses alone
@@ -121,7 +89,6 @@ def test_gradcheck(kind):
 
 def layer_with(kind, **arguments):
     router = {"global_fractions": kind == "global_aux_loss"}
-    router |= {"mean_scores_rate": 0.3} if kind == "phi_balancing" else {}
     return tiny_layer(losses=(AuxLoss(kind, 0.7),), router=router, **arguments)
 
 
@@ -177,7 +144,7 @@ def test_data_parallel_ranks_and_micro_batches_do_not_change_the_gradient(kind, 
     assert router.norm() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss", "phi_balancing"])
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "global_aux_loss"])
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
 def test_scopes_other_than_the_micro_batch_do_not_depend_on_its_size(kind, num_microbatches):
     router, x = two_batches(kind, num_microbatches=1)
@@ -240,7 +207,7 @@ def test_ranks_that_share_a_micro_batch_do_not_change_the_gradient(kind, num_ran
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_recompute_counts_once_and_has_the_same_gradient(use_reentrant):
     losses = tuple(AuxLoss(kind, 0.1 * (i + 1)) for i, kind in enumerate(KINDS))
-    router = {"global_fractions": True, "expert_bias": True, "score": "sigmoid", "mean_scores_rate": 0.1}
+    router = {"global_fractions": True, "expert_bias": True, "score": "sigmoid"}
     results = []
     for recompute in (False, True):
         layer = tiny_layer(losses=losses, z_loss_coeff=0.3, router=router)
@@ -251,7 +218,6 @@ def test_recompute_counts_once_and_has_the_same_gradient(use_reentrant):
         counts = [
             layer.router.local_tokens_per_expert,
             layer.router.batch_tokens_per_expert,
-            layer.router.batch_scores,
             statistics.tokens_per_expert_E,
             statistics.sums,
         ]
@@ -328,7 +294,7 @@ def test_the_global_loss_counts_by_score_too():
 
 
 def test_losses_in_a_list_add_up():
-    coeffs = {"aux_loss": 0.5, "seq_aux_loss": 0.25, "importance": 2.0}
+    coeffs = {"aux_loss": 0.5, "seq_aux_loss": 0.25, "entropy": 2.0}
     layer = tiny_layer(losses=tuple(AuxLoss(kind, coeff) for kind, coeff in coeffs.items()))
     _, loss = layer(TOKENS_BSD)
     balance, z, _, *each = layer.statistics.sums[4:].tolist()
@@ -345,7 +311,7 @@ def test_losses_in_a_list_add_up():
             lambda: AuxLoss("aux", 0.1),
             (
                 r"aux_loss_type=aux: is not a loss\. Fix: use aux_loss, seq_aux_loss, global_aux_loss,"
-                r" importance, phi_balancing, l1, entropy, or none\."
+                r" l1, entropy, or none\."
             ),
         ),
         (lambda: AuxLoss("aux_loss", -0.1), r"aux_loss_coeff=-0\.1: is negative"),
@@ -374,10 +340,6 @@ def test_losses_in_a_list_add_up():
         (
             lambda: tiny_layer(losses=(AuxLoss("global_aux_loss", 1),)),
             r"global_aux_loss: the router keeps no global_tokens_per_expert\. Fix: set global_fractions=True",
-        ),
-        (
-            lambda: tiny_layer(losses=(AuxLoss("phi_balancing", 1),)),
-            r"phi_balancing: the router keeps no mean_scores\. Fix: set mean_scores_rate=0\.01 in Router",
         ),
     ],
 )

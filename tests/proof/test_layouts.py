@@ -34,13 +34,11 @@ from moe_exp.layers.losses import AuxLoss
 DOUBLE = {torch.float64: 1e-10}
 LIMITS = DOUBLE | {torch.float32: 1e-5}
 ALL_LOSSES = {
-    "losses": balancing(
-        aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4, importance=0.1, phi_balancing=0.3
-    ),
+    "losses": balancing(aux_loss=0.3, seq_aux_loss=0.2, global_aux_loss=0.4),
     "z_loss_coeff": 0.05,
 }
-FRACTIONS = {"global_fractions": True, "mean_scores_rate": 0.2}
-SIGMOID = {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0.02, "bias_decay": 0.1, **FRACTIONS}
+FRACTIONS = {"global_fractions": True}
+SIGMOID = {"score": "sigmoid", "expert_bias": True, "bias_update_rate": 0.02, **FRACTIONS}
 CASES = {
     "dropless": Case(SIGMOID, ALL_LOSSES),
     "softmax over the chosen": Case({"pre_softmax": False, "topk": 3, **FRACTIONS}, ALL_LOSSES),

@@ -113,7 +113,7 @@ def run(
 NUM_REAL, NUM_FILLED = 16, 24
 ROUTED = {
     "moe_type": "moe", "capacity_factor": 0.9, "pad_to_capacity": False, "z_loss_coeff": 0.01,
-    "aux_loss_type": "aux_loss,seq_aux_loss,importance", "aux_loss_coeff": "0.02,0.03,0.01",
+    "aux_loss_type": "aux_loss,seq_aux_loss", "aux_loss_coeff": "0.02,0.03",
     "mbsz": 2, "shared_expert_size": 32, "first_k_dense": 1,
 }  # fmt: skip
 KINDS = {

@@ -12,7 +12,7 @@ import pytest
 from helpers.run_folders import dense_and_moe, event, experts, train_record, write_run
 from moe_exp.cli import main
 from moe_exp.config import ConfigError
-from moe_exp.planner.costs.flops import flops_per_iteration, rule_factor
+from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.follower import Follower
 from moe_exp.report.load_history import LoadHistory
 from moe_exp.report.run_data import read_run, read_runs
@@ -83,25 +83,6 @@ def test_older_files_have_neither_flops_nor_times(tmp_path):
         160 * flops_per_iteration(run.config, 1),
     ]
     assert np.isnan(run.train["grad_norm"]).all()
-
-
-def test_flops_of_starts_and_runs_with_different_rules_are_converted(tmp_path):
-    """An older version's start and its resume; beside it, a run of that version alone."""
-    old = {"iteration": 0, "kind": "event", "event": "start"}  # has no attention_flops: it counted all scores
-    records = [train_record(10, 5.0, consumed_flops=1000), train_record(20, 4.0, consumed_flops=1900)]
-    resumed = write_run(tmp_path / "resumed", [old, records[0], event("resume", 10, "10:00:00"), records[1]])
-    before = write_run(tmp_path / "before", [old, *records])
-    text = (before / "config.yaml").read_text()
-    (before / "config.yaml").write_text(text.replace("attention_flops: causal\n", ""))
-    run = read_run(resumed)
-    factor = rule_factor(run.config, "full")
-    assert 0.5 < factor < 1
-    assert run.train["consumed_flops"].tolist() == [1000 * factor, 1900]
-    assert run.train["tflops_per_gpu"].tolist() == [0.5 * factor, 0.5]
-    assert read_run(before).train["consumed_flops"].tolist() == [1000, 1900]  # alone, as it was written
-    _, converted = read_runs([resumed, before])
-    assert converted.train["consumed_flops"].tolist() == [1000 * factor, 1900 * factor]
-    assert converted.notes == ["FLOPs and TFLOP/s are converted from ATTENTION_FLOPS=full to causal"]
 
 
 def test_a_file_that_is_being_written(tmp_path):

@@ -95,7 +95,7 @@ def test_parameters_come_from_the_model_and_not_only_from_the_optimizer(runs):
         "ROUTER_BIAS_UPDATE_RATE": 0.01,
         "TRAIN_ITERS": 12,
     }
-    settings |= {"AUX_LOSS_TYPE": "global_aux_loss,phi_balancing", "AUX_LOSS_COEFF": "0.1"}
+    settings |= {"AUX_LOSS_TYPE": "global_aux_loss", "AUX_LOSS_COEFF": "0.1"}
     whole = runs.succeed("whole", **settings)
     runs.stopped("resumed", EXIT_INTERVAL=6, **settings)
     resumed = runs.succeed("resumed", EXIT_INTERVAL=6, **settings)

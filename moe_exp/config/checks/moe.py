@@ -161,10 +161,6 @@ def _balancing(c: Config) -> Iterator[str]:
         yield problem("aux_loss_coeff", c.aux_loss_coeff, rule, "give one for all, or one for each")
     if c.router_bias_rule == "quantile":
         yield from _quantile(c)
-    if c.router_bias_decay and not c.router_bias_update_rate:
-        rule = "there is no expert bias that moves by steps"
-        fix = "set ROUTER_BIAS_UPDATE_RATE over 0, or ROUTER_BIAS_DECAY=0"
-        yield problem("router_bias_decay", c.router_bias_decay, rule, fix)
     if c.aux_loss_type == "sinkhorn" and (c.num_router_groups or c.router_bias_update_rate):
         name = "num_router_groups" if c.num_router_groups else "router_bias_update_rate"
         fix = f"set AUX_LOSS_TYPE=aux_loss or none, or {name.upper()}=0"

@@ -69,7 +69,6 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
         expert_bias=config.moe_router_enable_expert_bias,
         bias_update_rate=config.moe_router_bias_update_rate,
         global_fractions="global_tokens_per_expert" in states,
-        mean_scores_rate=0.01 if "mean_scores" in states else 0.0,
         dtype=config.moe_router_dtype or "fp32",
         jitter=config.moe_input_jitter_eps or 0.0,
         assignment=_assignment(config),

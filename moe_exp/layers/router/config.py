@@ -42,11 +42,7 @@ class RouterConfig:
         bias_rule: how `end_of_batch` sets the expert bias (ROUTER_BIAS_RULE): `sign` by a step towards the
             mean load, `quantile` to the value that would have balanced the batch (router/quantile.py).
         bias_update_rate: that step (ROUTER_BIAS_UPDATE_RATE).
-        bias_decay: with `sign`, the share by which the bias shrinks towards 0 after each step
-            (ROUTER_BIAS_DECAY), so that it stays below bias_update_rate / bias_decay.
         global_fractions: keep the token fractions of the last global batch, for the loss `global_aux_loss`.
-        mean_scores_rate: weight of the newest global batch in the moving average of the scores, for the loss
-            `phi_balancing` (PHI_BALANCING_RATE); 0: none is kept.
         dtype: `fp32` or `fp64`, of logits, scores and weights whatever the input dtype.
         jitter: in training, multiply inputs by uniform noise in [1 - jitter, 1 + jitter] (Switch, sec. 2.2).
         assignment: `topk`, `sinkhorn` (AUX_LOSS_TYPE=sinkhorn), or for benchmarks `balanced` and `zipf`
@@ -75,9 +71,7 @@ class RouterConfig:
     expert_bias: bool = False
     bias_rule: str = "sign"
     bias_update_rate: float = 1e-3
-    bias_decay: float = 0.0
     global_fractions: bool = False
-    mean_scores_rate: float = 0.0
     dtype: str = "fp32"
     jitter: float = 0.0
     assignment: str = "topk"
@@ -105,10 +99,6 @@ class RouterConfig:
             raise ValueError(
                 f"jitter={self.jitter}: is not in [0, 1). Fix: Switch Transformers used 0.01; 0 for none."
             )
-        for field in ("bias_decay", "mean_scores_rate"):
-            if not 0 <= getattr(self, field) <= 1:
-                rule = "is not in [0, 1]"
-                raise ValueError(f"{field}={getattr(self, field)}: {rule}. Fix: use 0.01, or 0 for none.")
         if self.zipf_exponent < 0:
             raise ValueError(
                 f"zipf_exponent={self.zipf_exponent}: is negative. Fix: 0 is uniform, 1 is Zipf's law."

@@ -55,8 +55,6 @@ class Router(nn.Module):
         slots_and_tokens: [2], int64, of the global batch so far, with ReLU scores.
         gap_counts: [E, B], int64, of the global batch so far, for quantile balancing.
         global_tokens_per_expert: [E], fp32, slots per expert in the last global batch, zeros before it.
-        mean_scores: [E], fp32, moving average of the mean score of each expert over global batches, zeros
-            before the first.
         replay: RoutingReplay that records or replays decisions, or None.
         needs_scores: scores and logits are needed, not only their sums, so no kernel can route.
     """
@@ -69,8 +67,6 @@ class Router(nn.Module):
     local_tokens_per_expert: Tensor
     global_tokens_per_expert: Tensor
     batch_tokens_per_expert: Tensor
-    mean_scores: Tensor
-    batch_scores: Tensor
 
     def __init__(
         self,
@@ -102,10 +98,6 @@ class Router(nn.Module):
         if config.global_fractions:
             self.register_buffer("global_tokens_per_expert", zeros_E.clone())
             self.register_buffer("batch_tokens_per_expert", zeros_E.clone(), persistent=False)
-        if config.mean_scores_rate:
-            self.register_buffer("mean_scores", zeros_E.clone())
-            # fp64, so that the order of micro-batches and ranks does not matter
-            self.register_buffer("batch_scores", zeros_E.double(), persistent=False)
         if config.score == "relu":
             self.register_buffer("l1_factor", torch.ones((), device=device))
             slots_and_tokens = torch.zeros(2, dtype=torch.int64, device=device)
@@ -224,8 +216,8 @@ class Router(nn.Module):
 
         With the rule `sign` the bias of an expert rises by `bias_update_rate` if it has fewer slots than the
         mean and falls if it has more: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing
-        (arXiv:2408.15664), algorithm 1; then it shrinks by `bias_decay`. Only for use outside Megatron: in
-        moe_exp's training, Megatron's finalize_model_grads does this, and `end_of_own_state` the rest.
+        (arXiv:2408.15664), algorithm 1. Only for use outside Megatron: in moe_exp's training, Megatron's
+        finalize_model_grads does this, and `end_of_own_state` the rest.
 
         Args:
             group: all ranks that route tokens to these experts: data, context and tensor parallel.
@@ -239,9 +231,9 @@ class Router(nn.Module):
 
     @torch.no_grad()
     def end_of_own_state(self, group: ProcessGroup | None = None) -> None:
-        """The part of `end_of_batch` that Megatron does not have: quantile balancing, decay of the bias, the
-        moving average of the scores, and the weight of the loss `l1`, which grows by a fifth if tokens had
-        more than K experts on average and shrinks if they had fewer (ReMoE, arXiv:2412.14711, equation 8).
+        """The part of `end_of_batch` that Megatron does not have: quantile balancing, and the weight of the
+        loss `l1`, which grows by a fifth if tokens had more than K experts on average and shrinks if they had
+        fewer (ReMoE, arXiv:2412.14711, equation 8).
         """
         config = self.config
         if config.score == "relu":
@@ -253,14 +245,6 @@ class Router(nn.Module):
             counts_EB = sum_over(self.gap_counts, group)
             self.expert_bias.copy_(balanced_bias(self.expert_bias, counts_EB, config.topk))
             self.gap_counts.zero_()
-        elif config.expert_bias and config.bias_decay:
-            self.expert_bias *= 1 - config.bias_decay
-        if config.mean_scores_rate:
-            sums_E = sum_over(self.batch_scores, group)
-            newest_E = sums_E / sums_E.sum().clamp(min=1e-20)  # a token's scores sum to 1
-            rate = torch.where(self.mean_scores.sum() > 0, config.mean_scores_rate, 1.0)
-            self.mean_scores.lerp_(newest_E.float(), rate)
-            self.batch_scores.zero_()
 
     @torch.no_grad()
     def end_of_global_fractions(self, group: ProcessGroup | None = None) -> None:
@@ -278,9 +262,6 @@ class Router(nn.Module):
     def _count(self, decision: RoutingDecision) -> None:
         if self.config.expert_bias and not self.config.finds_quantiles:
             self.local_tokens_per_expert += decision.tokens_per_expert_E
-        if self.config.mean_scores_rate:
-            scores, _ = decision.for_losses()
-            self.batch_scores += scores.sum(dim=0) if scores.dim() == 2 else scores
         if self.config.score == "relu":
             self.slots_and_tokens[0] += decision.tokens_per_expert_E.sum()
             self.slots_and_tokens[1] += tokens_in_group(decision, None)

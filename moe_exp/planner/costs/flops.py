@@ -5,8 +5,6 @@ from __future__ import annotations
 from moe_exp.config import Config
 from moe_exp.planner.costs.code_paths import priced
 
-RULE_BEFORE = "full"  # ATTENTION_FLOPS of runs whose settings lack it
-
 
 def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: int | None = None) -> int:
     """Operations of the model in one iteration, forward and backward, over all ranks: what TFLOP/s and MFU
@@ -18,8 +16,8 @@ def flops_per_iteration(config: Config, batch_size: int | None = None, seq_len: 
         12*B*S*L*h^2 * ((1 + g/n + S/(2*h)) * n*d/h + topk*ffn/(2*h) * (3 if gated, else 2) + V/(2*L*h))
 
     Two operations a multiply-add, and a backward pass of twice the forward one: 6 for every weight that a
-    token meets. Of the S^2 scores, attention counts the half that the causal mask keeps.
-    ATTENTION_FLOPS=full counts all of them (S/h instead of S/(2*h)), as Megatron-LM did until late 2024.
+    token meets. Of the S^2 scores, attention counts the half that the causal mask keeps; until late 2024
+    Megatron-LM counted all of them (S/h instead of S/(2*h)).
     With DOCUMENT_MASK, S is here DOCUMENT_TOKENS. With MOE_LATENT_SIZE=l, topk*ffn counts l/h times, and the
     two projections of an MoE layer add 4*h*l forward.
     Norms, softmax, router and recompute count nothing; Megatron-LM counts the norms of latent attention.
@@ -48,12 +46,6 @@ def hardware_flops_per_iteration(config: Config, batch_size: int | None = None) 
     counted. Arguments as above.
     """
     return flops_per_iteration(config, batch_size) + _tokens(config, batch_size) * _repeated(config)
-
-
-def rule_factor(config: Config, counted_by: str) -> float:
-    """Factor from FLOPs that another ATTENTION_FLOPS counted for this model to those that its own counts."""
-    other = config.model_copy(update={"attention_flops": counted_by})
-    return flops_per_iteration(config, 1) / flops_per_iteration(other, 1)
 
 
 def _repeated(config: Config) -> int:
@@ -113,8 +105,7 @@ def _attention(config: Config) -> int:
 
 def _scores_and_values(config: Config) -> int:
     value_channels = config.v_head_dim if config.multi_latent_attention else config.kv_channels
-    multiply_adds = attended_tokens(config) * config.num_heads * (config.kv_channels + value_channels)
-    return 2 * multiply_adds if config.attention_flops == "full" else multiply_adds
+    return attended_tokens(config) * config.num_heads * (config.kv_channels + value_channels)
 
 
 def attended_tokens(config: Config) -> int:

@@ -172,7 +172,7 @@ def test_balancing_there_and_back(family, fields, expected, written):
     [
         ("global_aux_loss", "0.02", 0.02),
         ("seq_aux_loss,aux_loss", "0.01,0.02", 0.03),
-        ("importance", "0.1", 0.0),
+        ("entropy", "0.1", 0.0),
         ("entropy,aux_loss", "0.1,0.02", 0.02),
     ],
 )

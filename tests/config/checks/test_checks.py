@@ -288,11 +288,6 @@ MODEL = [
         r"ROUTER_BIAS_UPDATE_RATE=0\.001: ROUTER_BIAS_RULE=quantile has no step size\. Fix: set it to 0\.",
     ),
     (
-        {"router_bias_decay": 0.1},
-        r"ROUTER_BIAS_DECAY=0\.1: there is no expert bias that moves by steps\. Fix: set"
-        r" ROUTER_BIAS_UPDATE_RATE over 0, or ROUTER_BIAS_DECAY=0\.",
-    ),
-    (
         {"router_bias_rule": "quantile", "num_router_groups": 4, "router_group_topk": 2},
         r"ROUTER_BIAS_RULE=quantile: does not go with NUM_ROUTER_GROUPS: .*\. Fix: set it to sign\.",
     ),
@@ -738,7 +733,7 @@ def test_all_problems_are_reported_at_once():
         {"router_bias_update_rate": 0.001, "router_score": "sigmoid"},
         {"router_bias_update_rate": 0.001, "router_score": "softmax"},
         {"router_bias_rule": "quantile", "router_score": "softmax", "aux_loss_type": "none"},
-        {"aux_loss_type": "seq_aux_loss,importance", "aux_loss_coeff": "0.01,0.001"},
+        {"aux_loss_type": "seq_aux_loss,aux_loss", "aux_loss_coeff": "0.01,0.001"},
         {"aux_loss_type": "sinkhorn", "router_pre_softmax": False},
         {"moe_layer_freq": "[0]*1+[1]*3"},
         {"moe_type": "moe", "capacity_factor": 1.5, "min_capacity": 4},

@@ -23,14 +23,14 @@ from moe_exp.layers.router.replay import RoutingReplay
 pytestmark = needs_kernels
 
 HIDDEN, EXPERTS = 6, 5
-OF_SUMS = {"aux_loss": 0.5, "global_aux_loss": 0.3, "importance": 0.2, "phi_balancing": 0.4}
+OF_SUMS = {"aux_loss": 0.5, "global_aux_loss": 0.3}
 SUMMED = tuple(AuxLoss(*loss) for loss in OF_SUMS.items())
 
 
 def layer(*, losses=SUMMED, settings=None, **router) -> MoELayer:
     torch.manual_seed(3)
     sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2}
-    config = RouterConfig(**{**sizes, "global_fractions": True, "mean_scores_rate": 0.1, **router})
+    config = RouterConfig(**{**sizes, "global_fractions": True, **router})
     experts = Experts(
         num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=4, activation="swiglu", backend="loop"
     )
@@ -46,13 +46,11 @@ def layer(*, losses=SUMMED, settings=None, **router) -> MoELayer:
         if config.expert_bias:
             made.router.expert_bias.normal_()
         made.router.global_tokens_per_expert.copy_(torch.arange(EXPERTS))
-        made.router.mean_scores.copy_(torch.arange(EXPERTS) + 0.5)
     return made
 
 
 def run(made: MoELayer, x: torch.Tensor, mask: torch.Tensor | None) -> dict[str, torch.Tensor]:
     x = x.clone().requires_grad_()
-    made.router.batch_scores.zero_()
     output, loss = made(x, mask)
     grads = torch.autograd.grad((output * x.detach().cos()).sum() + loss, [x, *made.parameters()])
     results = {
@@ -60,7 +58,6 @@ def run(made: MoELayer, x: torch.Tensor, mask: torch.Tensor | None) -> dict[str,
         "loss": loss,
         "sums": made.statistics.sums[1:],
         "counts": made.statistics.tokens_per_expert_E,
-        "scores": made.router.batch_scores.clone(),
     }
     return {**results, **{str(i): grad for i, grad in enumerate(grads)}}
 

@@ -6,7 +6,7 @@ import torch
 from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.kernels.topk import TopK, router_topk, router_topk_torch
-from moe_exp.layers.losses import importance_loss_share, load_balancing_loss_share, z_loss_share
+from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
 from moe_exp.layers.router import Router, RouterConfig
 
 pytestmark = [needs_kernels, pytest.mark.usefixtures("poisoned")]
@@ -161,14 +161,12 @@ def test_twin_is_the_router_and_its_losses(score, pre_softmax, has_padding):
     of_layer = {
         "weights": (decision.weights_TK * seed_TK).sum(),
         "balance": load_balancing_loss_share(scores_TE, counts_E, topk=2, num_tokens=valid_T.sum()),
-        "importance": importance_loss_share(scores_TE, num_tokens=valid_T.sum()),
         "z": z_loss_share(decision.logits_TE, valid_T=decision.valid_T, num_tokens=valid_T.sum()),
     }
     num_tokens = valid_T.sum()
     of_twin = {
         "weights": (twin.weights_TK * seed_TK).sum(),
         "balance": torch.dot(twin.score_sums_E, counts_E.float()) * 6 / (2 * num_tokens**2),
-        "importance": twin.score_sums_E.square().sum() * 6 / num_tokens**2 - 1,
         "z": (twin.lse_T.square() * valid_T).sum() / num_tokens,
     }
     for name, value in of_layer.items():
