@@ -96,7 +96,7 @@ def _max_epochs(prefix: str) -> float | None:
         limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
         found = limits.get(Path(prefix).name, {}).get("max_epochs")
         return None if found is None else float(found)
-    except (KeyError, TypeError, AttributeError):  # another program's file of this name
+    except (KeyError, TypeError, AttributeError, ValueError):  # another program's file of this name
         return None
 
 

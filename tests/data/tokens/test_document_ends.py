@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,9 @@ def token_files(tmp_path_factory):
     other = save_tokenizer(place / "other", texts=[text[::-1] for text in TEXTS])
     found = {"mine": mine, "other": other, "data": tokenize(place, "data", mine)}
     found |= {"valid": tokenize(place, "valid", mine), "alien": tokenize(place, "alien", other)}
+    found["plain"] = str(place / "plain")  # without a manifest, as of another program
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(found["data"] + suffix, found["plain"] + suffix)
     found["ended"] = tokenize(place, "ended", mine, "--eod-token", "<end>")
     for name, shards in {"merged": ("data", "valid"), "merged_aliens": ("alien", "alien")}.items():
         found[name] = str(place / name)
@@ -173,6 +177,7 @@ def token_files(tmp_path_factory):
         ({"valid_data": "ended"}, "VALID_DATA=.*ended"),
         ({"train_data": "1 data 1 alien"}, "TRAIN_DATA=.*alien"),
         ({"data_stages": "alien"}, "DATA_STAGES=.*alien"),
+        ({"train_data": "1 plain 1 data", "valid_data": "alien"}, "VALID_DATA=.*alien"),
     ],
 )
 def test_all_data_are_of_one_tokenizer(settings, refused, token_files):
