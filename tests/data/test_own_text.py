@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from helpers.whole_runs import Runs
-from moe_exp.checkpoint.format.settings import saved_tokenizer
+from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.data.own_text import preparation
@@ -239,7 +239,7 @@ def test_a_run_on_a_folder_of_text_is_found_again_by_eval(place, tmp_path):
         (tmp_path / f"text/z{number}.txt").write_text(f"zyxwvutsrqponm {number} " * 300)
     other = with_prepared_text(config)
     assert find_prepared_text(config) == other != used
-    trained = saved_tokenizer(ended.folder.checkpoints / "iter_0000002")
+    trained = saved_order(ended.folder.checkpoints / "iter_0000002")["tokenizer"]
     assert find_prepared_text(config, trained) == used
     plan = plan_evaluation(EvalRequest(str(ended.folder.path)))
     assert [one.prefix for one in plan.sources] == [used.valid_data]

@@ -14,6 +14,7 @@ from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, common_state, dr
 from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
+from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.average import WEIGHTS, average, sources_of, weights_of
@@ -108,7 +109,8 @@ def test_checkpoints_of_several_layouts_and_styles(tmp_path):
         name = key if key == BIAS else f"optimizer.state.param.{key}"
         expected = sum(w * one[name].double() for w, one in zip(weights, drawn, strict=True))
         assert torch.equal(reader.read(key), expected.to(drawn[0][key].dtype)), key
-    assert reader.common()["config"]["pp"] == 2 and set(reader.common()) == {"config", "content_metadata"}
+    assert reader.common()["config"]["pp"] == 2
+    assert set(reader.common()) == {"config", "content_metadata", "sample_order"}
     assert list(Verification(written.folder).findings()) == []
     saved = fingerprints.read(written.folder)
     found = fingerprints.fingerprints_of(
@@ -237,6 +239,36 @@ def test_checkpoints_that_compute_something_else(tmp_path):
     with pytest.raises(ValueError, match=rule):
         average(sources, tmp_path / "out", ONE, [0.5, 0.5])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("order", "rule"),
+    [
+        (
+            {"eod_id": 2, "bos_id": None},
+            r"documents that end and begin with other tokens \(2, None\) than .*b/iter",
+        ),
+        (
+            {"eod_id": 0, "bos_id": 1},
+            r"documents that end and begin with other tokens \(0, 1\) than .*b/iter",
+        ),
+        ({"tokenizer": "0123456789abcdef"}, "another tokenizer than .*b/iter_0000005"),
+        ({"eod_id": None, "bos_id": None, "tokenizer": None}, None),  # not known
+        ({}, None),
+    ],
+)
+def test_checkpoints_of_other_tokens(order, rule, tmp_path):
+    orders = {"a": order, "b": {"eod_id": 0, "bos_id": None, "tokenizer": "fedcba9876543210" * 2}}
+    sources = []
+    for name, facts in orders.items():
+        common = common_state(5)
+        common["progress"]["sample_order"] = facts
+        sources.append(write_checkpoint(tmp_path / name, common=common))
+    if rule is None:
+        assert saved_order(average(sources, tmp_path / "out", ONE, [0.5, 0.5]).folder) == orders["b"]
+        return
+    with pytest.raises(ValueError, match=rf"SRC=.*a/iter_0000005: was trained with {rule}"):
+        average(sources, tmp_path / "out", ONE, [0.5, 0.5])
 
 
 def peak_of_average(folder: Path, sources: list[Path]) -> int:

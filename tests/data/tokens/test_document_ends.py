@@ -113,6 +113,21 @@ def test_documents_of_the_training_decide(flags, bos, tmp_path, caplog):
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "exported" / name).read_text())["eos_token_id"] == first[-1]
 
+    # weights alone keep them, also where the token files are gone
+    places = {"average": tmp_path / "averaged", "reshape": tmp_path / "weights"}
+    assert cli.main(["ckpt", "average", str(run), str(places["average"])]) == 0
+    assert cli.main(["ckpt", "reshape", str(run), str(places["reshape"]), "--weights-only"]) == 0
+    (tmp_path / "data").mkdir()
+    for path in tmp_path.glob("data_text_document*"):
+        path.rename(tmp_path / "data" / path.name)
+    for name, place in places.items():
+        assert plan_generation(GenerateRequest(str(place), prompts=("a",))).tokenizer == tokenizer
+        to_hf(place, tmp_path / name)
+        again = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert (again.eos_token, again(TEXTS[0]).input_ids) == (eod_token, first[:-1].tolist())
+    for path in (tmp_path / "data").iterdir():
+        path.rename(tmp_path / path.name)
+
     # an older checkpoint does not record them: the manifest beside the token files does
     config, order = saved_config(iteration(run)), saved_order(iteration(run))
     assert order["eod_id"] == first[-1]
@@ -241,6 +256,14 @@ def test_tokenizer_before_there_is_an_embedded_corpus(token_files, tmp_path):
     config = Config(preset="cpu", tokenizer=token_files["mine"], data_dir=str(tmp_path), vocab_size=4096)
     (line,) = data_problems(config)
     assert line.endswith("not made yet. Fix: set TRAIN_DATA, or omit TOKENIZER: the corpus has one.")
+
+
+def test_export_of_data_without_a_manifest_keeps_the_bos(token_files, tmp_path):
+    """Nobody knows whether their documents begin with it."""
+    run = train(tmp_path, token_files["plain"], Path(token_files["same"]))
+    to_hf(run, tmp_path / "exported")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert exported(TEXTS[0]).input_ids[0] == SPECIAL.index("<s>")
 
 
 @pytest.mark.parametrize(("trained", "evaluated"), [("alike", "begun"), ("begun", "alike")])
