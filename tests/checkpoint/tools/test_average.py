@@ -22,6 +22,8 @@ from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
+from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 
 ONE = Layout()
 
@@ -309,5 +311,12 @@ def test_a_run_starts_from_the_average_of_another(runs):
     for key in mean.tensors:
         expected = sum(reader.read(key).double() for reader in readers) / 3
         torch.testing.assert_close(mean.read(key).double(), expected, rtol=1e-6, atol=0)
+    # trained on the embedded corpus, which is no unknown data
+    plans = [plan_evaluation(EvalRequest(str(path))) for path in (trained.folder.path, runs.run_dir / "mean")]
+    assert (
+        plans[0].sources[0].prefix
+        == plans[1].sources[0].prefix
+        == ensure_embedded_corpus(runs.data_dir).valid_prefix
+    )
     started = runs.succeed("started", LOAD_DIR=runs.run_dir / "mean", GPUS_PER_NODE=2, EP=2)
     assert started.curve("lm_loss")[0] < trained.curve("lm_loss")[10]
