@@ -12,7 +12,7 @@ from moe_exp.config import Config, problem
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import samples_left
 from moe_exp.config.setting_types import names_text
-from moe_exp.data.own_text.settings import needs_preparation
+from moe_exp.data.own_text.settings import needs_preparation, validation_overlaps
 from moe_exp.data.tokens.document_ends import tokenizer_problems
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens, share_range
 from moe_exp.data.tokens.tokens import parse_blend
@@ -25,11 +25,12 @@ _ROUNDING = 1.01  # of weights, and of TRAIN_ITERS to whole batches
 
 def data_warnings(config: Config) -> list[str]:
     """Warns of token files that do not fit together, of sources that are read too often, and of validation on
-    one document. Empty if a setting names text that is not prepared yet, or files that cannot be read.
+    one document; where a setting names text, of validation on what is trained on. Empty if files cannot be
+    read.
     """
-    if not config.train_data or needs_preparation(config):
-        return []
     with suppress(ValueError, OSError):  # which the checks of files name
+        if not config.train_data or needs_preparation(config):
+            return list(validation_overlaps(config))
         shares = parse_split(config.split) if config.split else [(0.0, 1.0), None]
         return [
             *(tokenizer_problems(config) if config.allow_other_data else ()),
