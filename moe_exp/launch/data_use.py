@@ -12,7 +12,7 @@ from moe_exp.config import Config, problem
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import samples_left
 from moe_exp.config.setting_types import names_text
-from moe_exp.data.own_text.settings import needs_preparation, validation_overlaps
+from moe_exp.data.own_text.settings import needs_preparation, validation_overlaps, validation_setting
 from moe_exp.data.tokens.document_ends import tokenizer_problems
 from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens, share_range
 from moe_exp.data.tokens.tokens import parse_blend
@@ -98,12 +98,13 @@ def _max_epochs(prefix: str) -> float | None:
 def _small_validation(config: Config, share: Share | None) -> Iterator[str]:
     if not config.eval_interval:
         return
-    name, share = ("valid_data", (0.0, 1.0)) if config.valid_data else ("train_data", share)
+    name = validation_setting(config) if config.valid_data else "train_data"
+    share = (0.0, 1.0) if config.valid_data else share
     if share is None:
         return
-    for _, prefix in parse_blend(getattr(config, name)):
+    for _, prefix in parse_blend(config.valid_data or config.train_data):
         begin, end = share_range(TokenFiles(prefix).num_documents, share)
         if end - begin == 1:
-            part = f" for validation by SPLIT={config.split}" if name == "train_data" else ""
+            part = "" if config.valid_data else f" for validation by SPLIT={config.split}"
             rule = f"has one document{part}: its loss says little about other texts"
             yield problem(name, prefix, rule, "hold out more documents")

@@ -23,7 +23,7 @@ from moe_exp.config.checks.determinism import environment_problems
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.data_stages import stage_blends, stages_of
 from moe_exp.config.setting_types import is_prepared_first, names_text
-from moe_exp.data.own_text.settings import needs_preparation, text_problems
+from moe_exp.data.own_text.settings import needs_preparation, text_problems, validation_setting
 from moe_exp.data.tokens.document_ends import check_ends, tokenizer_problems
 from moe_exp.data.tokens.files import (
     Share,
@@ -271,7 +271,7 @@ def data_problems(c: Config) -> Iterator[str]:
         yield from text_problems(c)
     of_all: list[tuple[str, str, int, Sequence[Share | None]]] = [
         ("train_data", c.train_data, c.seq_len, shares),
-        ("valid_data", c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
+        (validation_setting(c), c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
     ]
     of_all += [("data_stages", one.train_data, one.seq_len, [shares[0], None]) for one in stages_of(c)[1:]]
     prefixes: dict[str, None] = {}

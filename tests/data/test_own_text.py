@@ -30,6 +30,7 @@ from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.text import tokenizer_for
 from moe_exp.launch.data_use import data_warnings
+from moe_exp.launch.machine_checks import data_problems
 
 WORDS = ["the", "a", "of", "expert", "router", "token", "layer", "learns", "sends", "drops", "keeps"]
 
@@ -195,6 +196,23 @@ def test_validation_on_text_that_is_trained_on(place):
     assert line == f"VALID_DATA={place}/text/deep: {rule}. Fix: name other text."
     (place / "other.txt").write_text(some_text(60))
     assert data_warnings(settings(**given, valid_data="other.txt")) == []
+
+
+def test_errors_of_held_out_documents_name_the_setting_of_the_text(place):
+    (place / "few.jsonl").write_text("".join(json.dumps({"text": some_text(n, 9)}) + "\n" for n in range(9)))
+    given = {"train_data": "few.jsonl", "tokenizer": tokenizer_of(place), "eval_interval": 1, "seq_len": 48}
+    used = with_prepared_text(settings(**given))
+    assert TokenFiles(used.valid_data).num_documents == 1
+    (line,) = data_problems(used)
+    assert line.startswith(f"TRAIN_DATA={used.valid_data}: has ") and " tokens for validation, " in line
+    lines = data_warnings(used.model_copy(update={"seq_len": 8, "train_iters": 1}))
+    assert f"TRAIN_DATA={used.valid_data}: has one document: " in "".join(lines)
+    # another text, which VALID_DATA names
+    used = with_prepared_text(
+        settings(**given | {"train_data": "text", "valid_data": "few.jsonl", "seq_len": 512})
+    )
+    (line,) = data_problems(used)
+    assert line.startswith(f"VALID_DATA={used.valid_data}: has ")
 
 
 def tokenizer_of(place):

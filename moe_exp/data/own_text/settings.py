@@ -17,6 +17,7 @@ from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes
 from moe_exp.data.own_text.preparation import (
+    FACTS,
     Prepared,
     ensure_prepared,
     find_prepared,
@@ -161,6 +162,16 @@ def plan_text(config: Config) -> list[str]:
         folder = Path(config.data_dir) / folder_name(source)
         lines.append(f"{what}, would be tokenized with {made}{held_out}, into {folder}")
     return lines
+
+
+def validation_setting(config: Config) -> str:
+    """The setting that validation data came from: TRAIN_DATA for what was held out of its text, as of
+    `with_prepared_text`.
+    """
+    trained = {Path(name) for _, name in blend_members(config.train_data)}
+    names = [Path(name) for _, name in blend_members(config.valid_data)]
+    is_held_out = [one.with_name("train") in trained and one.with_name(FACTS).is_file() for one in names]
+    return "train_data" if names and all(is_held_out) else "valid_data"
 
 
 def validation_overlaps(config: Config) -> Iterator[str]:
