@@ -76,6 +76,7 @@ from moe_exp.training.rollback import samples_without_skips
 from moe_exp.training.samples import (
     build_data,
     bytes_per_token,
+    check_tokenizers,
     compare_data,
     compare_stages,
     describe_documents,
@@ -218,6 +219,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     # Data, token files in place of text, without the samples that rollbacks skip.
     checkpoint = source.folder if source else None
     files = with_placed_stages(prepared_by_launcher(config), folder, checkpoint)
+    check_tokenizers(files)
     eod_id, document_tokens = describe_documents(files)
     config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
     all_samples, valid_stream = build_data(files)

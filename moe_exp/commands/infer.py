@@ -91,6 +91,8 @@ def _add_evaluation(parser: argparse.ArgumentParser) -> None:
         "evaluate on the held-out data of this run instead of the checkpoint's own, in its sequences"
     )
     add("--data-of", default="", metavar="RUN", help=data_of_help)
+    about = "warn of data of another tokenizer than the model's, by its manifest, instead of refusing it"
+    add("--allow-other-data", action="store_true", help=about)
     about = "the first N sequences of SEQ_LEN tokens of each prefix (default: all)"
     add("--samples", type=int, metavar="N", help=about)
     add("--by-document", action="store_true", help="every document alone, instead of one text of all of them")

@@ -156,17 +156,9 @@ def load_config(
     if preset not in PRESETS:
         raise ConfigError([problem("preset", preset, "is not a preset", "use one of " + ", ".join(PRESETS))])
     if nodes and nodes.gpus is None and not given.get("gpus_per_node"):
-        rule, fix = "must be given, as this host need not be like the nodes", "set GPUS_PER_NODE"
-        raise ConfigError(
-            [
-                problem(
-                    "gpus_per_node",
-                    "none",
-                    rule,
-                    f"{fix}, or choose CPU nodes: CPU_NODES=true, for a sweep GPU=CPU",
-                )
-            ]
-        )
+        rule = "must be given, as this host need not be like the nodes"
+        fix = "set GPUS_PER_NODE, or choose CPU nodes: CPU_NODES=true, for a sweep GPU=CPU"
+        raise ConfigError([problem("gpus_per_node", "none", rule, fix)])
     values = preset_values(preset, nodes)
     try:
         config = Config(**(values | given | {"preset": preset}))

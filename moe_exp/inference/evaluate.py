@@ -5,9 +5,9 @@ Replicas share the batches as in `score`; sums are in float64 and reduced once a
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.loading import load_config
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.own_text.settings import find_prepared_text
-from moe_exp.data.tokens.document_ends import check_ends
+from moe_exp.data.tokens.document_ends import DocumentTokens, check_ends, documents_of, trained_documents
 from moe_exp.data.tokens.files import Share, parse_split, tokenizer_facts
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
-from moe_exp.data.tokens.tokenizer import TextTokenizer
+from moe_exp.data.tokens.tokenizer import TextTokenizer, is_tokenizer_of, same_tokenizer
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.model import moe_layers
 from moe_exp.engine.runtime import Runtime
@@ -51,9 +51,9 @@ class EvalRequest(Request):
     checkpoint: str  # an iter_ folder, a checkpoints folder or a run folder
     # prefixes of .bin/.idx files, each a row; none: VALID_DATA of the run, its SPLIT, or the embedded corpus
     data: tuple[str, ...] = ()
-    data_of: str = (
-        ""  # another run, in place of the checkpoint's own: its held-out data, cut and masked as there
-    )
+    # another run, in place of the checkpoint's own: its held-out data, cut and masked as there
+    data_of: str = ""
+    allow_other_data: bool = False  # of another tokenizer, by its manifest
     samples: int | None = None  # only the first sequences of each prefix; None: all
     by_document: bool = False  # every document alone, see `held_out.Cut`
     experts: int | None = None  # show this many experts per layer; None: count no experts
@@ -74,7 +74,7 @@ class Plan:
     folder: Path
     config: Config
     sources: list[HeldOut]
-    token_bytes: TokenBytes | None
+    token_bytes: list[TokenBytes] | None  # of each source
     batch_size: int
     eod_id: int | None  # the token that ends a document, with DOCUMENT_MASK
 
@@ -122,7 +122,8 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         saved, saved.seq_len, max(map(len, sources)), capacity=request.capacity
     )
     if tokenizer is not None:
-        _compare_tokenizers(tokenizer, sources, data_of="" if of_data else request.data_of)
+        tokenizers = [tokenizer, of_data] if of_data else [tokenizer]
+        _compare_tokenizers(request, tokenizers, trained_documents(saved, order), sources)
     if saved.use_moe and saved.moe_type == "moe" and not request.capacity:
         logger.info("MOE_TYPE=moe: no token is dropped here; --capacity drops as in training")
     eod_id = None
@@ -130,9 +131,13 @@ def plan_evaluation(request: EvalRequest, *, check_ids: bool = True) -> Plan:
         problems, eod_id = check_ends(config, [source.prefix for source in sources])
         if problems:
             raise ConfigError(problems)
-    token_bytes = TokenBytes(tokenizer) if tokenizer else None
-    if tokenizer and token_bytes and token_bytes.note:
-        logger.info(NOT_KEPT, tokenizer.name, token_bytes.note)
+    token_bytes = None
+    if tokenizer:
+        as_in_data = [_as_in_documents(tokenizer, source) for source in sources]
+        tables = {one: TokenBytes(one) for one in as_in_data}
+        token_bytes = [tables[one] for one in as_in_data]
+        if token_bytes[0].note:
+            logger.info(NOT_KEPT, tokenizer.name, token_bytes[0].note)
     return Plan(request, folder, config, sources, token_bytes, batch_size, eod_id)
 
 
@@ -209,7 +214,7 @@ def _tokenizer(
         if of_data is None:
             logger.warning("no bits per byte: %s", error)
         return of_data
-    if of_data and not found.gives_same_ids(of_data):
+    if of_data and not same_tokenizer(found.recorded(), of_data.recorded()):
         rule = f"its tokenizer, {of_data.name}, differs from the model's, {found.name}"
         fix = "name a run with the model's tokenizer, or tokenize its text with that one and give --data"
         raise ValueError(problem("data_of", request.data_of, rule, fix))
@@ -259,17 +264,36 @@ def _own_data(owner: _Owner) -> tuple[list[str], Share]:
     return [ensure_embedded_corpus(Path(saved.data_dir)).valid_prefix], (0.0, 1.0)
 
 
-def _compare_tokenizers(tokenizer: TextTokenizer, sources: list[HeldOut], *, data_of: str) -> None:
-    """Warns if the data's manifest names another tokenizer; with `data_of` a ValueError."""
+def _compare_tokenizers(
+    request: EvalRequest,
+    tokenizers: Sequence[TextTokenizer],
+    trained: DocumentTokens | None,
+    sources: Sequence[HeldOut],
+) -> None:
+    """ValueError if --data or --data-of is by its manifest of none of `tokenizers`, which give the same ids,
+    or its documents begin or end otherwise than in the training. With --allow-other-data, and for the run's
+    own data, a warning.
+    """
     for source in sources:
-        made_with = tokenizer_facts(source.files.manifest).get("hash")
-        if made_with in (None, tokenizer.facts()["hash"]):
-            continue
-        rule = f"by its manifest of another tokenizer than {tokenizer.name}"
-        if data_of:
+        facts, documents = tokenizer_facts(source.files.manifest), documents_of(source.prefix)
+        if "hash" in facts and not any(is_tokenizer_of(one.name, facts) for one in tokenizers):
+            rule = f"{source.prefix} is by its manifest of another tokenizer than {tokenizers[0].name}"
             fix = "give --tokenizer, that of the data, if the model was trained with it"
-            raise ValueError(problem("data_of", data_of, f"{source.prefix} is {rule}", fix))
-        logger.warning("data=%s: %s", source.prefix, rule)
+        elif trained and documents and trained != documents:
+            rule = f"documents of {source.prefix} begin or end with other tokens than those of the training"
+            fix = "tokenize them as for the training (--eod-token, --prepend-bos)"
+        else:
+            continue
+        name, value = ("data_of", request.data_of) if request.data_of else ("data", " ".join(request.data))
+        if value and not request.allow_other_data:
+            raise ValueError(problem(name, value, rule, f"{fix}, or give --allow-other-data"))
+        logger.warning("%s", rule)
+
+
+def _as_in_documents(tokenizer: TextTokenizer, source: HeldOut) -> TextTokenizer:
+    """The tokenizer with the tokens that begin and end the documents of the data, if these are known."""
+    documents = documents_of(source.prefix)
+    return replace(tokenizer, eod_id=documents.eod_id, bos_id=documents.bos_id) if documents else tokenizer
 
 
 def evaluate(plan: Plan, rank: Runtime) -> Evaluation:
@@ -323,7 +347,8 @@ def _run_batches(plan: Plan, stage: Stage, sums: Tensor, counts: RouterCounts | 
                 sums[number, 0] += _nats(logits, labels)
                 sums[number, 1] += (labels != _IGNORED).sum()
                 if plan.token_bytes:
-                    sums[number, 2] += source.count_bytes(first, sequences, plan.token_bytes, masked_id)
+                    table = plan.token_bytes[number]
+                    sums[number, 2] += source.count_bytes(first, sequences, table, masked_id)
             advance(sum(count for _, _, count in step))
 
 

@@ -78,9 +78,8 @@ def config_for_use(
     changes |= {} if capacity else _DROPLESS
     changes |= {} if document_mask is None else {"document_mask": document_mask}
     changes["gbsz"] = changes["nnodes"] * changes["gpus_per_node"]  # a row for each replica
-    changes["seq_len"] = (
-        -(-(seq_len or saved.seq_len) // layout.tp) * layout.tp
-    )  # which the ranks of TP can share
+    # which the ranks of TP can share
+    changes["seq_len"] = -(-(seq_len or saved.seq_len) // layout.tp) * layout.tp
     config = saved_config(folder, **changes, **({"dtype": dtype} if dtype else {}))
     if problems := check_config(config):
         raise ConfigError(problems)

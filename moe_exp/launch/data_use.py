@@ -12,17 +12,11 @@ from moe_exp.config import Config, problem
 from moe_exp.config.data_stages import stages_of
 from moe_exp.config.ramp import samples_left
 from moe_exp.config.setting_types import names_text
-from moe_exp.data.own_text.settings import needs_preparation
-from moe_exp.data.tokens.files import (
-    Share,
-    TokenFiles,
-    parse_split,
-    part_tokens,
-    share_range,
-)
+from moe_exp.data.own_text.settings import needs_preparation, validation_overlaps, validation_setting
+from moe_exp.data.tokens.document_ends import tokenizer_problems
+from moe_exp.data.tokens.files import Share, TokenFiles, parse_split, part_tokens, share_range
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.host.files import read_json
-from moe_exp.launch.machine_checks import tokenizer_problems
 
 # Repeated up to so often, data is worth nearly as much as new data (arXiv:2305.16264).
 _WORTHWHILE_EPOCHS = 4
@@ -31,11 +25,12 @@ _ROUNDING = 1.01  # of weights, and of TRAIN_ITERS to whole batches
 
 def data_warnings(config: Config) -> list[str]:
     """Warns of token files that do not fit together, of sources that are read too often, and of validation on
-    one document. Empty if a setting names text that is not prepared yet, or files that cannot be read.
+    one document; where a setting names text, of validation on what is trained on. Empty if files cannot be
+    read.
     """
-    if not config.train_data or needs_preparation(config):
-        return []
     with suppress(ValueError, OSError):  # which the checks of files name
+        if not config.train_data or needs_preparation(config):
+            return list(validation_overlaps(config))
         shares = parse_split(config.split) if config.split else [(0.0, 1.0), None]
         return [
             *(tokenizer_problems(config) if config.allow_other_data else ()),
@@ -96,19 +91,20 @@ def _max_epochs(prefix: str) -> float | None:
         limits = dict(zip(prefixes, facts["settings"]["sources"], strict=False))
         found = limits.get(Path(prefix).name, {}).get("max_epochs")
         return None if found is None else float(found)
-    except (KeyError, TypeError, AttributeError):  # another program's file of this name
+    except (KeyError, TypeError, AttributeError, ValueError):  # another program's file of this name
         return None
 
 
 def _small_validation(config: Config, share: Share | None) -> Iterator[str]:
     if not config.eval_interval:
         return
-    name, share = ("valid_data", (0.0, 1.0)) if config.valid_data else ("train_data", share)
+    name = validation_setting(config) if config.valid_data else "train_data"
+    share = (0.0, 1.0) if config.valid_data else share
     if share is None:
         return
-    for _, prefix in parse_blend(getattr(config, name)):
+    for _, prefix in parse_blend(config.valid_data or config.train_data):
         begin, end = share_range(TokenFiles(prefix).num_documents, share)
         if end - begin == 1:
-            part = f" for validation by SPLIT={config.split}" if name == "train_data" else ""
+            part = "" if config.valid_data else f" for validation by SPLIT={config.split}"
             rule = f"has one document{part}: its loss says little about other texts"
             yield problem(name, prefix, rule, "hold out more documents")

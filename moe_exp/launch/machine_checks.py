@@ -10,10 +10,9 @@ import importlib.util
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from packaging.version import Version
 
@@ -23,21 +22,16 @@ from moe_exp.config import PREFETCHED_MICROBATCHES, Config, problem
 from moe_exp.config.checks.determinism import environment_problems
 from moe_exp.config.choices import EXPERT_BACKENDS
 from moe_exp.config.data_stages import stage_blends, stages_of
-from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
-from moe_exp.data.embedded import embedded_folder
-from moe_exp.data.own_text.settings import needs_preparation, text_problems
-from moe_exp.data.tokens.document_ends import check_ends
+from moe_exp.config.setting_types import is_prepared_first, names_text
+from moe_exp.data.own_text.settings import needs_preparation, text_problems, validation_setting
+from moe_exp.data.tokens.document_ends import check_ends, tokenizer_problems
 from moe_exp.data.tokens.files import (
     Share,
     TokenFiles,
-    manifest_of,
-    other_tokenizer,
     parse_split,
     part_tokens,
-    tokenizer_facts,
 )
-from moe_exp.data.tokens.ranged import prefix_of
-from moe_exp.data.tokens.tokenizer import load_named_tokenizer, tokenizer_vocab_size
+from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.data.tokens.tokens import bin_idx_problem, parse_blend
 from moe_exp.host.devices import compute_capability, count_gpus, cuda_problem, torch_has_cuda
 from moe_exp.host.files import bytes_text, expanded, is_url
@@ -277,7 +271,7 @@ def data_problems(c: Config) -> Iterator[str]:
         yield from text_problems(c)
     of_all: list[tuple[str, str, int, Sequence[Share | None]]] = [
         ("train_data", c.train_data, c.seq_len, shares),
-        ("valid_data", c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
+        (validation_setting(c), c.valid_data, c.seq_len, [None, (0.0, 1.0)]),
     ]
     of_all += [("data_stages", one.train_data, one.seq_len, [shares[0], None]) for one in stages_of(c)[1:]]
     prefixes: dict[str, None] = {}
@@ -297,41 +291,8 @@ def data_problems(c: Config) -> Iterator[str]:
         prefixes |= named
     if prefixes and are_readable and (c.document_mask or c.eod_mask_loss):
         yield from check_ends(c, list(prefixes))[0]
-    if are_readable and not c.allow_other_data:
+    if are_readable and not c.allow_other_data and not any(_data_of_converted(c)):
         yield from tokenizer_problems(c)
-
-
-def tokenizer_problems(c: Config) -> Iterator[str]:
-    """A line if manifests say that not all data, and TOKENIZER, are of one tokenizer."""
-    is_there = bool(c.tokenizer) and Path(c.tokenizer).exists()
-    if is_there and not c.train_data and not any(_data_of_converted(c)):
-        own = embedded_folder(Path(c.data_dir)) / "tokenizer.json"
-        if not own.is_file() or not _is_tokenizer_of(c.tokenizer, load_named_tokenizer(str(own)).facts()):
-            rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
-            yield problem("tokenizer", c.tokenizer, rule, "set TRAIN_DATA, or omit TOKENIZER")
-    blends = [("train_data", c.train_data), ("valid_data", c.valid_data)]
-    blends += [("data_stages", blend) for blend in stage_blends(c)]
-    fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if they give the same ids"
-    prefixes: list[str] = []
-    for name, blend in blends:
-        members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
-        if wrong := other_tokenizer([*prefixes, *members]):
-            yield problem(name, getattr(c, name), wrong, fix)
-            return
-        prefixes += members
-    facts = {prefix: tokenizer_facts(manifest_of(prefix)) for prefix in prefixes}
-    recorded = next((prefix for prefix in prefixes if "hash" in facts[prefix]), None)
-    if is_there and recorded and not _is_tokenizer_of(c.tokenizer, facts[recorded]):
-        rule = f"is not the tokenizer of {recorded}, by its manifest"
-        fix = "set TOKENIZER to the one of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
-        yield problem("tokenizer", c.tokenizer, rule, fix)
-
-
-def _is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
-    try:
-        return load_named_tokenizer(name, eod_token=facts.get("eod_token")).facts()["hash"] == facts["hash"]
-    except (ValueError, OSError):  # it lacks the end of a document
-        return False
 
 
 def _prefix(c: Config, name: str, prefix: str, shares: Sequence[Share | None]) -> Iterator[str]:

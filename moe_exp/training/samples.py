@@ -1,6 +1,7 @@
 """The samples of a run: files, order, and whether a checkpoint was trained on the same."""
 
 import logging
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,19 @@ from moe_exp.data.samples.order import Change, SampleOrder, order_changes, place
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
 from moe_exp.data.samples.skipping import Range, merged, stream_number
 from moe_exp.data.samples.stages import StagedSamples
-from moe_exp.data.tokens.document_ends import DocumentTokens, check_ends, documents_of, with_document_tokens
+from moe_exp.data.tokens.document_ends import (
+    DocumentTokens,
+    check_ends,
+    documents_of,
+    tokenizer_problems,
+    with_document_tokens,
+)
 from moe_exp.data.tokens.files import Share, parse_split
 from moe_exp.data.tokens.text_bytes import NOT_KEPT, TokenBytes
 from moe_exp.data.tokens.tokens import parse_blend
 from moe_exp.engine.optimizer_setup import BatchSchedule
 from moe_exp.engine.runtime import Runtime, from_first_rank
+from moe_exp.host.exit_codes import EXIT_CODE_FILE
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
 
 logger = logging.getLogger(__name__)
@@ -115,6 +123,21 @@ def describe_documents(config: Config) -> tuple[int | None, float]:
     return eod_id, with_document_tokens(config, train_data).document_tokens
 
 
+def check_tokenizers(config: Config) -> None:
+    """Raises a ConfigError, on every rank, if not all data are of one tokenizer."""
+
+    def problems() -> list[str]:
+        if EXIT_CODE_FILE in os.environ:
+            return []  # the launcher has checked it
+        found = list(tokenizer_problems(config))
+        for line in found if config.allow_other_data else ():
+            logger.warning("%s", line)
+        return [] if config.allow_other_data else found
+
+    if lines := from_first_rank(problems):
+        raise ConfigError(lines)
+
+
 def with_placed_stages(config: Config, folder: RunFolder, source: Path | None) -> Config:
     """`config` whose stages in tokens begin with a batch of the run as it continues from `source`."""
     if not config.data_stages:
@@ -174,8 +197,8 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
     if not name:
         return None
     try:
-        documents = documents_of(config.train_data) if config.train_data else DocumentTokens()
-        table = TokenBytes(documents.tokenizer(name))
+        blend = config.train_data and (config.valid_data or config.train_data)
+        table = TokenBytes(((documents_of(blend) if blend else None) or DocumentTokens()).tokenizer(name))
     except ValueError as error:
         logger.warning("no bits per byte of the validation loss: %s", error)
         return None

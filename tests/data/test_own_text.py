@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from helpers.whole_runs import Runs
-from moe_exp.checkpoint.format.settings import saved_tokenizer
+from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.setting_types import blend_members, is_text
 from moe_exp.data.own_text import preparation
@@ -26,8 +26,11 @@ from moe_exp.data.own_text.settings import (
 from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
+from moe_exp.data.tokens.tokenizer_training import train_bpe
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.text import tokenizer_for
+from moe_exp.launch.data_use import data_warnings
+from moe_exp.launch.machine_checks import data_problems
 
 WORDS = ["the", "a", "of", "expert", "router", "token", "layer", "learns", "sends", "drops", "keeps"]
 
@@ -155,6 +158,71 @@ def test_one_file_with_split_or_valid_data(place):
     assert with_prepared_text(settings(train_data=used.train_data, split="9,1")).train_data == used.train_data
 
 
+@pytest.mark.parametrize("name", ["./text", "text/", "text/../text", "link", "ABSOLUTE", "text/**/*"])
+def test_a_stage_may_spell_a_text_otherwise(name, place):
+    """Documents of TRAIN_DATA that are held out are held out of it, whatever it calls them."""
+    (place / "link").symlink_to(place / "text")
+    name = name.replace("ABSOLUTE", str(place / "text"))
+    stage = {"data_stages": json.dumps([{"from_samples": 64, "train_data": name}])}
+    assert text_problems(settings(tokenizer=tokenizer_of(place), **stage)) == []
+    for given in ({}, {"tokenizer": tokenizer_of(place)}):
+        used = with_prepared_text(settings(**given, **stage))
+        assert json.loads(used.data_stages)[0]["train_data"] == used.train_data
+    assert len(plan_text(settings(**stage))) == 1
+
+
+@pytest.mark.parametrize("name", ["text/*.txt", "text/deep", "more"])
+def test_a_stage_of_some_files_of_a_text(name, place):
+    (place / "more").mkdir()
+    for path in ("text/0.txt", "text/deep/1.md"):
+        (place / "more" / Path(path).name).symlink_to(place / path)
+    (place / "more/2.txt").write_text(some_text(50))
+    given = {"tokenizer": tokenizer_of(place)}
+    given |= {"data_stages": json.dumps([{"from_samples": 64, "train_data": name}])}
+    rule = f"DATA_STAGES={name}: has some of the files of TRAIN_DATA=text, of which documents are held out."
+    for held_out in ({}, {"split": "9,1"}):
+        (line,) = text_problems(settings(**given, **held_out))
+        assert line.startswith(f"{rule} Fix: ")
+    (place / "other.txt").write_text(some_text(60, 3000))
+    used = with_prepared_text(settings(**given, valid_data="other.txt"))
+    files = TokenFiles(json.loads(used.data_stages)[0]["train_data"])
+    assert files.num_documents in (3, 20)
+
+
+def test_validation_on_text_that_is_trained_on(place):
+    given = {"tokenizer": tokenizer_of(place), "eval_interval": 1}
+    (line,) = data_warnings(settings(**given, valid_data=str(place / "text/deep")))
+    rule = "has files of TRAIN_DATA=text: validation is on text that is trained on"
+    assert line == f"VALID_DATA={place}/text/deep: {rule}. Fix: name other text."
+    (place / "other.txt").write_text(some_text(60))
+    assert data_warnings(settings(**given, valid_data="other.txt")) == []
+
+
+def test_errors_of_held_out_documents_name_the_setting_of_the_text(place):
+    (place / "few.jsonl").write_text("".join(json.dumps({"text": some_text(n, 9)}) + "\n" for n in range(9)))
+    given = {"train_data": "few.jsonl", "tokenizer": tokenizer_of(place), "eval_interval": 1, "seq_len": 48}
+    used = with_prepared_text(settings(**given))
+    assert TokenFiles(used.valid_data).num_documents == 1
+    (line,) = data_problems(used)
+    assert line.startswith(f"TRAIN_DATA={used.valid_data}: has ") and " tokens for validation, " in line
+    lines = data_warnings(used.model_copy(update={"seq_len": 8, "train_iters": 1}))
+    assert f"TRAIN_DATA={used.valid_data}: has one document: " in "".join(lines)
+    # another text, which VALID_DATA names
+    used = with_prepared_text(
+        settings(**given | {"train_data": "text", "valid_data": "few.jsonl", "seq_len": 512})
+    )
+    (line,) = data_problems(used)
+    assert line.startswith(f"VALID_DATA={used.valid_data}: has ")
+
+
+def tokenizer_of(place):
+    """A tokenizer of 300 tokens, of no text in particular."""
+    if not (folder := place / "tokenizer").exists():
+        folder.mkdir()
+        train_bpe([some_text(number) for number in range(9)], 300).save(str(folder / "tokenizer.json"))
+    return str(folder)
+
+
 def test_vocabulary_that_fits(place):
     assert fitting_vocab_size(settings()) == 512
     with (place / "big.txt").open("wb") as file:
@@ -239,7 +307,7 @@ def test_a_run_on_a_folder_of_text_is_found_again_by_eval(place, tmp_path):
         (tmp_path / f"text/z{number}.txt").write_text(f"zyxwvutsrqponm {number} " * 300)
     other = with_prepared_text(config)
     assert find_prepared_text(config) == other != used
-    trained = saved_tokenizer(ended.folder.checkpoints / "iter_0000002")
+    trained = saved_order(ended.folder.checkpoints / "iter_0000002")["tokenizer"]
     assert find_prepared_text(config, trained) == used
     plan = plan_evaluation(EvalRequest(str(ended.folder.path)))
     assert [one.prefix for one in plan.sources] == [used.valid_data]

@@ -203,10 +203,11 @@ def test_data_of_counts_and_masks_as_that_run(changes, checkpoint, run, prefixes
 
 
 def test_data_of_a_run_of_another_tokenizer(checkpoint, run, prefixes, tmp_path, capsys):
-    tokenizer = train_bpe([text for texts in TEXTS.values() for text in texts] * 3, 257)
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
-    reformatted = json.dumps(json.loads((tmp_path / "tokenizer.json").read_text()), indent=8)
-    (tmp_path / "same.json").write_text(reformatted)
+    texts = [text for texts in TEXTS.values() for text in texts]
+    train_bpe(texts * 3, 257, special_tokens=["<x>"]).save(str(tmp_path / "tokenizer.json"))
+    content = json.loads((tmp_path / "tokenizer.json").read_text())
+    content["added_tokens"] = [token | {"special": False} for token in content["added_tokens"]]
+    (tmp_path / "same.json").write_text(json.dumps(content, indent=8))
     model, settings = tiny_model("mixtral")
     data = {"train_data": prefixes["prose"], "split": "50,50", "tokenizer": str(tmp_path / "tokenizer.json")}
     other = write_checkpoint(model, tmp_path / "other/iter_0000000", **settings | data)
@@ -227,8 +228,12 @@ def test_data_of_a_run_of_another_tokenizer(checkpoint, run, prefixes, tmp_path,
     data = {"train_data": "x", "valid_data": str(tmp_path / "made"), "tokenizer": ""}
     made = write_checkpoint(model, tmp_path / "made/iter_0000000", **settings | data)
     assert run_eval(checkpoint, "--data-of", str(made)) == 1
-    line = f"DATA_OF={made}: {tmp_path}/made is by its manifest of another tokenizer than bytes. Fix: "
-    assert line in capsys.readouterr().err
+    rule = f"{tmp_path}/made is by its manifest of another tokenizer than bytes"
+    assert f"DATA_OF={made}: {rule}. Fix: " in capsys.readouterr().err
+    flags = ["--data", str(tmp_path / "made")]
+    assert run_eval(checkpoint, *flags) == 1
+    assert f"DATA={tmp_path}/made: {rule}. Fix: " in capsys.readouterr().err
+    assert evaluated(checkpoint, capsys, *flags, "--allow-other-data")["total"]["tokens"]
     flags = ["--data-of", str(other), "--tokenizer", str(tmp_path / "same.json")]
     assert evaluated(checkpoint, capsys, *flags)["total"]["tokens"]
 

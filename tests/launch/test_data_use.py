@@ -89,6 +89,22 @@ def test_a_mixture_says_how_often_a_source_may_be_read(places, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "facts",
+    [
+        "[]",
+        '{"train_data": 5}',
+        '{"settings": {"sources": []}}',
+        '{"train_data": "1 a", "settings": {"sources": [3]}}',
+        '{"train_data": "1 a", "settings": {"sources": [{"max_epochs": "many"}]}}',
+    ],
+)
+def test_mixture_json_of_another_program(facts, places, tmp_path):
+    (tmp_path / "mixture.json").write_text(facts)
+    (line,) = data_warnings(run_of(5000, train_data=places[0]))
+    assert line.startswith(f"TRAIN_DATA={places[0]}: this run reads it 5.00 times. Fix: ")
+
+
+@pytest.mark.parametrize(
     ("settings", "name"),
     [
         ({"valid_data": "{a}"}, ""),

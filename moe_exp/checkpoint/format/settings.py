@@ -32,12 +32,12 @@ _LAYOUT: dict[str, Any] = {
 
 def saved_order(folder: Path) -> dict[str, Any]:
     """`SampleOrder.facts` of the data that a run was trained on; empty if they are not recorded."""
-    return (read_common(folder).get("progress") or {}).get("sample_order") or {}
+    return order_in(read_common(folder))
 
 
-def saved_tokenizer(folder: Path) -> str:
-    """`tokenizer_fingerprint` of the tokenizer that a run was trained with; empty if it is not recorded."""
-    return saved_order(folder).get("tokenizer") or ""
+def order_in(common: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, from `read_common`: weights alone have it without the progress."""
+    return (common.get("progress") or common).get("sample_order") or {}
 
 
 def refuse_other_checkpoint(config: Config, folder: Path, common: Mapping[str, Any]) -> None:

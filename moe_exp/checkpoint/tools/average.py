@@ -21,13 +21,14 @@ from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import usable
 from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_tensors
-from moe_exp.checkpoint.format.settings import saved_config
+from moe_exp.checkpoint.format.settings import order_in, saved_config
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.tools.info import chosen, iteration_of
 from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, Written, reshape
 from moe_exp.config import problem
 from moe_exp.config.model_changes import model_changes
+from moe_exp.data.tokens.tokenizer import same_fingerprint
 from moe_exp.engine.optimizer_classes import AVERAGE
 
 # w_i by i and the number of checkpoints
@@ -133,6 +134,7 @@ def average(
     for source, tensors in zip(sources, stored, strict=True):
         check_same_shapes(sources[-1], stored[-1], source, tensors)
     _check_same_function(readers)
+    _check_same_tokens(readers)
     values: dict[str, LogicalTensor] = {}
     for name in stored[-1]:
         of_each = main if all(name in one for one in main) else stored
@@ -203,4 +205,23 @@ def _check_same_function(readers: Sequence[CheckpointReader]) -> None:
         if changes:
             name, value, before = changes[0].name.upper(), changes[0].value, changes[0].before
             rule = f"has {name}={before}, and {last[0]} has {name}={value}"
+            raise ValueError(problem("SRC", folder, rule, "average checkpoints of one model"))
+
+
+def _check_same_tokens(readers: Sequence[CheckpointReader]) -> None:
+    """ValueError if the training of one is known to have had another tokenizer than the last, or documents
+    that begin or end with other tokens.
+    """
+    *others, last = [(reader.folder, order_in(reader.common())) for reader in readers]
+    for folder, order in others:
+        rule = ""
+        if all(prints := [one.get("tokenizer", "") for one in (order, last[1])]) and not same_fingerprint(
+            *prints
+        ):
+            rule = "another tokenizer"
+        ends = [(one.get("eod_id"), one.get("bos_id")) for one in (order, last[1])]
+        if (None, None) not in ends and ends[0] != ends[1]:
+            rule = f"documents that end and begin with other tokens {ends[0]}"
+        if rule:
+            rule = f"was trained with {rule} than {last[0]}"
             raise ValueError(problem("SRC", folder, rule, "average checkpoints of one model"))

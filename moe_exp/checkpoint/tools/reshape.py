@@ -30,6 +30,7 @@ from moe_exp.checkpoint.format.naming import (
     optimizer_state,
     states,
 )
+from moe_exp.checkpoint.format.settings import order_in
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
@@ -185,7 +186,8 @@ class _Work:
         """common.pt of the new checkpoint."""
         layout, common = self.changes.layout, dict(self.common)
         if self.changes.weights_only:
-            common = {name: common[name] for name in ("config", "content_metadata") if name in common}
+            kept = {name: common[name] for name in ("config", "content_metadata") if name in common}
+            common = kept | {"sample_order": order_in(common)}
         if "content_metadata" in common:
             singles = {"singleton_local_shards": not self.plan.style.experts_stacked}
             common["content_metadata"] = common["content_metadata"] | singles

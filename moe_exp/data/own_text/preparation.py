@@ -32,7 +32,7 @@ from moe_exp.data.shuffle.shuffle import shuffle
 from moe_exp.data.stage import Unfinished
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import sample_texts, tokenize_files
-from moe_exp.data.tokens.tokenizer import load_named_tokenizer, tokenizer_fingerprint
+from moe_exp.data.tokens.tokenizer import load_named_tokenizer, same_fingerprint, tokenizer_fingerprint
 from moe_exp.data.tokens.tokenizer_training import train_tokenizer
 from moe_exp.host.files import bytes_text, file_hash, read_json, write_json
 from moe_exp.host.progress import progress
@@ -146,7 +146,7 @@ def find_prepared(source: TextSource, data_dir: Path, *, trained: str = "") -> P
     """The preparation that a run was trained on; `trained`: its tokenizer's fingerprint, if that is known."""
 
     def is_its_own(one: Prepared) -> bool:
-        return not trained or tokenizer_fingerprint(one.tokenizer) == trained
+        return not trained or same_fingerprint(tokenizer_fingerprint(one.tokenizer), trained)
 
     if source.files and (found := matching(source, data_dir)) and is_its_own(found):
         return found

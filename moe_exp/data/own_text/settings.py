@@ -12,11 +12,12 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from moe_exp.config import Config, ConfigError
+from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.data_stages import stage_blends, with_stage_blends
 from moe_exp.config.setting_types import blend_members, is_prepared_first, is_text, names_text
 from moe_exp.data.documents import estimate_line_bytes
 from moe_exp.data.own_text.preparation import (
+    FACTS,
     Prepared,
     ensure_prepared,
     find_prepared,
@@ -163,6 +164,26 @@ def plan_text(config: Config) -> list[str]:
     return lines
 
 
+def validation_setting(config: Config) -> str:
+    """The setting that validation data came from: TRAIN_DATA for what was held out of its text, as of
+    `with_prepared_text`.
+    """
+    trained = {Path(name) for _, name in blend_members(config.train_data)}
+    names = [Path(name) for _, name in blend_members(config.valid_data)]
+    is_held_out = [one.with_name("train") in trained and one.with_name(FACTS).is_file() for one in names]
+    return "train_data" if names and all(is_held_out) else "valid_data"
+
+
+def validation_overlaps(config: Config) -> Iterator[str]:
+    """A line for text of VALID_DATA that is trained on, too."""
+    sources = text_sources(config)
+    for valid in (one for one in sources if one.setting == "valid_data"):
+        others = (one for one in sources if one.setting != "valid_data" and one.real_files & valid.real_files)
+        if one := next(others, None):
+            rule = f"has files of {one.setting.upper()}={one.name}: validation is on text that is trained on"
+            yield problem("valid_data", valid.name, rule, "name other text")
+
+
 def _remote_tokens(config: Config) -> list[str]:
     members = blend_members(config.train_data) + blend_members(config.valid_data)
     return [name for _, name in members if is_url(name) and not is_text(name)]
@@ -175,7 +196,11 @@ def _resolved(
 ) -> Config:
     tokenizer = config.tokenizer
     held_out: list[str] = []
-    sources = {(source.setting, source.name): source for source in text_sources(config, is_text)}
+    sources = {
+        (source.setting, name): source
+        for source in text_sources(config, is_text)
+        for name in (source.name, *source.aliases)
+    }
     made: dict[tuple[str, str], Prepared] = {}
 
     def resolved(setting: str, blend: str) -> str:

@@ -6,7 +6,8 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class TextSource:
         tokenizer: the given one; None: train one on the text.
         vocab_size: of the tokenizer to train; 0: none.
         holds_out: whether some documents are kept for validation.
+        aliases: other spellings in DATA_STAGES.
     """
 
     setting: str
@@ -48,6 +50,7 @@ class TextSource:
     tokenizer: TextTokenizer | None
     vocab_size: int
     holds_out: bool
+    aliases: tuple[str, ...] = ()
 
     @property
     def options(self) -> dict[str, Any]:
@@ -56,6 +59,11 @@ class TextSource:
         options = {"text_field": self.text_field, "documents": self.rule.documents}
         plain: dict[str, Any] = json.loads(json.dumps(given | options))
         return plain | {"vocab_size": self.vocab_size, "holds_out": self.holds_out, "format": _FORMAT}
+
+    @cached_property
+    def real_files(self) -> frozenset[Path]:
+        """The files, however the name is spelled."""
+        return frozenset(path.resolve() for path in self.files)
 
     @property
     def place(self) -> str:
@@ -87,7 +95,7 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     texts = [name for _, name in blend_members(config.train_data) if is_text(name)]
     valid = [name for _, name in blend_members(config.valid_data) if is_text(name)]
     staged = [name for blend in stage_blends(config) for _, name in blend_members(blend) if is_text(name)]
-    staged = [name for name in dict.fromkeys(staged) if name not in texts]  # without held-out documents there
+    staged = [name for name in dict.fromkeys(staged) if name not in texts]
     if not texts and not valid and not staged:
         return []
     tokenizer = None
@@ -114,8 +122,20 @@ def text_sources(config: Config, is_text: Callable[[str], bool] = is_text) -> li
     if problems:
         raise ConfigError(problems)
     sources = [_source(config, "train_data", name, tokenizer, holds_out=holds_out) for name in texts]
-    rest = [("valid_data", name) for name in valid] + [("data_stages", name) for name in staged]
-    return sources + [_source(config, setting, name, tokenizer, holds_out=False) for setting, name in rest]
+    rest = [_source(config, "valid_data", name, tokenizer, holds_out=False) for name in valid]
+    for name in staged:
+        stage = _source(config, "data_stages", name, tokenizer, holds_out=False)
+        shared = [one for one in sources if one.real_files & stage.real_files]
+        if same := next((one for one in shared if one.real_files == stage.real_files), None):
+            # without the documents that are held out there
+            sources[sources.index(same)] = replace(same, aliases=(*same.aliases, name))
+        elif shared and not config.valid_data:
+            rule = f"has some of the files of TRAIN_DATA={shared[0].name}, of which documents are held out"
+            fix = "name all its files, or others, or set VALID_DATA"
+            raise ConfigError([problem("data_stages", name, rule, fix)])
+        else:
+            rest.append(stage)
+    return sources + rest
 
 
 def _source(

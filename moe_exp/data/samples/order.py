@@ -23,7 +23,7 @@ from moe_exp.data.samples.dataset import content_of, fingerprint_of, print_of
 from moe_exp.data.samples.skipping import Range, merged, skipped_from, stream_number
 from moe_exp.data.tokens.document_ends import DocumentTokens, documents_of
 from moe_exp.data.tokens.files import manifest_of, parse_split
-from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
+from moe_exp.data.tokens.tokenizer import same_fingerprint, tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import parse_blend
 
 
@@ -44,7 +44,8 @@ class SampleOrder:
         content: of the tokens (`dataset.content_of`).
         manifest: of all their bytes, as the manifests of the files have them; None if one has no manifest.
         packing: DOCUMENT_PACKING.
-        eod_id, bos_id: as of `DocumentTokens`; they follow from the files, and are not compared.
+        eod_id, bos_id: as of `DocumentTokens`, both None if they are not known; they follow from the files,
+            and are not compared.
         stages: the later ones of DATA_STAGES, each with `first_sample`, `seq_len`, `weights` and `files`, the
             fingerprint and hash of its files together; and `from_tokens`, which is not compared.
     """
@@ -130,6 +131,8 @@ def _differing(facts: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
     saved = {"packing": "concatenate", **saved}  # the only one before it was a setting
     differing = {name for name, value in facts.items() if name in saved and saved[name] != value}
     differing -= {"stages", "eod_id", "bos_id"}  # stages: those to come may change, see `order_changes`
+    if same_fingerprint(facts.get("tokenizer") or "none", saved.get("tokenizer") or ""):
+        differing.discard("tokenizer")
     return differing - {"manifest"} if None in (facts.get("manifest"), saved.get("manifest")) else differing
 
 

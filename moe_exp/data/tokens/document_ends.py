@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, problem
+from moe_exp.config.data_stages import stage_blends
+from moe_exp.config.setting_types import blend_members, is_text
+from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.samples.packing import attended_share
-from moe_exp.data.tokens.files import TokenFiles, manifest_of, tokenizer_fact
-from moe_exp.data.tokens.tokenizer import TextTokenizer, load_named_tokenizer
+from moe_exp.data.tokens.files import (
+    TokenFiles,
+    manifest_of,
+    other_tokenizer,
+    tokenizer_fact,
+    tokenizer_facts,
+)
+from moe_exp.data.tokens.ranged import prefix_of
+from moe_exp.data.tokens.tokenizer import TextTokenizer, is_tokenizer_of, load_named_tokenizer
 from moe_exp.data.tokens.tokens import parse_blend
 
 _FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS=false"
@@ -19,7 +30,9 @@ _FIX = "tokenize with --append-eod, or set DOCUMENT_MASK=false and EOD_MASK_LOSS
 
 @dataclass(frozen=True)
 class DocumentTokens:
-    """Ids with which the documents of a training end (None: not known) and begin (None: no BOS)."""
+    """Ids with which the documents of a training end (None: the tokenizer names none) and begin (None: no
+    BOS).
+    """
 
     eod_id: int | None = None
     bos_id: int | None = None
@@ -39,11 +52,15 @@ class DocumentTokens:
         return replace(found, bos_id=self.bos_id)
 
 
-def documents_of(blend: str) -> DocumentTokens:
-    """Tokens that the documents of token files end and begin with, by their manifests, which agree."""
+def documents_of(blend: str) -> DocumentTokens | None:
+    """Tokens that the documents of token files end and begin with; None if the manifests do not say it, or
+    differ.
+    """
     manifests = [manifest_of(prefix) for _, prefix in parse_blend(blend)]
-    found = [{tokenizer_fact(one, name) for one in manifests} for name in ("eod_id", "bos_id")]
-    return DocumentTokens(*(ids.pop() if len(ids) == 1 else None for ids in found))
+    found = {(tokenizer_fact(one, "eod_id"), tokenizer_fact(one, "bos_id")) for one in manifests}
+    # merged files of older versions have the end alone, and no BOS
+    says = (tokenizer_facts(one) or tokenizer_fact(one, "eod_id") is not None for one in manifests)
+    return DocumentTokens(*found.pop()) if len(found) == 1 and all(says) else None
 
 
 def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentTokens | None:
@@ -51,14 +68,44 @@ def trained_documents(config: Config, order: Mapping[str, Any]) -> DocumentToken
 
     Args:
         config: settings of the run.
-        order: `SampleOrder.facts` of its checkpoint; older ones lack the tokens, which the files may have.
+        order: `SampleOrder.facts` of its checkpoint; without the tokens, the files may have them.
     """
-    if "bos_id" in order:
+    if (order.get("eod_id"), order.get("bos_id")) != (None, None):
         return DocumentTokens(order["eod_id"], order["bos_id"])
     with suppress(ValueError, OSError):
         blend = find_prepared_text(config, order.get("tokenizer") or "").train_data
         return documents_of(blend) if blend else None
     return None
+
+
+def tokenizer_problems(config: Config) -> Iterator[str]:
+    """A line if manifests say that not all data, and TOKENIZER, are of one tokenizer."""
+    is_there = bool(config.tokenizer) and Path(config.tokenizer).exists()
+    if is_there and not config.train_data:
+        own = embedded_folder(Path(config.data_dir)) / "tokenizer.json"
+        fix = "set TRAIN_DATA, or omit TOKENIZER"
+        if not own.is_file():
+            rule = "cannot be compared with that of the embedded corpus (TRAIN_DATA is empty), not made yet"
+            yield problem("tokenizer", config.tokenizer, rule, f"{fix}: the corpus has one")
+        elif not is_tokenizer_of(config.tokenizer, load_named_tokenizer(str(own)).recorded()):
+            rule = "is not the tokenizer of the embedded corpus, which an empty TRAIN_DATA stands for"
+            yield problem("tokenizer", config.tokenizer, rule, fix)
+    blends = [("train_data", config.train_data), ("valid_data", config.valid_data)]
+    blends += [("data_stages", blend) for blend in stage_blends(config)]
+    fix = "tokenize all data with one tokenizer, or set ALLOW_OTHER_DATA=true if they give the same ids"
+    prefixes: list[str] = []
+    for name, blend in blends:
+        members = [prefix_of(member) for _, member in blend_members(blend) if not is_text(member)]
+        if wrong := other_tokenizer([*prefixes, *members]):
+            yield problem(name, getattr(config, name), wrong, fix)
+            return
+        prefixes += members
+    facts = {prefix: tokenizer_facts(manifest_of(prefix)) for prefix in prefixes}
+    recorded = next((prefix for prefix in prefixes if "hash" in facts[prefix]), None)
+    if is_there and recorded and not is_tokenizer_of(config.tokenizer, facts[recorded]):
+        rule = f"is not the tokenizer of {recorded}, by its manifest"
+        fix = "set TOKENIZER to the one of the files, or ALLOW_OTHER_DATA=true if both give the same ids"
+        yield problem("tokenizer", config.tokenizer, rule, fix)
 
 
 def check_ends(config: Config, prefixes: Sequence[str]) -> tuple[list[str], int | None]:

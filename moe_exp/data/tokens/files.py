@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.data.tokens.ranged import RangedTokens, open_bin, remote_manifest
+from moe_exp.data.tokens.tokenizer import same_tokenizer
 from moe_exp.data.tokens.tokens import bin_idx_problem, read_index
 from moe_exp.host.files import is_url, read_json
 
@@ -115,9 +116,9 @@ def tokenizer_fact(manifest: dict[str, Any], name: str) -> int | None:
 
 
 def tokenizer_facts(manifest: dict[str, Any]) -> dict[str, Any]:
-    """`TextTokenizer.facts` as the manifest of token files, tokenized or merged, has them; else empty."""
+    """`TextTokenizer.recorded` as the manifest of token files, tokenized or merged, has it; else empty."""
     settings = manifest.get("settings")
-    for place in (settings, manifest):
+    for place in (manifest, settings):
         if isinstance(place, dict) and isinstance(facts := place.get("tokenizer"), dict):
             return facts
     return {}
@@ -127,18 +128,19 @@ def other_tokenizer(prefixes: Iterable[str]) -> str:
     """Says that token files were made with different tokenizer files, or documents begin or end with
     different tokens; empty if not, or if that is not recorded.
     """
-    known: dict[tuple[Any, ...], str] = {}
+    known: dict[str, dict[str, Any]] = {}
     for prefix in prefixes:
-        if isinstance((facts := tokenizer_facts(manifest_of(prefix))).get("hash"), str):
-            known.setdefault(tuple(facts.get(name) for name in ("hash", "eod_id", "bos_id")), prefix)
-    (first, one), *others = known.items() or [((), "")]
-    if not others:
-        return ""
-    second, two = others[0]
-    if first[0] == second[0]:
-        return f"the documents of {one} and {two} begin or end with different tokens"
-    rule = f"{one} and {two} were tokenized with different tokenizer.json files"
-    return f"{rule}: unless both give the same ids, the model learns two meanings of each"
+        facts = tokenizer_facts(manifest_of(prefix))
+        if not isinstance(facts.get("hash"), str):
+            continue
+        first, expected = next(iter(known.items()), (prefix, facts))
+        if known and not any(same_tokenizer(facts, one) for one in known.values()):
+            rule = f"{first} and {prefix} were tokenized with different tokenizer.json files"
+            return f"{rule}: unless both give the same ids, the model learns two meanings of each"
+        if any(facts.get(name) != expected.get(name) for name in ("eod_id", "bos_id")):
+            return f"the documents of {first} and {prefix} begin or end with different tokens"
+        known[prefix] = facts
+    return ""
 
 
 def manifest_of(prefix: str) -> dict[str, Any]:

@@ -137,7 +137,7 @@ def publish(
         "dtype": joined.settings.dtype.name,
     }
     facts |= {"backend": backend, "num_checked": counts.num_checked, "num_rerouted": counts.num_rerouted}
-    facts |= counts.tally.to_json()
+    facts |= counts.tally.to_json() | {"tokenizer": joined.settings.tokenizer.recorded()}
     return stage.finish_files([joined.bin_path, joined.idx_path], hashes=hashes, **facts)
 
 

@@ -57,7 +57,7 @@ class TokenBytes:
         self.inside_V, self.first_V = make(tokenizer)
         self.eod_id, self.bos_id = tokenizer.eod_id, tokenizer.bos_id
         for index in (self.eod_id, self.bos_id):
-            if index is not None:
+            if index is not None and index < tokenizer.vocab_size:
                 self.inside_V[index] = self.first_V[index] = 0
         self._space, self._first_space_bytes = _space_of(tokenizer), 1
         self.note = self._probe(tokenizer)

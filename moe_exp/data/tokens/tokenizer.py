@@ -107,13 +107,16 @@ class TextTokenizer:
             )
             logger.warning(text, self.name, self.bos_token)
 
-    def gives_same_ids(self, other: TextTokenizer) -> bool:
-        """Whether both give a text the same ids; the layout of a tokenizer.json does not count."""
-        if self.kind != other.kind:
-            return False
-        if self.kind != "huggingface":
-            return self.content == other.content
-        return _fingerprint(self.content) == _fingerprint(other.content)
+    def recorded(self) -> dict[str, Any]:
+        """`facts`, and `ids`, a hash of what decides the ids of a text; for `same_tokenizer`."""
+        is_json = self.kind == "huggingface"
+        found = _ids_hash(orjson.loads(self.content)) if is_json else xxhash.xxh3_64_hexdigest(self.content)
+        return self.facts() | {"ids": found}
+
+
+def same_tokenizer(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two give a text the same ids, by `TextTokenizer.recorded`; older manifests lack `ids`."""
+    return one["hash"] == other["hash"] or ("ids" in one and one["ids"] == other.get("ids"))
 
 
 def special_token_reason(token: str) -> str:
@@ -199,6 +202,14 @@ def load_named_tokenizer(
     )
 
 
+def is_tokenizer_of(name: str, facts: Mapping[str, Any]) -> bool:
+    """Whether token files with these `TextTokenizer.recorded` facts were made with the tokenizer `name`."""
+    try:
+        return same_tokenizer(load_named_tokenizer(name, eod_token=facts.get("eod_token")).recorded(), facts)
+    except (ValueError, OSError):  # it lacks the end of a document
+        return False
+
+
 def tokenizer_vocab_size(path: str | Path) -> int:
     """Highest token id + 1, added tokens included, of a tokenizer.json or of a folder that has one.
 
@@ -214,22 +225,40 @@ def tokenizer_vocab_size(path: str | Path) -> int:
 
 
 def tokenizer_fingerprint(path: str | Path) -> str:
-    """16 hex digits that identify a tokenizer by what makes ids of a text, not by paths or padding.
+    """32 hex digits that identify a tokenizer, for `same_fingerprint`: 16 as older checkpoints have them, and
+    16 of what decides the ids of a text.
 
     Raises:
         ValueError: as `tokenizer_vocab_size`.
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     try:
-        return _fingerprint(file.read_bytes())
+        content = orjson.loads(file.read_bytes())
+        names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
+        return _json_hash([content.get(name) for name in names]) + _ids_hash(content)
     except _NO_TOKENIZER as error:
         raise ValueError(_no_tokenizer("tokenizer", path, error)) from error
 
 
-def _fingerprint(tokenizer_json: bytes) -> str:
-    content = orjson.loads(tokenizer_json)
-    names = ("normalizer", "pre_tokenizer", "model", "added_tokens", "post_processor")
-    parts = [content.get(name) for name in names]
+def same_fingerprint(one: str, other: str) -> bool:
+    """Whether two of `tokenizer_fingerprint` are of tokenizers that give the same ids."""
+    return one[:16] == other[:16] or (len(one) > 16 and one[16:] == other[16:])
+
+
+def _ids_hash(content: Mapping[str, Any]) -> str:
+    """16 hex digits of what decides the ids of a text. Neither what is left out here when text is tokenized
+    (dropout, post-processor) does, nor which added tokens are special, nor how the file is written.
+    """
+    given = {name: value for name, value in content["model"].items() if name != "dropout"}
+    model = {name: value for name, value in given.items() if value is not None and value is not False}
+    if merges := model.get("merges"):  # pairs, in older files with a space between
+        model["merges"] = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+    added = [{**token, "special": None} for token in content.get("added_tokens") or []]
+    added.sort(key=lambda token: token["id"])
+    return _json_hash([content.get("normalizer"), content.get("pre_tokenizer"), model, added])
+
+
+def _json_hash(parts: list[Any]) -> str:
     return xxhash.xxh3_64_hexdigest(orjson.dumps(parts, option=orjson.OPT_SORT_KEYS))
 
 

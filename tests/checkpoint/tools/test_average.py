@@ -14,6 +14,7 @@ from helpers.checkpoint.ckpt_files import BIAS, STACKED, WHOLE, common_state, dr
 from helpers.ranks import run_on_ranks
 from moe_exp.checkpoint.format import fingerprints
 from moe_exp.checkpoint.format.folders import Manifest, iterations, latest_iteration
+from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.average import WEIGHTS, average, sources_of, weights_of
@@ -21,6 +22,8 @@ from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
+from moe_exp.data.embedded import ensure_embedded_corpus
+from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 
 ONE = Layout()
 
@@ -108,7 +111,8 @@ def test_checkpoints_of_several_layouts_and_styles(tmp_path):
         name = key if key == BIAS else f"optimizer.state.param.{key}"
         expected = sum(w * one[name].double() for w, one in zip(weights, drawn, strict=True))
         assert torch.equal(reader.read(key), expected.to(drawn[0][key].dtype)), key
-    assert reader.common()["config"]["pp"] == 2 and set(reader.common()) == {"config", "content_metadata"}
+    assert reader.common()["config"]["pp"] == 2
+    assert set(reader.common()) == {"config", "content_metadata", "sample_order"}
     assert list(Verification(written.folder).findings()) == []
     saved = fingerprints.read(written.folder)
     found = fingerprints.fingerprints_of(
@@ -239,6 +243,36 @@ def test_checkpoints_that_compute_something_else(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
+@pytest.mark.parametrize(
+    ("order", "rule"),
+    [
+        (
+            {"eod_id": 2, "bos_id": None},
+            r"documents that end and begin with other tokens \(2, None\) than .*b/iter",
+        ),
+        (
+            {"eod_id": 0, "bos_id": 1},
+            r"documents that end and begin with other tokens \(0, 1\) than .*b/iter",
+        ),
+        ({"tokenizer": "0123456789abcdef"}, "another tokenizer than .*b/iter_0000005"),
+        ({"eod_id": None, "bos_id": None, "tokenizer": None}, None),  # not known
+        ({}, None),
+    ],
+)
+def test_checkpoints_of_other_tokens(order, rule, tmp_path):
+    orders = {"a": order, "b": {"eod_id": 0, "bos_id": None, "tokenizer": "fedcba9876543210" * 2}}
+    sources = []
+    for name, facts in orders.items():
+        common = common_state(5)
+        common["progress"]["sample_order"] = facts
+        sources.append(write_checkpoint(tmp_path / name, common=common))
+    if rule is None:
+        assert saved_order(average(sources, tmp_path / "out", ONE, [0.5, 0.5]).folder) == orders["b"]
+        return
+    with pytest.raises(ValueError, match=rf"SRC=.*a/iter_0000005: was trained with {rule}"):
+        average(sources, tmp_path / "out", ONE, [0.5, 0.5])
+
+
 def peak_of_average(folder: Path, sources: list[Path]) -> int:
     """Bytes that averaging `sources[1:]` takes at most, above what everything else takes."""
 
@@ -277,5 +311,12 @@ def test_a_run_starts_from_the_average_of_another(runs):
     for key in mean.tensors:
         expected = sum(reader.read(key).double() for reader in readers) / 3
         torch.testing.assert_close(mean.read(key).double(), expected, rtol=1e-6, atol=0)
+    # trained on the embedded corpus, which is no unknown data
+    plans = [plan_evaluation(EvalRequest(str(path))) for path in (trained.folder.path, runs.run_dir / "mean")]
+    assert (
+        plans[0].sources[0].prefix
+        == plans[1].sources[0].prefix
+        == ensure_embedded_corpus(runs.data_dir).valid_prefix
+    )
     started = runs.succeed("started", LOAD_DIR=runs.run_dir / "mean", GPUS_PER_NODE=2, EP=2)
     assert started.curve("lm_loss")[0] < trained.curve("lm_loss")[10]

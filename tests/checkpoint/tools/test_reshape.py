@@ -26,6 +26,7 @@ from helpers.ranks import free_port, run_on_ranks
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.format.folders import latest_iteration
 from moe_exp.checkpoint.format.naming import logical_tensors, states
+from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.load import compare_model
@@ -223,7 +224,9 @@ def test_weights_only(tmp_path):
     source = write_checkpoint(tmp_path / "a")
     reader = CheckpointReader(reshape(source, tmp_path / "b", Reshaping(Layout(), weights_only=True)).folder)
     assert set(reader.tensors) == {*STACKED, *WHOLE, BIAS}
-    assert set(reader.common()) == {"config", "content_metadata"}
+    assert set(reader.common()) == {"config", "content_metadata", "sample_order"}
+    again = reshape(reader.folder, tmp_path / "c", Reshaping(Layout(), weights_only=True)).folder
+    assert saved_order(again) == saved_order(source) == {"seed": 1234}
     assert not any(key.startswith("rng_state") for key in reader.objects)
     assert reader.folder.name == "iter_0000005"
 

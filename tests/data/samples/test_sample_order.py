@@ -13,7 +13,7 @@ from moe_exp.config import Config
 from moe_exp.data.samples.dataset import SampleStream, fingerprint_of
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.order import SampleOrder, is_same_order, order_changes
-from moe_exp.data.tokens.tokenizer import tokenizer_fingerprint
+from moe_exp.data.tokens.tokenizer import same_fingerprint, tokenizer_fingerprint
 from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 
 OLD = {"train_data": "0.7 a 0.3 b", "seq_len": 64, "seed": 1, "train_iters": 10, "gbsz": 8}
@@ -194,15 +194,35 @@ def test_megatrons_order_is_another_one_for_more_samples(tmp_path):
     assert not np.array_equal(few.batch(0, 200).numpy(), many.batch(0, 200).numpy())
 
 
-@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer", "added_tokens", "post_processor"])
-def test_the_fingerprint_of_a_tokenizer_has_every_part_that_makes_ids(part, tmp_path):
-    content = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}, "added_tokens": []}
-    found = []
-    for name, value in (("plain", content.get(part)), ("changed", [{"id": 1, "content": "b"}])):
-        path = tmp_path / f"{name}.json"
-        path.write_text(json.dumps(content | {part: value}))
-        found.append(tokenizer_fingerprint(path))
-    assert len(set(found)) == 2
+BPE = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]}
+ADDED = {"id": 3, "content": "<end>", "special": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "is_same"),
+    [
+        ({"padding": {"length": 8}, "truncation": {"max_length": 8}}, True),
+        ({"post_processor": {"type": "ByteLevel"}, "decoder": {"type": "ByteLevel"}}, True),
+        ({"added_tokens": [ADDED | {"special": False}]}, True),
+        ({"model": BPE | {"vocab": {"b": 1, "ab": 2, "a": 0}, "merges": [["a", "b"]]}}, True),
+        ({"model": BPE | {"dropout": 0.1, "unk_token": None, "ignore_merges": False}}, True),
+        ({"model": BPE | {"unk_id": 0}}, False),
+        ({"model": BPE | {"vocab": {"a": 1, "b": 0, "ab": 2}}}, False),
+        ({"model": BPE | {"merges": []}}, False),
+        ({"normalizer": {"type": "NFC"}}, False),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, False),
+        ({"added_tokens": [ADDED | {"id": 4}]}, False),
+        ({"added_tokens": [ADDED | {"content": "<stop>"}]}, False),
+    ],
+)
+def test_fingerprints_compare_what_makes_ids(change, is_same, tmp_path):
+    content, path = {"model": BPE, "added_tokens": [ADDED]}, tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    first = tokenizer_fingerprint(path)
+    # what versions before it recorded of the same file
+    assert same_fingerprint(first, "bbb851ca36f13526") and not same_fingerprint(first, "bbb851ca36f13527")
+    path.write_text(json.dumps(content | change, indent=3))
+    assert same_fingerprint(first, tokenizer_fingerprint(path)) == is_same
 
 
 def test_tokenizer_is_compared_where_both_are_known(tmp_path):
@@ -227,8 +247,8 @@ def test_tokenizer_is_compared_where_both_are_known(tmp_path):
     )
     (line,) = problems(order(**first), order(**other))
     assert re.fullmatch(
-        rf"TOKENIZER=\S+other: is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{16}} instead of"
-        r" \w{16}\), "
+        rf"TOKENIZER=\S+other: is not the tokenizer of {CHECKPOINT} \(fingerprint \w{{32}} instead of"
+        r" \w{32}\), "
         rf"so ids would stand for other text\. Fix: give back the old tokenizer, {FIX}",
         line,
     )

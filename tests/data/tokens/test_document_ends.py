@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,10 +19,11 @@ from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.config import Config, load_config
 from moe_exp.data.own_text.settings import with_prepared_text
-from moe_exp.data.tokens.files import TokenFiles
+from moe_exp.data.tokens.files import TokenFiles, other_tokenizer
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.text_bytes import TokenBytes
 from moe_exp.data.tokens.tokenizer_training import train_bpe
+from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
 from moe_exp.inference.generate import GenerateRequest, plan_generation
 from moe_exp.inference.text import tokenizer_for
 from moe_exp.launch.machine_checks import data_problems
@@ -111,6 +113,21 @@ def test_documents_of_the_training_decide(flags, bos, tmp_path, caplog):
     for name in ("config.json", "generation_config.json"):
         assert json.loads((tmp_path / "exported" / name).read_text())["eos_token_id"] == first[-1]
 
+    # weights alone keep them, also where the token files are gone
+    places = {"average": tmp_path / "averaged", "reshape": tmp_path / "weights"}
+    assert cli.main(["ckpt", "average", str(run), str(places["average"])]) == 0
+    assert cli.main(["ckpt", "reshape", str(run), str(places["reshape"]), "--weights-only"]) == 0
+    (tmp_path / "data").mkdir()
+    for path in tmp_path.glob("data_text_document*"):
+        path.rename(tmp_path / "data" / path.name)
+    for name, place in places.items():
+        assert plan_generation(GenerateRequest(str(place), prompts=("a",))).tokenizer == tokenizer
+        to_hf(place, tmp_path / name)
+        again = AutoTokenizer.from_pretrained(tmp_path / name)
+        assert (again.eos_token, again(TEXTS[0]).input_ids) == (eod_token, first[:-1].tolist())
+    for path in (tmp_path / "data").iterdir():
+        path.rename(tmp_path / path.name)
+
     # an older checkpoint does not record them: the manifest beside the token files does
     config, order = saved_config(iteration(run)), saved_order(iteration(run))
     assert order["eod_id"] == first[-1]
@@ -150,8 +167,20 @@ def token_files(tmp_path_factory):
     place = tmp_path_factory.mktemp("tokens")
     mine = save_tokenizer(place / "mine")
     other = save_tokenizer(place / "other", texts=[text[::-1] for text in TEXTS])
-    found = {"mine": mine, "other": other, "data": tokenize(place, "data", mine)}
+    same = save_tokenizer(place / "same", bos=True)  # which gives the same ids, in other files
+    content = json.loads((same / "tokenizer.json").read_text())
+    content["model"] = dict(reversed(content["model"].items()))
+    content["added_tokens"] = [token | {"special": False} for token in content["added_tokens"]]
+    (same / "tokenizer.json").write_text(json.dumps(content))
+    found = {"mine": mine, "same": same, "other": other, "data": tokenize(place, "data", mine)}
+    found |= {
+        "alike": tokenize(place, "alike", same),
+        "begun": tokenize(place, "begun", same, "--prepend-bos"),
+    }
     found |= {"valid": tokenize(place, "valid", mine), "alien": tokenize(place, "alien", other)}
+    found["plain"] = str(place / "plain")  # without a manifest, as of another program
+    for suffix in (".bin", ".idx"):
+        shutil.copyfile(found["data"] + suffix, found["plain"] + suffix)
     found["ended"] = tokenize(place, "ended", mine, "--eod-token", "<end>")
     for name, shards in {"merged": ("data", "valid"), "merged_aliens": ("alien", "alien")}.items():
         found[name] = str(place / name)
@@ -165,6 +194,9 @@ def token_files(tmp_path_factory):
         ({"tokenizer": "mine"}, None),
         ({"tokenizer": "mine", "valid_data": "valid"}, None),
         ({"train_data": "ended", "tokenizer": "mine"}, None),
+        ({"tokenizer": "same"}, None),
+        ({"valid_data": "alike", "tokenizer": "mine"}, None),
+        ({"valid_data": "begun"}, "VALID_DATA=.*begun.* documents of .* begin or end with different tokens"),
         ({"train_data": "merged", "valid_data": "valid", "tokenizer": "mine"}, None),
         ({"tokenizer": "other"}, "TOKENIZER=.*/other: is not the tokenizer of .*data_text_document"),
         ({"train_data": "merged", "tokenizer": "other"}, "TOKENIZER=.*/other: is not the tokenizer"),
@@ -173,6 +205,7 @@ def token_files(tmp_path_factory):
         ({"valid_data": "ended"}, "VALID_DATA=.*ended"),
         ({"train_data": "1 data 1 alien"}, "TRAIN_DATA=.*alien"),
         ({"data_stages": "alien"}, "DATA_STAGES=.*alien"),
+        ({"train_data": "1 plain 1 data", "valid_data": "alien"}, "VALID_DATA=.*alien"),
     ],
 )
 def test_all_data_are_of_one_tokenizer(settings, refused, token_files):
@@ -196,3 +229,52 @@ def test_all_data_are_of_one_tokenizer(settings, refused, token_files):
         assert re.search(refused, line), line
         assert "ALLOW_OTHER_DATA=true" in line
         assert list(data_problems(config.model_copy(update={"allow_other_data": True}))) == []
+
+
+def test_older_manifests_are_compared_by_what_they_have(token_files, tmp_path):
+    """Theirs have no hash of what decides the ids."""
+    for name in ("data", "valid", "alien"):
+        manifest = json.loads(Path(f"{token_files[name]}.manifest.json").read_text())
+        del manifest["tokenizer"]
+        (tmp_path / f"{name}.manifest.json").write_text(json.dumps(manifest))
+    assert other_tokenizer([str(tmp_path / "data"), str(tmp_path / "valid"), token_files["data"]]) == ""
+    assert "different tokenizer.json files" in other_tokenizer([token_files["data"], str(tmp_path / "alien")])
+
+
+def test_torchrun_alone_compares_tokenizers(token_files, tmp_path):
+    """Without a launcher, which checks it before the ranks start."""
+    for allowed, code in ((False, 2), (True, 0)):
+        data = {"train_data": token_files["data"], "tokenizer": token_files["other"], "vocab_size": VOCAB}
+        settings = small_settings(tmp_path, f"run{code}", **data, allow_other_data=allowed, train_iters=1)
+        printed = tmp_path / f"printed{code}"
+        assert end_run(start_run(settings, printed), printed) == [code]
+        line = f"TOKENIZER={token_files['other']}: is not the tokenizer of {token_files['data']}"
+        assert printed.read_text().count(line) == 1
+
+
+def test_tokenizer_before_there_is_an_embedded_corpus(token_files, tmp_path):
+    config = Config(preset="cpu", tokenizer=token_files["mine"], data_dir=str(tmp_path), vocab_size=4096)
+    (line,) = data_problems(config)
+    assert line.endswith("not made yet. Fix: set TRAIN_DATA, or omit TOKENIZER: the corpus has one.")
+
+
+def test_export_of_data_without_a_manifest_keeps_the_bos(token_files, tmp_path):
+    """Nobody knows whether their documents begin with it."""
+    run = train(tmp_path, token_files["plain"], Path(token_files["same"]))
+    to_hf(run, tmp_path / "exported")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "exported")
+    assert exported(TEXTS[0]).input_ids[0] == SPECIAL.index("<s>")
+
+
+@pytest.mark.parametrize(("trained", "evaluated"), [("alike", "begun"), ("begun", "alike")])
+def test_bytes_are_those_of_the_text_with_and_without_bos(trained, evaluated, token_files, tmp_path):
+    """The BOS of this tokenizer is a token like others, which has bytes where it stands in a text."""
+    run, data = train(tmp_path, token_files[trained], Path(token_files["same"])), token_files[evaluated]
+    rule = f"^DATA={data}: documents of {data} begin or end with other tokens than those of the training"
+    with pytest.raises(ValueError, match=rule):
+        plan_evaluation(EvalRequest(str(run), data=(data,)))
+    plan = plan_evaluation(EvalRequest(str(run), data=(data,), allow_other_data=True))
+    (source,), (table,) = plan.sources, plan.token_bytes
+    first = TokenFiles(data).read(0, 1)  # which nothing predicts
+    expected = sum(map(len, TEXTS)) - table.count(first, np.array([True]))
+    assert source.count_bytes(0, source.read(0, len(source)), table) == expected

@@ -199,7 +199,8 @@ def test_shards_of_other_tokenizers_are_noticed(texts, how, tmp_path, caplog):
     assert other_tokenizer([str(tmp_path / "one"), str(tmp_path / "two")]) == ""
     path = tmp_path / "two.manifest.json"
     manifest = json.loads(path.read_text())
-    manifest["settings"]["tokenizer"]["hash"] = "0" * 32
+    for facts in (manifest["settings"], manifest):
+        facts["tokenizer"] |= {"hash": "0" * 32, "ids": "0" * 16}
     path.write_text(json.dumps(manifest))
     merge_token_files([tmp_path / "one", tmp_path / "two"], tmp_path / "merged")
     both = f"{tmp_path}/one and {tmp_path}/two"
