@@ -3,8 +3,8 @@
     PYTHONPATH=.:tests python -m helpers.layers.ceilings
 
 compiles all (minutes), writes tests/layers/kernels/ceilings/VERSION.csv and, for the version of
-constraints.txt, the table in docs/kernels.md. Run it after a change that is meant to change the code, and
-explain what grew.
+constraints.txt, the table in docs/compiled_kernels.md. Run it after a change that is meant to change the
+code, and explain what grew.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ CASES: dict[str, Callable[[], None]] = {
     "cross entropy": loss,
     "cross entropy backward": loss_back,
 }
-PAGE = ROOT / "docs/kernels.md"
+PAGE = ROOT / "docs/compiled_kernels.md"
 START, END = "<!-- by helpers.layers.ceilings -->\n", "<!-- end -->\n"
 # A measured value may exceed its ceiling by this much. Products and copies may only become more.
 SLACK = {"registers": 4, "stack": 0, "shared": 0, "loop": 4}
@@ -109,7 +109,7 @@ def row_of(case: str, capability: int, kernel: Compiled) -> Row:
 
 
 def label(config: dict[str, int]) -> str:
-    """A config as docs/kernels.md writes it: tile, warps, stages."""
+    """A config as docs/compiled_kernels.md writes it: tile, warps, stages."""
     if not config:
         return ""
     tile = "x".join(str(value) for name, value in config.items() if name.startswith("BLOCK_"))
