@@ -53,7 +53,7 @@ def stage_lines(config: Config) -> list[str]:
 
 
 def start_of(config: Config) -> Start:
-    """Where training starts, as far as files on this machine tell; `source_problems` names what is wrong."""
+    """Where training starts, by files on this machine; `source_problems` names what is wrong with them."""
     with suppress(ValueError):
         if (source := _source(config)) is not None and source.progress:
             from moe_exp.checkpoint.format.settings import saved_start
