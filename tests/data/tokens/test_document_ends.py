@@ -18,6 +18,7 @@ from moe_exp import cli
 from moe_exp.checkpoint.format.settings import saved_config, saved_order
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.config import Config, load_config
+from moe_exp.data.embedded import embedded_folder
 from moe_exp.data.own_text.settings import with_prepared_text
 from moe_exp.data.tokens.files import TokenFiles, other_tokenizer
 from moe_exp.data.tokens.merge import merge_token_files
@@ -252,10 +253,16 @@ def test_torchrun_alone_compares_tokenizers(token_files, tmp_path):
         assert printed.read_text().count(line) == 1
 
 
-def test_tokenizer_before_there_is_an_embedded_corpus(token_files, tmp_path):
-    config = Config(preset="cpu", tokenizer=token_files["mine"], data_dir=str(tmp_path), vocab_size=4096)
-    (line,) = data_problems(config)
+def test_tokenizer_and_the_embedded_corpus(token_files, tmp_path):
+    settings = {"preset": "cpu", "data_dir": str(tmp_path), "vocab_size": 4096}
+    (line,) = data_problems(Config(**settings, tokenizer=token_files["mine"]))
     assert line.endswith("not made yet. Fix: set TRAIN_DATA, or omit TOKENIZER: the corpus has one.")
+    embedded_folder(tmp_path).mkdir()
+    shutil.copy(Path(token_files["mine"]) / "tokenizer.json", embedded_folder(tmp_path))
+    for name in ("mine", "same"):
+        assert list(data_problems(Config(**settings, tokenizer=token_files[name]))) == []
+    (line,) = data_problems(Config(**settings, tokenizer=token_files["other"]))
+    assert f"TOKENIZER={token_files['other']}: is not the tokenizer of the embedded corpus" in line
 
 
 def test_export_of_data_without_a_manifest_keeps_the_bos(token_files, tmp_path):
