@@ -214,14 +214,13 @@ def _check_same_tokens(readers: Sequence[CheckpointReader]) -> None:
     """
     *others, last = [(reader.folder, order_in(reader.common())) for reader in readers]
     for folder, order in others:
-        rule = ""
-        if all(prints := [one.get("tokenizer", "") for one in (order, last[1])]) and not same_fingerprint(
-            *prints
-        ):
-            rule = "another tokenizer"
+        prints = [one.get("tokenizer") or "" for one in (order, last[1])]
         ends = [(one.get("eod_id"), one.get("bos_id")) for one in (order, last[1])]
-        if (None, None) not in ends and ends[0] != ends[1]:
+        if all(prints) and not same_fingerprint(*prints):
+            rule = "another tokenizer"
+        elif (None, None) not in ends and ends[0] != ends[1]:
             rule = f"documents that end and begin with other tokens {ends[0]}"
-        if rule:
-            rule = f"was trained with {rule} than {last[0]}"
-            raise ValueError(problem("SRC", folder, rule, "average checkpoints of one model"))
+        else:
+            continue
+        rule = f"was trained with {rule} than {last[0]}"
+        raise ValueError(problem("SRC", folder, rule, "average checkpoints of one model"))
