@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
+from public_fit import PublicRun, fit_public, read_public_runs
+
 from moe_exp.host.files import read_json, write_atomically
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.constants import RECENT
 from moe_exp.planner.fit.calibration import log_memory_ratio, log_time_ratio
-from moe_exp.planner.fit.public import PublicRun, fit_public, read_public_runs
 from moe_exp.planner.prediction import CONSTANTS, load_constants
 
 _FAR = 0.2  # rows with larger errors are listed

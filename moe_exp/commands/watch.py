@@ -230,8 +230,7 @@ def _add_channels(parser: argparse.ArgumentParser) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     from moe_exp.config import ConfigError
     from moe_exp.host.exit_codes import BAD_INPUT
-    from moe_exp.watch.watchdog.settings import watchdog_of
-    from moe_exp.watch.watchdog.watchdog import print_checks, watch_forever
+    from moe_exp.watch.watchdog.watchdog import print_checks, watch_forever, watchdog_of
 
     try:
         watchdog = watchdog_of(vars(arguments), os.environ)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from itertools import compress, groupby
 from statistics import fmean
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 from rich.box import HEAVY_HEAD, SIMPLE
 from rich.table import Table
@@ -20,7 +20,7 @@ from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.params import checkpoint_bytes, count_parameters, counted
 from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.estimate import Cost
-from moe_exp.planner.fit.calibration import Calibration
+from moe_exp.planner.fit.calibration import Calibration, Fit
 from moe_exp.planner.hardware import Hardware
 from moe_exp.planner.levers import Lever
 from moe_exp.planner.prediction import Prediction
@@ -139,39 +139,35 @@ class PlanPrinter:
 
     def calibration(self, calibration: Calibration) -> None:
         """Fitted constants, and how near predictions come with them."""
-        columns = ("", "rows", "mean error", "largest", "mean left out", "90% within")
-        table = Table(*columns, title="errors of predictions", title_justify="left")
-        for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
+        parts: dict[str, Fit[Any]] = {"memory": calibration.memory, "time": calibration.time}
+        rows = []
+        for name, fit in parts.items():
             errors, left_out = (list(map(abs, of.values())) for of in (fit.errors, fit.left_out))
             shares = [fmean(errors), max(errors), fmean(left_out), fit.bound] if errors else []
-            table.add_row(name, str(len(errors)), *(f"{share:.1%}" for share in shares))
-        self._console.print(table)
-        table = Table("constant", "value", "expected", "meaning", title="constants", title_justify="left")
-        for fit in (calibration.memory, calibration.time):
-            for field in fields(fit.constants):
-                value, prior = getattr(fit.constants, field.name), field.metadata["prior"]
-                table.add_row(field.name, f"{value:.4g}", f"{prior:.4g}", field.metadata["meaning"])
-        self._console.print(table)
-        self._worst(calibration)
-
-    def _worst(self, calibration: Calibration) -> None:
-        """The rows with the largest error, whose measurements should be checked first."""
-        for name, fit in (("memory", calibration.memory), ("time", calibration.time)):
-            worst = sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]
-            if worst:
-                rows = ", ".join(f"{row} {error:+.1%}" for row, error in worst)
-                self._console.print(f"furthest off in {name}, left out: {rows}")
+            rows.append((name, str(len(errors)), *(f"{share:.1%}" for share in shares)))
+        columns = ("", "rows", "mean error", "largest", "mean left out", "90% within")
+        self.table("errors of predictions", columns, rows)
+        constants = []
+        for fit in parts.values():
+            for of in fields(fit.constants):
+                value, prior = getattr(fit.constants, of.name), of.metadata["prior"]
+                constants.append((of.name, f"{value:.4g}", f"{prior:.4g}", of.metadata["meaning"]))
+        self.table("constants", ("constant", "value", "expected", "meaning"), constants)
+        # whose measurements should be checked first
+        for name, fit in parts.items():
+            if worst := sorted(fit.left_out.items(), key=lambda row: -abs(row[1]))[:5]:
+                said = ", ".join(f"{row} {error:+.1%}" for row, error in worst)
+                self._console.print(f"furthest off in {name}, left out: {said}")
 
     def hardware(self, profiles: Mapping[str, Mapping[str, Any]]) -> None:
         """All profiles with the source of every number."""
         for name, content in profiles.items():
-            table = Table(title=name, title_justify="left")
-            for column in ("", "value", "source"):
-                table.add_column(column, overflow="fold")
-            for key, entry in content.items():
-                if isinstance(entry, dict):
-                    table.add_row(key, _number(entry.get("value", "")), str(entry.get("source", "")))
-            self._console.print(table)
+            rows = [
+                (key, _number(entry.get("value", "")), str(entry.get("source", "")))
+                for key, entry in content.items()
+                if isinstance(entry, dict)
+            ]
+            self.table(name, ("", "value", "source"), rows)
 
     def _standing(self, asked: str, explained: Explanation, candidate: Candidate, found: Search) -> None:
         best, config = found.ranked[0] if found.ranked else candidate, candidate.config
@@ -187,15 +183,17 @@ class PlanPrinter:
                 self._console.print(f"  {seconds:+.4g} s {name.replace('_', ' ')}")
 
     def _memory(self, prediction: Prediction) -> None:
-        table = Table(title=f"memory of a rank, GiB: {_verdict(prediction)}", title_justify="left")
-        for column in ("stage", *_MEMORY_PARTS, "total", ""):
-            table.add_column(column, justify="right")
+        rows = []
         for first, last, stage in _alike(prediction.stages):
             name = str(first) if first == last else f"{first}-{last}"
             peak = "peak" if first <= prediction.peak_stage <= last else ""
-            bytes_of_parts = (getattr(stage, part) for part in (*_MEMORY_PARTS, "total"))
-            table.add_row(name, *(f"{part / _GIBIBYTE:.2f}" for part in bytes_of_parts), peak)
-        self._console.print(table)
+            sizes = (f"{getattr(stage, part) / _GIBIBYTE:.2f}" for part in (*_MEMORY_PARTS, "total"))
+            rows.append((name, *sizes, peak))
+        title, columns = (
+            f"memory of a rank, GiB: {_verdict(prediction)}",
+            ("stage", *_MEMORY_PARTS, "total", ""),
+        )
+        self.table(title, columns, rows, justify="right")
         self._print(f"left: {_LEFT}")
 
     def _activations(self, prediction: Prediction) -> None:
@@ -208,17 +206,16 @@ class PlanPrinter:
 
     def _levers(self, levers: Sequence[Lever]) -> None:
         """What changes of one setting save, and those that the rules refuse."""
-        columns = ("change", "activations", "memory", "time", "")
-        title = "what one change saves on the fullest rank, GiB (below 0: takes more)"
-        table = Table(*columns, title=title, title_justify="left")
+        rows = []
         for lever in levers:
             if not lever.problem:
                 sizes = (lever.activation_bytes, lever.needed_bytes)
                 saved = (f"{round(size / _GIBIBYTE, 2) + 0.0:.2f}" for size in sizes)  # no -0.00
                 fits = "" if lever.fits else "out of memory"
-                table.add_row(lever.setting, *saved, f"{lever.slower:+.1%}", fits)
-        if table.row_count:
-            self._console.print(table)
+                rows.append((lever.setting, *saved, f"{lever.slower:+.1%}", fits))
+        if rows:
+            title = "what one change saves on the fullest rank, GiB (below 0: takes more)"
+            self.table(title, ("change", "activations", "memory", "time", ""), rows)
         for lever in levers:
             if lever.problem:
                 self._print(f"{lever.setting} cannot run here: {lever.problem}")
@@ -231,10 +228,22 @@ class PlanPrinter:
         self._rows("time of an iteration", parts | {"total": f"{_seconds(time.total)} s"})
 
     def _rows(self, title: str, rows: Mapping[str, str]) -> None:
-        table = Table(title=title, show_header=False, title_justify="left")
-        for name, value in rows.items():
-            if value:
-                table.add_row(name, value)
+        self.table(title, (), [(name, value) for name, value in rows.items() if value])
+
+    def table(
+        self,
+        title: str,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[str]],
+        *,
+        justify: Literal["left", "right"] = "left",
+    ) -> None:
+        """Prints a table; without a header if no columns are given."""
+        table = Table(title=title, title_justify="left", show_header=bool(columns))
+        for name in columns:
+            table.add_column(name, justify=justify, overflow="fold")
+        for row in rows:
+            table.add_row(*row)
         self._console.print(table)
 
 

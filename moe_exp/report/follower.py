@@ -106,22 +106,32 @@ class Follower:
     Args:
         path: a run folder, or its metrics.jsonl. It need not exist yet.
         also: called with every record, and with all records again if the file was rewritten.
+        advance: called with the number of bytes of every part that was read.
+
+    Attributes:
+        modified: when the file was last written, seconds since 1970; None without one.
+        trouble: why the file cannot be read, if it exists.
     """
 
-    def __init__(self, path: Path, also: Callable[[Record], None] | None = None):
-        self._also = also
+    def __init__(
+        self,
+        path: Path,
+        also: Callable[[Record], None] = lambda record: None,
+        advance: Callable[[int], None] = lambda num_bytes: None,
+    ):
+        self._also, self._advance = also, advance
         self.folder = RunFolder(path.parent if path.name == "metrics.jsonl" else path)
         self.name = self.folder.path.resolve().name
         self.watched = Watched()
-        self.trouble: str | None = None  # why the file cannot be read, if it is there
+        self.trouble: str | None = None
+        self.modified: float | None = None
         self._offset, self._tail = 0, b""
-        self._modified: float | None = None
         self._read: dict[Path, tuple[int, dict[str, Any]]] = {}
 
     @property
     def exists(self) -> bool:
         """Whether metrics.jsonl existed at the last `look`."""
-        return self._modified is not None
+        return self.modified is not None
 
     def refresh(self) -> None:
         """Reads what was appended since the last call; a read error is kept in `trouble` until then."""
@@ -130,9 +140,9 @@ class Follower:
             with regular(self.folder.metrics).open("rb") as file:
                 self._find_place(file)
                 self._read_on(file)
-                self._modified = self.folder.metrics.stat().st_mtime
+                self.modified = self.folder.metrics.stat().st_mtime
         except (FileNotFoundError, NotADirectoryError):
-            self._modified = None
+            self.modified = None
             self._start_over()
         except OSError as error:
             self.trouble = error.strerror or str(error)
@@ -157,26 +167,27 @@ class Follower:
                 whole = line
             for line in whole.splitlines():
                 self._take_line(line)
+            self._advance(len(whole))
             self._offset += len(whole)
             self._tail = (self._tail + whole)[-_TAIL_BYTES:]
             file.seek(self._offset)
 
     def _take_line(self, line: bytes) -> None:
         if (record := fast_record(line)) is not None:
-            if self.watched.take(record) and self._also:
+            if self.watched.take(record):
                 self._also(record)
         elif line.strip():
             self.watched.num_unreadable_lines += 1
 
     def settings(self) -> dict[str, Any]:
         """The run's config.yaml, read again when it changed; empty if missing or unreadable."""
-        return self._content(self.folder.config, read_yaml)
+        return self._content(self.folder.config)
 
-    def _content(self, path: Path, read: Callable[[Path], Any]) -> dict[str, Any]:
+    def _content(self, path: Path) -> dict[str, Any]:
         try:
             changed = path.stat().st_mtime_ns
             if path not in self._read or self._read[path][0] != changed:
-                found = read(path)
+                found = read_yaml(path) if path.suffix == ".yaml" else read_json(path)
                 self._read[path] = (changed, found if isinstance(found, dict) else {})
         except (OSError, ValueError):
             return {}
@@ -184,21 +195,17 @@ class Follower:
 
     def age_seconds(self) -> float | None:
         """Time since the file was written, at least 0 as clocks of hosts differ; None without a file."""
-        return None if self._modified is None else max(0.0, time.time() - self._modified)
+        return None if self.modified is None else max(0.0, time.time() - self.modified)
 
     def status(self) -> str | None:
         """How the run ended: finished, stopped or failed; None if it may still be running."""
-        watched = self.watched
         return ended_status(
             self.folder,
-            modified=self._modified,
-            start_time=watched.start_time,
-            end=watched.end,
-            read_json=self._read_json,
+            modified=self.modified,
+            start_time=self.watched.start_time,
+            end=self.watched.end,
+            read_json=self._content,
         )
-
-    def _read_json(self, path: Path) -> dict[str, Any]:
-        return self._content(path, read_json)
 
     def is_late(self) -> bool:
         """Whether a run that has not ended wrote nothing for 10 times its usual interval, and for 10 s."""

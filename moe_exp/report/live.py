@@ -22,6 +22,7 @@ from moe_exp.config import ConfigError, problem
 from moe_exp.host.processes import signals_handled
 from moe_exp.host.quantities import bytes_text, duration
 from moe_exp.report.follower import Follower, WorstLayer, layers_by_load, number
+from moe_exp.report.run_data import distinct_names, run_problems
 from moe_exp.report.text_curves import plot, sparkline
 
 _PLOT_RECORDS = 500
@@ -53,12 +54,16 @@ def watch(paths: Sequence[Path], *, console: Console, once: bool = False, second
         ConfigError: `seconds` is not positive, or a path is not a run; a line for each.
     """
     once = once or not console.is_terminal or console.is_dumb_terminal
-    if problems := [
-        *_second_problems(seconds),
-        *(line for path in paths for line in _path_problems(path, may_wait=not once)),
-    ]:
+    problems = [line for path in paths for line in _path_problems(path, may_wait=not once)]
+    if not (math.isfinite(seconds) and seconds > 0):
+        fix = "give the time between two looks, such as 2"
+        problems.insert(0, problem("seconds", seconds, "must be a positive number", fix))
+    if problems:
         raise ConfigError(problems)
-    followers = _followers(paths)
+    followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
+    names = distinct_names([follower.folder.path for follower in followers])
+    for follower, name in zip(followers, names, strict=True):
+        follower.name = name
     if once:
         console.print(_render(followers, console))
         return
@@ -82,42 +87,11 @@ def _ctrl_c() -> Iterator[threading.Event]:
         yield pressed
 
 
-def _followers(paths: Sequence[Path]) -> list[Follower]:
-    followers = list({follower.folder.path.resolve(): follower for follower in map(Follower, paths)}.values())
-    names = [follower.name for follower in followers]
-    for follower in followers:
-        if names.count(follower.name) > 1:
-            follower.name = f"{follower.folder.path.resolve().parent.name}/{follower.name}"
-    return followers
-
-
-def _second_problems(seconds: float) -> list[str]:
-    if math.isfinite(seconds) and seconds > 0:
-        return []
-    return [
-        problem("seconds", seconds, "must be a positive number", "give the time between two looks, such as 2")
-    ]
-
-
-def _path_problems(path: Path, *, may_wait: bool) -> Iterator[str]:
-    if path.is_dir():
-        inside = sorted(path.iterdir())
-        if not any(entry.name in _OF_A_RUN for entry in inside) and (inside or not may_wait):
-            runs = [str(entry) for entry in inside if (entry / "metrics.jsonl").exists()]
-            fix = f"give a run folder, such as {runs[0] if runs else 'runs/NAME'}"
-            yield problem("run", path, "is no run folder: it has no metrics.jsonl", fix)
-    elif path.exists() and not path.is_dir():  # a folder may come just now
-        if path.name != "metrics.jsonl":
-            yield problem(
-                "run", path, "is a file, not a run folder", "give the run folder, or its metrics.jsonl"
-            )
-    elif not may_wait:
-        yield problem(
-            "run",
-            path,
-            "does not exist",
-            "give a run folder; on a terminal, --watch without --once waits for it",
-        )
+def _path_problems(path: Path, *, may_wait: bool) -> list[str]:
+    folder = path.parent if path.name == "metrics.jsonl" else path
+    inside = {entry.name for entry in folder.iterdir()} if folder.is_dir() else set()
+    is_run = inside & set(_OF_A_RUN) or (may_wait and not inside and not folder.is_file())
+    return [] if is_run else run_problems([folder])
 
 
 def _render(followers: Sequence[Follower], console: Console) -> RenderableType:
@@ -131,7 +105,8 @@ def one_run(follower: Follower, console: Console) -> RenderableType:
     watched = follower.watched
     parts: list[RenderableType] = [_title(follower), _age_line(follower)]
     if watched.num_train:
-        parts += [_progress(follower), *_loss_plot(follower, console), _values(follower)]
+        parts += [_progress(follower), *_loss_plot(follower, console)]
+        parts.append(_values(follower, console))
         parts += _layer_lines(layers_by_load(watched.train))
     if watched.events:
         parts.append(_event_lines(follower))
@@ -181,7 +156,7 @@ def _cells(follower: Follower, console: Console) -> dict[str, Text]:
         "valid": Text(_number(watched.valid.get("lm_loss"), ".4f")),
         "curve": Text(sparkline(losses, 16, ascii_only=console.options.ascii_only), style="blue"),
         "grad norm": Text(_number(train.get("grad_norm"), ".3g")),
-        "learning rate": Text(_number(train.get("learning_rate"), ".2e")),
+        "learning rate": Text(_number(train.get("learning_rate"), ".3e")),
         "memory": Text(_bytes(train)),
         "last record": Text(_span(follower.age_seconds())),
     }
@@ -200,11 +175,8 @@ def _title(follower: Follower) -> Text:
 
 
 def _state(follower: Follower) -> Text:
-    state = (
-        "waiting"
-        if not follower.exists
-        else follower.status() or ("late" if follower.is_late() else "running")
-    )
+    state = follower.status() or ("late" if follower.is_late() else "running")
+    state = state if follower.exists else "waiting"
     return Text(_printable(state), style=_STYLES.get(state, ""))
 
 
@@ -267,19 +239,14 @@ def _loss_text(follower: Follower) -> Text:
     return Text("not a number", style="bold red") if loss is None else Text(f"{loss:.4f}", style="bold")
 
 
-def _values(follower: Follower) -> RenderableType:
-    train, valid = follower.watched.train, follower.watched.valid
-    rows: list[tuple[str, Text | str]] = [("loss", _loss_text(follower)), ("validation", _validation(valid))]
-    rows += [
-        ("learning rate", _number(train.get("learning_rate"), ".3e")),
-        ("grad norm", _number(train.get("grad_norm"), ".3g")),
-    ]
-    rows += [("throughput", _throughput(train)), ("memory", _bytes(train))]
-    if trouble := _trouble(follower):
-        rows.append(("trouble", Text(trouble, style="red")))
-    table = Table.grid(padding=(0, 2))
-    for name, value in rows:
-        table.add_row(Text(name, style="dim"), value if isinstance(value, Text) else Text(value))
+def _values(follower: Follower, console: Console) -> RenderableType:
+    cells, table = _cells(follower, console), Table.grid(padding=(0, 2))
+    cells["validation"] = Text(_validation(follower.watched.valid))
+    cells["throughput"] = Text(_throughput(follower.watched.train))
+    cells["trouble"] = Text(_trouble(follower), style="red")
+    for name in ("loss", "validation", "learning rate", "grad norm", "throughput", "memory", "trouble"):
+        if cells[name]:
+            table.add_row(Text(name, style="dim"), cells[name])
     return table
 
 
@@ -297,24 +264,20 @@ def _throughput(train: Mapping[str, Any]) -> str:
     texts = {
         "tokens_per_second": "{:,.0f} tokens/s",
         "elapsed_time_per_iteration_ms": "{:,.1f} ms per iteration",
+        "tflops_per_gpu": "{:.3g} TFLOP/s per rank",
     }
-    texts |= {"tflops_per_gpu": "{:.3g} TFLOP/s per rank"}
     found = ((number(train.get(key)), text) for key, text in texts.items())
     return ", ".join(text.format(value) for value, text in found if value is not None) or _NOTHING
 
 
 def _trouble(follower: Follower) -> str:
-    watched, train = follower.watched, follower.watched.train
-    parts = (
-        [f"{watched.num_not_finite:,} records with a loss that is not a number"]
-        if watched.num_not_finite
-        else []
+    watched = follower.watched
+    counted = (
+        (watched.num_not_finite, "records with a loss that is not a number"),
+        (number(watched.train.get("skipped_iterations")), "iterations skipped since the previous record"),
+        (watched.num_unreadable_lines, "lines of metrics.jsonl are no records"),
     )
-    if skipped := number(train.get("skipped_iterations")):
-        parts.append(f"{skipped:.0f} iterations skipped since the previous record")
-    if watched.num_unreadable_lines:
-        parts.append(f"{watched.num_unreadable_lines:,} lines of metrics.jsonl are no records")
-    return ", ".join(parts)
+    return ", ".join(f"{count:,.0f} {what}" for count, what in counted if count)
 
 
 def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
@@ -324,14 +287,13 @@ def _layer_lines(layers: Sequence[WorstLayer]) -> list[RenderableType]:
     for name in ("layer", "max/mean", "dead experts", "dropped", "router entropy"):
         table.add_column(name, justify="right")
     for layer in layers[:_LAYERS]:
-        dead = Text(f"{layer.num_dead} of {layer.num_experts}", style="red" if layer.num_dead else "")
-        values = (
+        table.add_row(
+            str(layer.layer),
             _number(layer.max_over_mean, ".2f"),
-            dead,
+            Text(f"{layer.num_dead} of {layer.num_experts}", style="red" if layer.num_dead else ""),
             _number(layer.dropped, ".1%"),
             _number(layer.entropy, ".3f"),
         )
-        table.add_row(str(layer.layer), *values)
     return [
         Text(f"the {min(_LAYERS, len(layers))} most uneven of {len(layers)} MoE layers", style="dim"),
         table,
@@ -346,17 +308,14 @@ def _layer_text(layer: WorstLayer) -> Text:
 
 def _event_lines(follower: Follower) -> RenderableType:
     table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True)
-    table.add_column(no_wrap=True, overflow="ellipsis")
+    for overflow in ("fold", "fold", "ellipsis"):
+        table.add_column(no_wrap=True, overflow=overflow)
     for event in list(follower.watched.events)[-_EVENTS:]:
         known = ("kind", "iteration", "event", "time")
         details = ", ".join(f"{key} {value}" for key, value in event.items() if key not in known)
-        when = str(event.get("time", ""))[11:19]
-        name = Text(_printable(str(event.get("event"))), style="magenta")
         table.add_row(
-            Text(_printable(when), style="dim"),
-            name,
+            Text(_printable(str(event.get("time", ""))[11:19]), style="dim"),
+            Text(_printable(str(event.get("event"))), style="magenta"),
             Text(_printable(f"iteration {event['iteration']:,}  {details}")),
         )
     return table
@@ -368,19 +327,17 @@ def _age_line(follower: Follower) -> Text:
     age, usual = follower.age_seconds(), follower.watched.usual_interval_seconds
     if age is None:
         return Text(f"waiting for {_printable(str(follower.folder.metrics))}", style="dim")
+    last, style = f"the last record is {_span(age)} old", "dim"
     if follower.status():
-        return Text(f"the last record is {_span(age)} old; the run has ended", style="dim")
-    if usual is None:
-        return Text(f"no train record yet; the last record is {_span(age)} old", style="dim")
-    if follower.is_late():
-        text = (
-            f"nothing new for {_span(age)}; usually there is a record every {_span(usual)}. Does it still"
-            f" run? See {follower.folder.log}"
-        )
-        return Text(_printable(text), style="bold yellow")
-    return Text(
-        f"the last record is {_span(age)} old, usually there is one every {_span(usual)}", style="dim"
-    )
+        text = f"{last}; the run has ended"
+    elif usual is None:
+        text = f"no train record yet; {last}"
+    elif follower.is_late():
+        style, every = "bold yellow", f"usually there is a record every {_span(usual)}"
+        text = f"nothing new for {_span(age)}; {every}. Does it still run? See {follower.folder.log}"
+    else:
+        text = f"{last}, usually there is one every {_span(usual)}"
+    return Text(_printable(text), style=style)
 
 
 def _span(seconds: float | None) -> str:

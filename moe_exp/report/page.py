@@ -18,6 +18,7 @@ from moe_exp.report.comparison import (
     NATS,
     common_loss,
     differing_settings,
+    in_words,
     warnings_of,
     window_of,
 )
@@ -115,28 +116,7 @@ def _views(runs: Sequence[Run], loss: float | None) -> tuple[list[Overview], flo
 
 def title_of(runs: Sequence[Run]) -> str:
     """A heading for these runs."""
-    names = [run.name for run in runs]
-    if len(names) > 3:
-        return f"{len(names)} runs"
-    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def report_markdown(
-    runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = ""
-) -> str:
-    """The report as short Markdown."""
-    views, chosen, unit = _views(runs, loss)
-    found = pairs(runs) if len(runs) > 1 else []
-    return markdown(
-        views,
-        title or title_of(runs),
-        notes,
-        [*headline(runs), *other_winners(runs), *(pair_text(one, ranking(runs)) for one in found)],
-        warnings_of(runs),
-        differing_settings(runs),
-        chosen,
-        unit,
-    )
+    return f"{len(runs)} runs" if len(runs) > 3 else in_words([run.name for run in runs])
 
 
 def report_html(runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = "") -> str:
@@ -207,54 +187,39 @@ def _filled(fields: dict[str, str]) -> str:
 MARKER = "<!-- moe-exp report -->"
 
 
-def markdown(
-    views: Sequence[Overview],
-    title: str,
-    notes: str,
-    results: Sequence[str],
-    warnings: Sequence[str],
-    settings: Sequence[tuple[str, Sequence[str]]],
-    loss: float,
-    unit: str | None,
+def report_markdown(
+    runs: Sequence[Run], *, title: str = "", loss: float | None = None, notes: str = ""
 ) -> str:
-    """The text with a final newline; its first line marks the file as a report."""
+    """The report as short Markdown with a final newline; its first line marks the file as a report."""
+    views, chosen, unit = _views(runs, loss)
+    names, warnings = [run.name for run in runs], warnings_of(runs)
     rows = [
-        ("model", [view.run.kind for view in views]),
-        ("state", [view.run.status for view in views]),
+        ("model", [run.kind for run in runs]),
+        ("state", [run.status for run in runs]),
         *overview_rows(views),
     ]
-    if unit and math.isfinite(loss):
+    if unit and math.isfinite(chosen):
         costs = [cost_texts(view.cost) for view in views]
+        of_loss = f"to a loss of {target_text(chosen)}{'' if unit == NATS else f' {unit}'}"
         for place, name in ((1, "FLOPs"), (2, "time")):
-            rows.append(
-                (
-                    f"{name} to a loss of {target_text(loss)}{'' if unit == NATS else f' {unit}'}",
-                    [texts[place] for texts in costs],
-                )
-            )
-    lines = [MARKER, f"### {plain(title)}", ""]
+            rows.append((f"{name} {of_loss}", [texts[place] for texts in costs]))
+    results = [*headline(runs), *other_winners(runs)]
+    results += [pair_text(one, ranking(runs)) for one in (pairs(runs) if len(runs) > 1 else [])]
+    lines = [MARKER, f"### {plain(title or title_of(runs))}", ""]
     lines += [plain(notes), ""] * bool(notes)
     lines += [f"> **Note:** {plain(text)}" for text in warnings] + [""] * bool(warnings)
     lines += [f"**{plain(results[0])}**\n", *(f"{plain(text)}\n" for text in results[1:] if text)]
-    lines += table(["", *(view.run.name for view in views)], rows)
-    if settings and len(views) > 1:
-        lines += [
-            "",
-            "Settings that differ:",
-            "",
-            *table(["setting", *(view.run.name for view in views)], settings),
-        ]
+    lines += table(["", *names], rows)
+    if len(runs) > 1 and (settings := differing_settings(runs)):
+        lines += ["", "Settings that differ:", "", *table(["setting", *names], settings)]
     return "\n".join(lines) + "\n"
 
 
 def table(head: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """A Markdown table: first column left-aligned, numbers right."""
-    lines = [_row(head), "|---|" + "---:|" * (len(head) - 1)]
-    return lines + [_row([name, *values]) for name, values in rows]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(plain(cell) for cell in cells)} |"
+    cells = [head, *([name, *values] for name, values in rows)]
+    lines = [f"| {' | '.join(map(plain, one))} |" for one in cells]
+    return [lines[0], "|---|" + "---:|" * (len(head) - 1), *lines[1:]]
 
 
 def plain(text: str) -> str:

@@ -7,7 +7,7 @@ Reads files of any age and state: every key is optional, and an incomplete last 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -20,10 +20,10 @@ from moe_exp.config import Config, ConfigError, problem
 from moe_exp.host.files import read_json, read_yaml, regular
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import flops_per_iteration
+from moe_exp.report.follower import Follower
 from moe_exp.report.load_history import Floats, LoadHistory, number
-from moe_exp.runs.records import fast_record, parsed_record
+from moe_exp.runs.records import parsed_record
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.runs.status import ended_status
 
 _NAN = float("nan")
 # x axes: keys of the records.
@@ -37,7 +37,7 @@ VALID_CURVES = ("lm_loss", "lm_loss_ppl", "lm_loss_bits_per_byte", "ema_lm_loss"
 _TRAIN_COLUMNS, _VALID_COLUMNS = (*AXES, *CURVES, *_COUNTS), (*AXES, *VALID_CURVES)
 _LIVE_SECONDS = 600  # a run that wrote within ten minutes counts as running
 _MOST_TEXT = 200_000  # characters of notes.md and of generated.jsonl
-_PROGRESS_BYTES, _STEP_BYTES = 1 << 26, 1 << 22
+_PROGRESS_BYTES = 1 << 26
 
 
 @dataclass
@@ -112,7 +112,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     folders = list({path.resolve(): path for path in paths}.values())
     if problems := run_problems(paths):
         raise ConfigError(problems)
-    runs = []
     total = sum(
         RunFolder(path).metrics.stat().st_size for path in folders if RunFolder(path).metrics.exists()
     )
@@ -121,13 +120,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     else:
         with progress("reading metrics", total) as advance:
             runs = [read_run(path, advance) for path in folders]
-    _distinguish(runs)
+    for run, name in zip(runs, distinct_names(folders), strict=True):
+        run.name = name
     return runs
-
-
-def _is_run(path: Path) -> bool:
-    folder = RunFolder(path)
-    return folder.config.exists() or folder.metrics.exists()
 
 
 def run_problems(paths: Sequence[Path]) -> list[str]:
@@ -140,7 +135,7 @@ def _folder_problems(path: Path) -> list[str]:
     if not path.is_dir():
         rule = "is a file, not a run folder" if path.exists() else "there is no such folder"
         return [problem("run", path, rule, fix)]
-    if _is_run(path):
+    if RunFolder(path).config.exists() or RunFolder(path).metrics.exists():
         return []
     inside = sorted(child.parent.name for child in path.glob("*/metrics.jsonl"))
     if inside:
@@ -149,40 +144,46 @@ def _folder_problems(path: Path) -> list[str]:
     return [problem("run", path, "is no run folder: it has neither config.yaml nor metrics.jsonl", fix)]
 
 
-def _distinguish(runs: Sequence[Run]) -> None:
-    """Makes names unique by prepending the parent folder, and a number if still equal."""
-    for with_parent in (True, False):
-        names = [run.name for run in runs]
-        for index, run in enumerate(runs):
-            if names.count(names[index]) > 1:
-                run.name = (
-                    f"{run.path.resolve().parent.name}/{run.name}"
-                    if with_parent
-                    else f"{run.name} ({index + 1})"
-                )
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Names of run folders, with the parent folder where they are equal, and a number where still equal."""
+    folders = [path.resolve() for path in paths]
+    plain = [folder.name for folder in folders]
+    names = [
+        f"{folder.parent.name}/{folder.name}" if plain.count(folder.name) > 1 else folder.name
+        for folder in folders
+    ]
+    return [f"{name} ({at})" if names.count(name) > 1 else name for at, name in enumerate(names, start=1)]
 
 
 def read_run(path: Path, advance: Callable[[int], None] = lambda num_bytes: None) -> Run:
     """Reads one run folder, which may be empty; calls `advance` with the number of bytes read."""
-    folder = RunFolder(path)
     run = Run(name=path.resolve().name, path=path)
-    _read_settings(run, folder.config)
     reader = _Reader(run)
+    follower = Follower(path, reader.add, advance)
+    folder = follower.folder
+    _read_settings(run, folder.config)
     if folder.metrics.exists():
-        run.written = datetime.fromtimestamp(folder.metrics.stat().st_mtime, timezone.utc)
         run.load = LoadHistory(_num_lines(folder.metrics))
-        for record in _records(folder.metrics, run.notes, advance):
-            reader.add(record)
+    follower.refresh()
+    if follower.trouble:
+        run.notes.append(f"metrics.jsonl cannot be read ({follower.trouble})")
+    if follower.modified is not None:
+        run.written = datetime.fromtimestamp(follower.modified, timezone.utc)
+    if num_bad := follower.watched.num_unreadable_lines:
+        run.notes.append(f"metrics.jsonl: {num_bad} lines are not records and are left out")
     reader.finish()
-    run.ended = _ended(run, folder)
+    run.ended = follower.status()
     _read_extras(run, folder)
     return run
 
 
 def _read_extras(run: Run, folder: RunFolder) -> None:
     """Provenance, and the files that users put into a run folder for the report."""
-    starts = _json_of(folder.provenance).get("starts")
-    run.starts = [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    try:
+        starts = read_json(folder.provenance)["starts"]
+        run.starts = [one for one in starts if isinstance(one, dict)]
+    except (OSError, ValueError, LookupError, TypeError):  # the run has not started yet
+        pass
     run.text = _text_of(run, "notes.md").strip()
     for line in _text_of(run, "generated.jsonl").splitlines():
         sample = parsed_record(line) or {}
@@ -199,28 +200,6 @@ def _text_of(run: Run, name: str) -> str:
     except OSError as error:
         run.notes.append(f"{name} cannot be read ({error.strerror or error})")
         return ""
-
-
-def _ended(run: Run, folder: RunFolder) -> str | None:
-    starts = [index for index, event in enumerate(run.events) if event.get("event") in ("start", "resume")]
-    ends = [
-        str(event.get("status", "ended"))
-        for event in run.events[starts[-1] if starts else 0 :]
-        if event.get("event") == "end"
-    ]
-    modified = run.written.timestamp() if run.written else None
-    start_time = str(run.events[starts[-1]].get("time", "")) if starts else ""
-    return ended_status(
-        folder, modified=modified, start_time=start_time, end=ends[-1] if ends else None, read_json=_json_of
-    )
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    try:
-        found = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _read_settings(run: Run, path: Path) -> None:
@@ -253,26 +232,6 @@ def _read_settings(run: Run, path: Path) -> None:
 def _num_lines(path: Path) -> int:
     with regular(path).open("rb") as file:
         return sum(chunk.count(b"\n") for chunk in iter(lambda: file.read(1 << 20), b""))
-
-
-def _records(path: Path, notes: list[str], advance: Callable[[int], None]) -> Iterator[dict[str, Any]]:
-    """Like `records.iter_metrics`, with progress, and a note for what cannot be read."""
-    num_bad = num_bytes = 0
-    with regular(path).open("rb") as file:
-        for line in file:
-            num_bytes += len(line)
-            if num_bytes > _STEP_BYTES:
-                advance(num_bytes)
-                num_bytes = 0
-            if not line.endswith(b"\n"):
-                break  # incomplete: being written, or a crash
-            if (record := fast_record(line)) is not None:
-                yield record
-            elif line.strip():
-                num_bad += 1
-    advance(num_bytes)
-    if num_bad:
-        notes.append(f"metrics.jsonl: {num_bad} lines are not records and are left out")
 
 
 class _Reader:

@@ -178,7 +178,6 @@ class Storage:
     measured: Measured
     use: DiskUse
     there: tuple[int, ...]
-    records_bytes: int
 
 
 def storage_of(path: Path) -> Storage:
@@ -194,7 +193,7 @@ def storage_of(path: Path) -> Storage:
     found = measured(records)
     there = folder.checkpoint_iterations() if folder else ()
     use = disk_use(config, iteration=max(there, default=0), there=there, one_bytes=found.checkpoint_bytes)
-    return Storage(config, found, use, tuple(there), _bytes_of(folder))
+    return Storage(config, found, use, tuple(there))
 
 
 def _config(path: Path) -> Config:
@@ -209,14 +208,6 @@ def _config(path: Path) -> Config:
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another file.") from None
-
-
-def _bytes_of(folder: RunFolder | None) -> int:
-    """Bytes of everything except checkpoints."""
-    if folder is None:
-        return 0
-    files = (file for file in folder.path.rglob("*") if file.is_file())
-    return sum(file.stat().st_size for file in files if folder.checkpoints not in (file, *file.parents))
 
 
 def rows_of(storage: Storage, advice: Advice | None, free_bytes: int | None) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from moe_exp.config.checks.checks import check_config
 if TYPE_CHECKING:
     from moe_exp.planner.hardware import Hardware
     from moe_exp.planner.prediction import Constants
+    from moe_exp.planner.search.topology import Candidate
 
 Loaded = tuple[Config, "Hardware", "Constants"]
 _COMPARED = ("H100-80GB", "H200-141GB", "B200-180GB", "B300-288GB", "GB200-186GB", "GB300-288GB")
@@ -71,17 +72,14 @@ def add_views(
     hardware.add_argument("name", nargs="?", default="", help="of one device (default: all)")
     add_json(hardware)
 
-    def run_hardware(arguments: argparse.Namespace) -> None:
-        refuse_settings(arguments)
-        _hardware(arguments)
-
-    hardware.set_defaults(run=run_hardware)
+    hardware.set_defaults(run=lambda arguments: _hardware(arguments, refuse_settings))
 
 
-def _hardware(arguments: argparse.Namespace) -> None:
+def _hardware(arguments: argparse.Namespace, refuse_settings: Callable[[argparse.Namespace], None]) -> None:
     from moe_exp.planner.hardware import hardware_profiles, load_hardware
     from moe_exp.planner.tables import PlanPrinter
 
+    refuse_settings(arguments)
     profiles = hardware_profiles()
     if arguments.name:
         name = load_hardware(arguments.name).name
@@ -145,45 +143,57 @@ def _devices(
     arguments: argparse.Namespace,
     load_searched: Callable[[argparse.Namespace, Hardware], tuple[Config, dict[str, str]]],
 ) -> None:
+    from moe_exp.host.progress import progress
+    from moe_exp.planner.estimate import speed_of
     from moe_exp.planner.hardware import load_hardware
     from moe_exp.planner.prediction import CONSTANTS, load_constants
     from moe_exp.planner.search.explanation import layout_words
-    from moe_exp.planner.search.layout_text import parse_fixed
+    from moe_exp.planner.search.layout_text import parse_fixed, world_of
+    from moe_exp.planner.search.topology import search
     from moe_exp.planner.tables import error_words
-    from moe_exp.planner.views.devices import compare_devices
 
     _refuse_budget(arguments, "gpu")
-    devices = [load_hardware(name.strip()) for name in arguments.devices.split(",")]
+    named = [load_hardware(name.strip()) for name in arguments.devices.split(",")]
+    devices = {hardware.name: hardware for hardware in named}
     prices = {load_hardware(name).name: price for name, price in _prices(arguments.prices)}
-    by_name = {hardware.name: hardware for hardware in devices}
-    if others := set(prices) - set(by_name):
+    if others := set(prices) - set(devices):
         rule = f"{sorted(others)[0]} is not compared"
         raise setting_error("prices", arguments.prices, rule, "add it to --devices, or leave its price out")
-    config, fixed = load_searched(arguments, devices[0])
-    configs = {name: _on(config, hardware) for name, hardware in by_name.items()}
-    constants = load_constants(arguments.profile or CONSTANTS)
-    found = compare_devices(configs, by_name, constants, prices, parse_fixed(fixed))
+    config, fixed = load_searched(arguments, named[0])
+    constants, fixed_values = load_constants(arguments.profile or CONSTANTS), parse_fixed(fixed)
+    found: list[tuple[dict[str, Any], Candidate | None]] = []
+    with progress("devices", len(devices), unit="devices") as advance:
+        for name, hardware in devices.items():
+            # as many devices, in nodes as this kind usually has them
+            world = world_of(config.world_size, min(hardware.gpus_per_node, config.world_size))
+            on_it = config.model_copy(update=world)
+            best = next(iter(search(on_it, hardware, fixed=fixed_values, constants=constants).ranked), None)
+            speed = speed_of(best.config, hardware, best.seconds).tokens_per_second if best else 0.0
+            speed /= config.world_size
+            hours = 1e12 / speed / 3600 if best else None
+            row = {
+                "gpu": name,
+                "layout": layout_words(best.config) if best else None,
+                "tokens_per_second": speed if best else None,
+                "hours_per_trillion": hours,
+                "price_per_trillion": hours * prices[name] if hours and name in prices else None,
+            }
+            found.append((row, best))
+            advance(1)
+    last = float("inf")
+    found.sort(key=lambda one: (one[0]["price_per_trillion"] or last, one[0]["hours_per_trillion"] or last))
     if arguments.json:
-        fields = ("tokens_per_second", "hours_per_trillion", "price_per_trillion")
-        print_json(
-            [
-                {"gpu": one.hardware.name, "layout": layout_words(one.best.config) if one.best else None}
-                | {name: getattr(one, name) if one.best else None for name in fields}
-                for one in found
-            ]
-        )
+        print_json([row for row, _ in found])
         return
     columns = ("device", "layout", "tokens/s each", "hours per 10^12 tokens", "price", "error to expect")
     rows = (
         (
-            one.hardware.name,
-            f"{layout_words(one.best.config)}, MBSZ={one.best.config.mbsz}" if one.best else "nothing fits",
-            f"{one.tokens_per_second:,.0f}" if one.best else "",
-            f"{one.hours_per_trillion:,.0f}" if one.best else "",
-            f"{one.price_per_trillion:,.0f}" if one.price_per_trillion is not None else "",
-            error_words(one.best.prediction).strip("()") if one.best else "",
+            row["gpu"],
+            f"{row['layout']}, MBSZ={best.config.mbsz}" if best else "nothing fits",
+            *("" if row[name] is None else f"{row[name]:,.0f}" for name in list(row)[2:]),
+            error_words(best.prediction).strip("()") if best else "",
         )
-        for one in found
+        for row, best in found
     )
     _print(f"PRESET={config.preset} on {config.world_size} devices, GBSZ={config.gbsz}", columns, rows)
 
@@ -201,14 +211,6 @@ def _prices(text: str) -> Iterable[tuple[str, float]]:
         yield name.strip(), value
 
 
-def _on(config: Config, hardware: Hardware) -> Config:
-    """The settings on as many devices of another kind, in nodes as it usually has them."""
-    from moe_exp.planner.search.layout_text import world_of
-
-    size = min(hardware.gpus_per_node, config.world_size)
-    return config.model_copy(update=world_of(config.world_size, size))
-
-
 def _nearest(arguments: argparse.Namespace, loaded: Loaded) -> None:
     from moe_exp.planner.search.explanation import layout_words
     from moe_exp.planner.views.nearest import nearest_runs
@@ -217,11 +219,11 @@ def _nearest(arguments: argparse.Namespace, loaded: Loaded) -> None:
         raise setting_error("top", arguments.top, "must be at least 1", "give a number of runs")
     found = nearest_runs(*loaded, arguments.top)
     if arguments.json:
-        names = ("row_id", "model", "precision", "dispatcher", "source", "date", "seconds")
         print_json(
             [
-                {name: getattr(one.run, name) for name in names}
-                | {"gpu": one.run.hardware.name, "layout": layout_words(one.run.job.config)}
+                {name: one.row[name] for name in ("row_id", "model", "precision")}
+                | {"dispatcher": one.dispatcher, "source": one.source, "date": one.row["date"]}
+                | {"seconds": one.seconds, "gpu": one.hardware.name, "layout": layout_words(one.job.config)}
                 | {"planned_seconds": one.planned_seconds, "distance": one.distance}
                 for one in found
             ]
@@ -230,14 +232,14 @@ def _nearest(arguments: argparse.Namespace, loaded: Loaded) -> None:
     columns = ("run", "model", "devices", "layout", "measured s", "planned s", "error", "source")
     rows = (
         (
-            one.run.row_id,
-            f"{one.run.model} {one.run.precision} {one.run.dispatcher}".strip(),
-            f"{one.run.job.config.world_size} {one.run.hardware.name}",
-            f"{layout_words(one.run.job.config)}, MBSZ={one.run.job.config.mbsz}",
-            f"{one.run.seconds:.4g}",
+            one.row["row_id"],
+            f"{one.row['model']} {one.row['precision']} {one.dispatcher}".strip(),
+            f"{one.job.config.world_size} {one.hardware.name}",
+            f"{layout_words(one.job.config)}, MBSZ={one.job.config.mbsz}",
+            f"{one.seconds:.4g}",
             f"{one.planned_seconds:.4g}",
-            f"{one.error:+.0%}",
-            f"{one.run.source} ({one.run.date})",
+            f"{one.planned_seconds / one.seconds - 1:+.0%}",
+            f"{one.source} ({one.row['date']})",
         )
         for one in found
     )
@@ -261,14 +263,7 @@ def check_new_file(name: str, path: Path) -> None:
         raise setting_error(name, path, f"{path.parent} is no directory", "make it, or name a file elsewhere")
 
 
-def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
-    from rich.table import Table
+def _print(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from moe_exp.planner.tables import PlanPrinter
 
-    from moe_exp.host.progress import table_console
-
-    table = Table(title=title, title_justify="left")
-    for name in columns:
-        table.add_column(name, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    table_console(sys.stdout, highlight=False).print(table)
+    PlanPrinter(sys.stdout).table(title, columns, rows)

@@ -3,13 +3,15 @@
 Columns as in `profiles/measured_runs.csv`; those of results (mem_gb in GiB, oom, sec_per_it in seconds per
 iteration) and of trust (use_mem, use_time, quirk) may be absent or empty. A column named like a setting of
 docs/settings.md in lower case (`moe_ffn_hidden_size`, `etp`, `cp`, `vpp`) is that setting; if it is empty,
-the other columns determine it. `row_of_job` writes such rows.
+the other columns determine it. `row_of_job` writes such rows. Columns of `profiles/public_runs.csv` say what
+other programs did (`Engine`).
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,30 +21,73 @@ from pydantic import ValidationError
 
 from moe_exp.config import TRAITS, Config
 from moe_exp.host.files import regular
-from moe_exp.planner.costs.job import Job, MeasuredBy, Sharding
+from moe_exp.planner.costs.job import OURS, Engine, Job, MeasuredBy, Sharding
 from moe_exp.planner.costs.params import split_layers
-from moe_exp.planner.fit.engine_columns import FP8, engine_of, plain_row, problems_of, stage_layers_of
 from moe_exp.planner.hardware import PROFILES, Hardware, load_hardware
 
 GIBIBYTE = 2**30
 MEASURED_RUNS = PROFILES / "measured_runs.csv"
-PUBLIC_RUNS = PROFILES / "public_runs.csv"  # see `public.py`
+PUBLIC_RUNS = PROFILES / "public_runs.csv"
 # Required for a prediction. Column to whether it may be 0.
 _SIZES = dict.fromkeys(("layers", "hidden", "heads", "seq", "vocab", "tp", "pp"), False)
 _REQUIRED = ("row_id", "gpu", *_SIZES)
 _OTHER_NUMBERS = {
     "gpus_per_node": False, "nodes": False, "n_gpus": False, "ffn": False, "kv_groups": False, "dp": False,
     "mbs": False, "gbs": False, "swiglu": True, "experts": True, "topk": True, "ep": True,
-    "pp_balanced_embedding": True, "mem_gb": True, "sec_per_it": True,
+    "pp_balanced_embedding": True, "mem_gb": True, "sec_per_it": True, "num_mtp_layers": True,
+    "sliding_window": True,
 }  # fmt: skip
 _MEASURED = ("mem_gb", "sec_per_it")
 _LARGEST = 10**7  # of any number: more is a typo, and that many stages or layers would not fit in memory
 _MEASURED_BY: dict[str, Any] = {name: name for name in get_args(MeasuredBy)}
 _OF_MEGATRON = {False: "0(dist-opt)", True: "1(dist-opt)"}  # DISTRIBUTED_OPTIMIZER to zero_stage
-_FLAGS = ("oom", "use_mem", "use_time", "quirk", "pp_balanced_embedding")
+# FP8 and FP8_RECIPE that cost what a precision does: current or delayed scaling, blocks of 128, MXFP8, NVFP4
+FP8 = {
+    "fp8_cs": ("hybrid", "tensorwise"), "fp8_ds": ("hybrid", "tensorwise"), "fp8_sub": ("e4m3", "blockwise"),
+    "fp8_mx": ("e4m3", "mxfp8"), "nvfp4": ("e4m3", "mxfp8"),
+}  # fmt: skip
+_OF_ENGINE = {
+    "sharding": ("distopt", "fsdp"),
+    "balance": ("forced", "measured", "unknown"),
+    "ep_overlap": ("0", "1", "1;delay_wgrad"),
+    **dict.fromkeys(
+        ("tp_overlap", "static_rows", "fp8_attention", "fp8_param_gather", "clamped_swiglu"), ("0", "1")
+    ),
+}
 _WORDS = {
+    **_OF_ENGINE,
+    **dict.fromkeys(("oom", "use_mem", "use_time", "quirk", "pp_balanced_embedding"), ("0", "1")),
     "precision": ("fp32", "fp16", "bf16", "bf16_fp32grad", *FP8),
     "zero_stage": ("0", "1", *_OF_MEGATRON.values()),
+}
+_OTHERS_OF_ENGINE = (
+    "num_mtp_layers", "sliding_window", "cuda_graph", "optimizer_dtypes", "pipeline_layout",
+)  # fmt: skip
+# Module that is computed again to RECOMPUTE, the most first.
+_RECOMPUTE = {"full": "full", "moe": "selective", "selective": "selective", "moe_act": "moe_act"}
+_MODULES = {"layernorm", "mla_up_proj", "core_attn", "mlp"}
+_KNOWN = "|".join(("none", *_RECOMPUTE, *sorted(_MODULES)))
+_WHOLE_GRAPHS = ("full_iteration", "local")
+_SCOPE = "(attn|mlp|moe_preprocess|moe_router)?"
+_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0}
+# Columns of texts: pattern, and the rule in words.
+_FORMS = {
+    **{
+        name: ("|".join(map(re.escape, words)), f"one of {', '.join(words)}")
+        for name, words in _WORDS.items()
+    },
+    "recompute": (rf"({_KNOWN})?(;({_KNOWN})?)*", f"some of {_KNOWN.replace('|', ', ')}, separated by ;"),
+    "cuda_graph": (
+        rf"(none|transformer_engine|{'|'.join(_WHOLE_GRAPHS)})(:{_SCOPE}(;{_SCOPE})*)?",
+        f"none, {', '.join(_WHOLE_GRAPHS)}, or transformer_engine:SCOPES with some of"
+        " attn;mlp;moe_preprocess;moe_router",
+    ),
+    "pipeline_layout": (r"E([tmL|()]|\*\d{1,3})*|[^E].*|.* .*", "like Et*3|(tt|)*29m|L"),
+    "optimizer_dtypes": (
+        rf"((main_params|main_grads|exp_avg|exp_avg_sq|grad_reduce)=({'|'.join(_BYTES)})(;|$)"
+        r"|optimizer=\w+(;|$))+",
+        "like main_grads=bf16;exp_avg=fp32;exp_avg_sq=fp32;grad_reduce=bf16",
+    ),
 }
 # Settings whose columns have other names or their own rules.
 _IN_COLUMNS = {
@@ -121,16 +166,11 @@ def _problems(row: Mapping[str, Any], where: str) -> Iterator[str]:
     are_sizes = all(_is_number(text, False, whole=True) for text in (hidden, heads))
     if are_sizes and int(heads) > int(hidden):
         yield f"{where}, column heads={heads}: is more than hidden={hidden}. Fix: correct the cell."
-    for name in _FLAGS:
-        if row.get(name) not in (None, "", "0", "1"):
-            yield f"{where}, column {name}={row[name]}: must be 0 or 1. Fix: correct the cell."
-    for name, words in _WORDS.items():
-        if row.get(name) and row[name] not in words:
-            yield f"{where}, column {name}={row[name]}: is not known. Fix: use one of {', '.join(words)}."
-    of_engine = list(problems_of(row))
-    for name, rule in of_engine:
-        yield f"{where}, column {name}={row[name]}: {rule}. Fix: correct the cell."
-    plain = row if of_engine or not (row.get("layers") or "").isdecimal() else plain_row(row)
+    for name, (form, rule) in _FORMS.items():
+        if row.get(name) and not re.fullmatch(form, row[name]):
+            yield f"{where}, column {name}={row[name]}: must be {rule}. Fix: correct the cell."
+    has_layers = all((row.get(name) or "0").isdecimal() for name in ("layers", "num_mtp_layers"))
+    plain = _plain_row(row) if has_layers and row.get("layers") else row
     for name in _AS_SETTINGS:
         if plain.get(name) and (error := _setting(name, plain[name])[1]):
             yield f"{where}, column {name}={row[name]}: {error}. Fix: correct the cell, or leave it empty."
@@ -179,8 +219,8 @@ def run_of_row(row: Mapping[str, str]) -> MeasuredRun:
 
 def job_of_row(row: Mapping[str, str]) -> Job:
     """The job of a row: Megatron-DeepSpeed of 2021/22 if zero_stage is a plain 0 or 1, else Megatron-Core."""
-    engine, said = engine_of(row), row
-    row = plain_row(row)
+    engine, said = _engine_of(row), row
+    row = _plain_row(row)
     of_deepspeed = row.get("zero_stage") in ("0", "1")
     config = Config.model_construct(None, **_settings(row, of_deepspeed))
     balanced = row.get("pp_balanced_embedding") == "1"
@@ -191,7 +231,7 @@ def job_of_row(row: Mapping[str, str]) -> Job:
     usual = "nvidia-smi" if of_deepspeed else "allocated"
     return Job(
         config=config,
-        stage_layers=stage_layers_of(said, config.pp, config.num_layers) or tuple(stages),
+        stage_layers=_layers_of_stages(said, config.pp, config.num_layers) or tuple(stages),
         precision=precision,
         sharding=_sharding(row.get("zero_stage"), of_deepspeed),
         sequence_parallel=not of_deepspeed and config.tp > 1,
@@ -312,3 +352,75 @@ def _settings(row: Mapping[str, str], of_deepspeed: bool) -> dict[str, Any]:
     if of_deepspeed:
         settings |= {"normalization": "LayerNorm", "add_bias_linear": True, "tie_embeddings": True}
     return settings | {name: _setting(name, row[name])[0] for name in _AS_SETTINGS if row.get(name)}
+
+
+def _has_engine(row: Mapping[str, str]) -> bool:
+    """Whether a row says anything about the program."""
+    modules = set((row.get("recompute") or "").split(";"))
+    return (
+        any(row.get(name) for name in (*_OF_ENGINE, *_OTHERS_OF_ENGINE))
+        or len(modules) > 1
+        or row.get("precision") in FP8
+        or row.get("dispatcher") == "hybridep"
+        or bool(modules & {*_MODULES, "moe"})
+    )
+
+
+def _plain_row(row: Mapping[str, str]) -> Mapping[str, str]:
+    """The row as if this package had run it: without what `Engine` says."""
+    if not _has_engine(row):
+        return row
+    fp8, recipe = FP8.get(row.get("precision") or "", ("none", "tensorwise"))
+    modules = (row.get("recompute") or "").split(";")
+    others = {"recompute": next((_RECOMPUTE[name] for name in _RECOMPUTE if name in modules), "none")}
+    others["layers"] = str(int(row["layers"]) + int(row.get("num_mtp_layers") or 0))
+    if row.get("precision") in (*FP8, "bf16"):
+        others |= {"precision": "", "fp8": fp8, "fp8_recipe": recipe}
+    if row.get("dispatcher") == "hybridep":
+        others["dispatcher"] = "deepep"
+    return {**row, **others}
+
+
+def _engine_of(row: Mapping[str, str]) -> Engine:
+    """The program of a row."""
+    if not _has_engine(row):
+        return OURS
+    types = dict(part.split("=") for part in (row.get("optimizer_dtypes") or "").split(";") if part)
+    gradient = _BYTES.get(types.get("main_grads", "fp32"), 4.0)
+    moments = [_BYTES.get(types.get(name, "fp32"), 4.0) for name in ("exp_avg", "exp_avg_sq")]
+    kind, _, scopes = (row.get("cuda_graph") or "").partition(":")
+    graphs = {"all"} if kind in _WHOLE_GRAPHS else set(filter(None, scopes.split(";")))
+    return Engine(
+        dispatcher="hybridep" if row.get("dispatcher") == "hybridep" else "",
+        overlaps_exchange=(row.get("ep_overlap") or "").startswith("1"),
+        overlaps_tensor_parallel=row.get("tp_overlap") == "1",
+        graphs=frozenset(graphs),
+        recompute=frozenset((row.get("recompute") or "").split(";")) & _MODULES,
+        static_rows=row.get("static_rows") == "1",
+        is_nvfp4=row.get("precision") == "nvfp4",
+        fp8_attention=row.get("fp8_attention") == "1",
+        shards_parameters=row.get("sharding") == "fsdp",
+        gradient_bytes=gradient,
+        reduced_bytes=_BYTES.get(types.get("grad_reduce", ""), gradient),
+        gathered_bytes=1.0 if row.get("fp8_param_gather") == "1" else None,
+        state_bytes=4.0 + sum(moments) if types else None,
+        num_mtp_layers=int(row.get("num_mtp_layers") or 0),
+        clamped_swiglu=row.get("clamped_swiglu") == "1",
+        window=int(row.get("sliding_window") or 0),
+        balanced=row.get("balance") == "forced",
+    )
+
+
+def _layers_of_stages(row: Mapping[str, str], pp: int, num_layers: int) -> tuple[int, ...] | None:
+    """Layers of every stage by a layout like `Et*3|(tt|)*29m|L`: chunk i is of stage i modulo PP. None if the
+    row has no such layout, or one of another number of layers.
+    """
+    layout = row.get("pipeline_layout") or ""
+    if not layout.startswith("E") or " " in layout:
+        return None
+    text = re.sub(r"\(([^)]*)\)\*(\d+)", lambda match: match[1] * int(match[2]), layout)
+    text = re.sub(r"(\w)\*(\d+)", lambda match: match[1] * int(match[2]), text)
+    stages = [0] * pp
+    for chunk, part in enumerate(text.split("|")):
+        stages[chunk % pp] += part.count("t") + part.count("m")
+    return tuple(stages) if sum(stages) == num_layers else None

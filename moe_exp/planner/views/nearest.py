@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import csv
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from moe_exp.config import Config
 from moe_exp.planner.costs.job import Job
 from moe_exp.planner.costs.timing import time_of
-from moe_exp.planner.fit.public import PublicRun, read_public_runs
-from moe_exp.planner.hardware import Hardware
+from moe_exp.planner.fit.measured import PUBLIC_RUNS, job_of_row
+from moe_exp.planner.hardware import Hardware, load_hardware
 from moe_exp.planner.prediction import Constants
 
 # Settings whose ratio counts, by weight: twice as many experts are as far as half as many.
@@ -24,15 +26,22 @@ _OTHER_KIND, _OTHER_ARCHITECTURE, _OTHER_DEVICE, _OTHER_TYPE = 10.0, 3.0, 1.0, 1
 class Neighbor:
     """A published run."""
 
-    run: PublicRun
+    row: Mapping[str, str]  # of profiles/public_runs.csv
+    job: Job
+    hardware: Hardware
     distance: float  # from the job: sum of weighted logarithms of ratios, and of what differs in kind
-    planned_seconds: float  # per iteration
+    seconds: float  # per iteration, measured
+    planned_seconds: float
 
     @property
-    def error(self) -> float:
-        """Planned / measured - 1."""
-        assert self.run.seconds
-        return self.planned_seconds / self.run.seconds - 1
+    def dispatcher(self) -> str:
+        """Its token dispatcher; empty: dense."""
+        return self.row["dispatcher"] or ("alltoall" if self.job.config.use_moe else "")
+
+    @property
+    def source(self) -> str:
+        """Repository and path."""
+        return f"{self.row['repo']} {self.row['path']}"
 
 
 def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count: int) -> list[Neighbor]:
@@ -41,14 +50,16 @@ def nearest_runs(config: Config, hardware: Hardware, constants: Constants, count
     Of a run that was published several times the newest one is taken.
     """
     found: dict[tuple[object, ...], Neighbor] = {}
-    for run in sorted(read_public_runs(), key=lambda run: run.date):
-        planned = time_of(run.job, run.hardware, constants.time).total
-        distance = _distance(config, hardware, run.job, run.hardware)
-        config_of = run.job.config
-        others = (config_of.gbsz, config_of.vpp, config_of.etp, config_of.recompute)
-        what = (run.model, run.hardware.name, run.precision, run.dispatcher, run.job.engine)
-        key = (*what, *others, *_sizes(config_of))
-        found[key] = Neighbor(run, distance, planned)
+    rows = csv.DictReader(PUBLIC_RUNS.read_text(encoding="utf-8").splitlines())
+    for row in sorted(rows, key=lambda row: row["date"]):
+        job, device = job_of_row(row), load_hardware(row["gpu"])
+        planned = time_of(job, device, constants.time).total
+        distance = _distance(config, hardware, job, device)
+        one = Neighbor(row, job, device, distance, float(row["sec_per_it"]), planned)
+        others = (job.config.gbsz, job.config.vpp, job.config.etp, job.config.recompute)
+        what = (row["model"], device.name, row["precision"], one.dispatcher, job.engine)
+        key = (*what, *others, *_sizes(job.config))
+        found[key] = one
     return sorted(found.values(), key=lambda one: one.distance)[:count]
 
 

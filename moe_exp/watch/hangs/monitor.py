@@ -201,7 +201,7 @@ class HangWatch:
         return all(now - max(since, beat.since) > limit for beat, limit in zip(beats, limits, strict=True))
 
     def _live_beats(self) -> list[Heartbeat]:
-        return [beat for beat in read_beats(self._local) if _is_there(beat.pid)]
+        return [beat for beat in read_beats(self._local) if psutil.pid_exists(beat.pid)]
 
     def _limit(self, beat: Heartbeat) -> float:
         return limit_seconds(beat, self._config.hang_timeout, self._config.hang_timeout_other)
@@ -340,14 +340,6 @@ class HangWatch:
         stamp = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         with suppress(OSError), self._run.log.open("a", encoding="utf-8") as file:
             file.writelines(f"{stamp} {os.uname().nodename} {line}\n" for line in lines)
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 def _age_seconds(pid: int) -> float:

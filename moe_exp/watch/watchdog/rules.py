@@ -11,9 +11,8 @@ from typing import Any
 from moe_exp.host.files import bytes_text
 from moe_exp.host.slurm_queue import Queue
 from moe_exp.runs.records import Record
-from moe_exp.watch.watchdog.disk import Disk
 from moe_exp.watch.watchdog.memory import EVENT, Memory
-from moe_exp.watch.watchdog.run import START_SECONDS, RunView, event_time, num_switches
+from moe_exp.watch.watchdog.run import START_SECONDS, Disk, RunView, event_time, num_switches
 
 # Events of a healthy run, unless status or grade is `failed`. All others are reported, also those that users
 # add to records.EVENTS.

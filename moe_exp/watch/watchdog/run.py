@@ -1,4 +1,4 @@
-"""State of a run by its files: progress, speed, last activity, and events. No torch."""
+"""State of a run by its files: progress, speed, last activity, events, and its disk. No torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -189,7 +190,12 @@ def view_run(path: Path, *, now: float | None = None) -> RunView:
     events, train = read_tail(folder.metrics)
     moved = folder.metrics.stat().st_mtime if folder.metrics.exists() else None
     now = time.time() if now is None else now
-    launched, summed_up = _launched(folder.provenance), _summed_up(folder.summary)
+    launched, summed_up = 0.0, None
+    unwritten = (OSError, ValueError, LookupError, TypeError)  # or damaged
+    with suppress(*unwritten):
+        launched = datetime.fromisoformat(read_json(folder.provenance)["starts"][-1]["time"]).timestamp()
+    with suppress(*unwritten):
+        summed_up = folder.summary.stat().st_mtime, str(read_json(folder.summary)["status"])
     return RunView(folder, _settings(folder.config), events, train, moved, now, launched, summed_up)
 
 
@@ -228,20 +234,6 @@ def _settings(path: Path) -> dict[str, Any]:
         read = {}
     given = read if isinstance(read, dict) else {}
     return defaults | {name: value for name, value in given.items() if name in defaults}
-
-
-def _launched(provenance: Path) -> float:
-    try:
-        return datetime.fromisoformat(read_json(provenance)["starts"][-1]["time"]).timestamp()
-    except (OSError, ValueError, LookupError, TypeError):  # the run has not started yet
-        return 0.0
-
-
-def _summed_up(summary: Path) -> tuple[float, str] | None:
-    try:
-        return summary.stat().st_mtime, str(read_json(summary)["status"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
@@ -284,3 +276,63 @@ def num_switches(left_seconds: float, in_this_job: float, limit_seconds: float |
     if beyond <= 0:
         return 0
     return 1 if not limit_seconds else math.ceil(beyond / limit_seconds)
+
+
+# How full its disk is.
+
+
+# window of the fill rate: checkpoints come in bursts, and other users write, too
+_WINDOW_SECONDS = 24 * 3600.0
+_SHORTEST_SECONDS = 3600.0
+_LARGEST_SAMPLES = 150
+
+Sample = tuple[float, int]  # seconds since 1970, free bytes
+
+
+@dataclass(frozen=True)
+class Disk:
+    """The state of a run's disk.
+
+    Attributes:
+        free_bytes: available to a user; ignores quotas.
+        bytes_per_second: fill rate, None if unknown.
+        measured: whether the rate was measured over the last hours, or planned from future checkpoints.
+    """
+
+    free_bytes: int
+    bytes_per_second: float | None
+    measured: bool
+
+    @property
+    def full_in_seconds(self) -> float | None:
+        """Time until it is full at this rate; None if it is not filling."""
+        rate = self.bytes_per_second or 0.0
+        return self.free_bytes / rate if rate > 0 else None
+
+
+def with_sample(samples: Sequence[Sample], now: float, free: int) -> list[Sample]:
+    """`samples` of the last day plus one; frequent samples replace each other, to keep the list short."""
+    kept = [(at, amount) for at, amount in samples if now - _WINDOW_SECONDS <= at < now]
+    closest = _WINDOW_SECONDS / _LARGEST_SAMPLES
+    if len(kept) > 1 and kept[-1][0] - kept[-2][0] < closest:
+        kept.pop()
+    return [*kept, (now, free)]
+
+
+def disk_of(view: RunView, samples: Sequence[Sample]) -> Disk:
+    """Measures the fill rate if `samples` span an hour and a few saves, else plans it from checkpoints."""
+    settings, free, begin = view.settings, samples[-1][1], 0.0
+    if settings["keep_last"]:
+        # Until the run has as many checkpoints as it keeps, the disk fills faster than later.
+        number = int(settings["keep_last"]) + int(settings["keep_best"]) + 1
+        saves = [event_time(event) for event in view.events if event["event"] == "checkpoint"]
+        begin = saves[number - 1] if len(saves) >= number else math.inf
+    samples = [sample for sample in samples if sample[0] >= begin] or samples[-1:]
+    seconds = samples[-1][0] - samples[0][0]
+    save_seconds = int(settings["save_interval"]) * (view.seconds_per_iteration or 0.0)
+    if seconds >= max(_SHORTEST_SECONDS, min(2 * save_seconds, _WINDOW_SECONDS / 2)):
+        return Disk(free, (samples[0][1] - free) / seconds, True)
+    if settings["keep_last"]:  # old checkpoints are removed
+        return Disk(free, 0.0, False)
+    pace, size, interval = view.real_seconds_per_iteration, view.checkpoint_bytes, settings["save_interval"]
+    return Disk(free, size / (int(interval) * pace) if pace and size and interval else None, False)

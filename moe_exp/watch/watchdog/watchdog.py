@@ -7,19 +7,22 @@ that checks from cron know of each other.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
+from moe_exp.config import ConfigError
+from moe_exp.host.files import expanded
 from moe_exp.host.slurm_queue import NoSqueue, Queue, QueueError, read_queue
 from moe_exp.runs.run_folder import RunFolder
-from moe_exp.watch.watchdog.alerts import Channel, send_to_all
-from moe_exp.watch.watchdog.disk import disk_of, with_sample
+from moe_exp.watch.watchdog.alerts import Channel, channels_of, send_to_all
 from moe_exp.watch.watchdog.memory import (
     EVENT,
     Memory,
@@ -38,8 +41,9 @@ from moe_exp.watch.watchdog.rules import (
     state_before_start,
     state_line,
 )
-from moe_exp.watch.watchdog.run import no_folder, view_run, within
+from moe_exp.watch.watchdog.run import disk_of, no_folder, view_run, with_sample, within
 
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _LOCK_SECONDS = 60.0
 _READ_SECONDS = 60.0  # timeout of a file system
 
@@ -255,3 +259,53 @@ def print_checks(checks: Sequence[RunCheck], *, quiet: bool) -> None:
                 _warn(text)
         elif not (quiet and check.is_well):
             print(check.report(), flush=True)
+
+
+def watchdog_of(options: Mapping[str, Any], environ: Mapping[str, str]) -> Watchdog:
+    """Makes the watchdog of `moe-exp watch run`; raises ConfigError with all problems.
+
+    Args:
+        options: run_dirs, slurm_name, again and so on, as on the command line.
+        environ: with SMTP_PASSWORD and WATCH_WEBHOOK.
+    """
+    problems: list[str] = []
+    kinds = ("again", "stuck", "ahead", "wait")
+    times = {name: _seconds_of(options[name], f"--{name}", problems) for name in kinds}
+    names, run_dirs = list(options["slurm_name"]), list(options["run_dirs"])
+    if names and len(names) != len(run_dirs):
+        rule = f"{len(names)} for {len(run_dirs)} runs"
+        fix = "give one for each RUN_DIR, in their order"
+        problems.append(f"--slurm-name={' '.join(names)}: {rule}. Fix: {fix}.")
+        names = []
+    for name in names:
+        if re.search(r"[,\s]", name):
+            problems.append(
+                f"--slurm-name={name}: has a comma or a space. Fix: give the --job-name of the jobs."
+            )
+    if options.get("every") is not None and not options["every"] > 0:
+        problems.append(f"--every={options['every']:g}: is no time. Fix: give seconds, as in --every 300.")
+    folder = expanded(options.get("state") or default_folder())
+    try:
+        channels = channels_of(options, environ)
+    except ConfigError as error:
+        problems += error.problems
+    if options.get("test_alert") and not problems and not channels:
+        fix = "give --mail-to, --webhook-file or --alert-file"
+        problems.append(f"--test-alert: there is no channel. Fix: {fix}.")
+    if problems:
+        raise ConfigError(problems)
+    limits = Limits(times["stuck"] or None, times["ahead"], times["wait"])
+    named = zip(run_dirs, names or [""] * len(run_dirs), strict=True)
+    runs = [Watched(Path(path).absolute(), name) for path, name in named]
+    return Watchdog(runs, channels, limits, times["again"], options.get("slurm_user") or "", folder)
+
+
+def _seconds_of(text: str, name: str, problems: list[str]) -> float:
+    """Parses 90s, 10m, 6h or 2d; 0 for an empty text."""
+    if not text:
+        return 0.0
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if not found:
+        problems.append(f"{name}={text}: is no time. Fix: write a number and a unit, as 90s, 10m, 6h or 2d.")
+        return 0.0
+    return float(found[1]) * _UNITS[found[2]]

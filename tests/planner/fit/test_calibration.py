@@ -3,12 +3,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import sys
 from dataclasses import replace
 from functools import cache
 from statistics import fmean
 
 import pytest
 
+from helpers import ROOT
 from moe_exp.planner.costs.constants import OWN, RECENT
 from moe_exp.planner.costs.memory import MemoryConstants
 from moe_exp.planner.costs.timing import TimeConstants, time_of
@@ -21,9 +23,11 @@ from moe_exp.planner.fit.calibration import (
     profile_text,
 )
 from moe_exp.planner.fit.measured import MEASURED_RUNS, MeasuredRun, read_runs
-from moe_exp.planner.fit.public import read_public_runs
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import CONSTANTS, load_constants, predict
+
+sys.path.append(str(ROOT / "bench/planner"))
+from public_fit import read_public_runs
 
 RUNS = read_runs(MEASURED_RUNS)
 TIMED = [run for run in RUNS if run.seconds]

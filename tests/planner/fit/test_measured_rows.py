@@ -221,13 +221,14 @@ def test_columns_of_other_programs(tmp_path):
     ("column", "value", "rule"),
     [
         ("sharding", "zero3", "must be one of distopt, fsdp"),
-        ("recompute", "router", "router is not known; use none or some of"),
+        ("recompute", "router", "must be some of none, full, moe"),
         ("cuda_graph", "transformer_engine:head", "must be none, full_iteration, local, or"),
+        ("cuda_graph", ":attn", "must be none, full_iteration, local, or"),
         ("optimizer_dtypes", "bf16", "must be like main_grads=bf16"),
         ("num_mtp_layers", "1.5", "must be a whole number, 0 or more"),
         ("pipeline_layout", "Et*99999999|L", "must be like"),
         ("optimizer_dtypes", "exp_avg=int8", "must be like main_grads=bf16"),
-        ("precision", "fp6", "is not known. Fix: use one of"),
+        ("precision", "fp6", "must be one of fp32"),
     ],
 )
 def test_bad_cells_of_other_programs(tmp_path, column, value, rule):

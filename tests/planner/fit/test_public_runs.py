@@ -6,15 +6,19 @@ from __future__ import annotations
 
 import csv
 import statistics
+import sys
 
 import pytest
 
+from helpers import ROOT
 from moe_exp.planner.costs.constants import RECENT
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.fit.calibration import log_memory_ratio, log_time_ratio
 from moe_exp.planner.fit.measured import PUBLIC_RUNS, contradictions, read_rows
-from moe_exp.planner.fit.public import fit_public, read_public_runs
 from moe_exp.planner.prediction import load_constants
+
+sys.path.append(str(ROOT / "bench/planner"))
+from public_fit import fit_public, read_public_runs
 
 ROWS = {row["row_id"]: row for row in csv.DictReader(PUBLIC_RUNS.read_text().splitlines())}
 RUNS = read_public_runs()

@@ -1,7 +1,6 @@
-"""Reads the published runs of `profiles/public_runs.csv`. No torch.
+"""Reads the published runs of `profiles/public_runs.csv` for a fit. No torch.
 
-Their columns are those of `measured.py` and some that say what the program of a run did (`Engine`).
-`bench/planner/bench_planner.py --public` scores the planner on them.
+`bench_planner.py --public` scores the planner on them, and writes the constants of recent devices.
 """
 
 from __future__ import annotations
