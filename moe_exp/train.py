@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except (SaveError, ReplicaError) as error:
             faults.end_job(str(error).splitlines(), FAILED)
         except GuardEnd as end:
-            faults.end_job(end.lines, end.code)
+            faults.end_job([end.line], end.code)
     return exit_code
 
 

@@ -49,7 +49,14 @@ def check_run(config: Config, runtime: Runtime) -> list[KernelFailure]:
     parts = [part for part in parts_with_kernels(config, device) if can_check(device)]
     if not parts:
         return []
-    _leave_free(config, device)
+    margin, available = config.moe_sm_margin, processors(device)
+    if margin >= available:
+        rule = f"the device has {available} multiprocessors, and the GEMMs need one"
+        raise ConfigError([problem("moe_sm_margin", margin, rule, f"set at most {available - 1}")])
+    if margin:
+        line = "MOE_SM_MARGIN=%d: the expert GEMMs leave %d of %d multiprocessors free"
+        logger.info(line, margin, margin, available)
+    leave_free(margin)
     sizes = sizes_of(config)
     found = {
         part: [check.line(device) for check in check_kernels(part, sizes, device) if check.problem]
@@ -94,21 +101,6 @@ def _timed(parts: Sequence[str], sizes: Sizes, device: torch.device) -> dict[str
     return choices()
 
 
-def _leave_free(config: Config, device: torch.device) -> None:
-    margin, available = config.moe_sm_margin, processors(device)
-    if margin >= available:
-        rule = f"the device has {available} multiprocessors, and the GEMMs need one"
-        raise ConfigError([problem("moe_sm_margin", margin, rule, f"set at most {available - 1}")])
-    if margin:
-        logger.info(
-            "MOE_SM_MARGIN=%d: the expert GEMMs leave %d of %d multiprocessors free",
-            margin,
-            margin,
-            available,
-        )
-    leave_free(margin)
-
-
 def parts_with_kernels(config: Config, device: torch.device) -> list[str]:
     """Which of PARTS run on Triton's kernels with these settings."""
     parts = []
@@ -131,6 +123,7 @@ def _expert_backend(config: Config, device: torch.device, failure: str = "") -> 
 def sizes_of(config: Config) -> Sizes:
     """Sizes with which a run calls kernels on each of its ranks."""
     settings, router = transformer_config(config), None
+    num_tokens = config.mbsz * config.seq_len // config.cp // config.tp  # of a micro-batch, routed by a rank
     if config.use_moe:
         rules = router_config(settings, moe_options(config)["router"])
         if not kernel_problem(rules, needs_scores=needs_scores(balancing_losses(settings))):
@@ -148,7 +141,7 @@ def sizes_of(config: Config) -> Sizes:
         ffn_size=config.expert_ffn_size // config.etp,
         num_experts=config.num_experts // config.ep,
         topk=config.topk,
-        num_rows=_num_tokens(config) * config.topk * config.etp,
+        num_rows=num_tokens * config.topk * config.etp,
         activation=config.activation,
         bias=config.add_bias_linear,
         gathers=config.ep == config.etp == 1
@@ -161,23 +154,13 @@ def sizes_of(config: Config) -> Sizes:
     )
 
 
-def _num_tokens(config: Config) -> int:
-    """Tokens of a micro-batch that a rank routes."""
-    return config.mbsz * config.seq_len // config.cp // config.tp
-
-
 def _of_all_ranks(found: list[list[str]], runtime: Runtime) -> list[list[str]]:
-    """Each part's problems, equal on all ranks: one number per part is exchanged, lines only if needed."""
+    """Each part's problems, equal on all ranks: those of the first rank that has any."""
     if not dist.is_initialized():
-        return found
-    num_problems = torch.tensor([len(lines) for lines in found], device=runtime.device)
-    dist.all_reduce(num_problems, op=dist.ReduceOp.MAX)
-    if not num_problems.any():
         return found
     mine = [[f"{line} (rank {runtime.rank}, {runtime.host})" for line in lines] for lines in found]
     of_ranks: list[list[list[str]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(of_ranks, mine)
-    # Those of the first rank that has any: the others have the same, or none.
     return [next((lines for lines in parts if lines), []) for parts in zip(*of_ranks, strict=True)]
 
 

@@ -32,10 +32,8 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     """
     train = [record for record in records if record["kind"] == "train"]
     if not any(record["lm_loss"] is not None for record in train):
-        raise ValueError(
-            f"records={len(records)}: no train record with a loss, nothing to draw. Fix: run until the first"
-            " LOG_INTERVAL."
-        )
+        rule = "no train record with a loss, nothing to draw"
+        raise ValueError(f"records={len(records)}: {rule}. Fix: run until the first LOG_INTERVAL.")
     # Not pyplot, which has global state and may choose a backend that needs a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -55,15 +53,8 @@ def draw_loss_curve(records: Sequence[Mapping[str, Any]], path: Path, title: str
     axes.patch.set_visible(False)
     # Above the axes, clear of the curves.
     box = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderpad": 0, "borderaxespad": 0.6}
-    axes.legend(
-        handles=handles,
-        ncols=len(handles),
-        frameon=False,
-        fontsize=9,
-        labelcolor=_TEXT,
-        handlelength=1.5,
-        **box,
-    )
+    style = {"frameon": False, "fontsize": 9, "labelcolor": _TEXT, "handlelength": 1.5}
+    axes.legend(handles=handles, ncols=len(handles), **style, **box)
     axes.set_title(title, fontsize=8.5, color=_TEXT, loc="left", pad=26, parse_math=False)
     figure.savefig(path, format="png", pil_kwargs={"compress_level": 1})
 
@@ -84,26 +75,14 @@ def _draw_losses(
     handles = axes.plot(iterations, losses, color=_RAW, linewidth=0.9, marker=marker, label="train")
     # Shorter curves are readable without smoothing.
     if len(losses) >= 100:
-        handles += axes.plot(
-            iterations,
-            smoothed(losses, len(losses) // 50),
-            color=_SMOOTH,
-            linewidth=1.8,
-            label="train, smoothed",
-        )
+        means = smoothed(losses, len(losses) // 50)
+        handles += axes.plot(iterations, means, color=_SMOOTH, linewidth=1.8, label="train, smoothed")
     else:
         handles[0].set(color=_SMOOTH, linewidth=1.8)
     if valid:
         points = [record["iteration"] for record in valid], _numbers(valid, "lm_loss")
-        handles += axes.plot(
-            *points,
-            color=_VALID,
-            linestyle="none",
-            marker="o",
-            markersize=5,
-            markeredgecolor="white",
-            label="validation",
-        )
+        dots = {"linestyle": "none", "marker": "o", "markersize": 5, "markeredgecolor": "white"}
+        handles += axes.plot(*points, color=_VALID, label="validation", **dots)
     axes.set_xlim(0, iterations[-1] * 1.01)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
@@ -140,18 +119,10 @@ def _draw_marks(axes: Any, marks: Iterable[tuple[Mark, float]], color: str) -> N
         axes.vlines(x, 0, 1, transform=axes.get_xaxis_transform(), **style)
         label = mark.label if len(mark.label) <= _LONGEST_MARK else f"{mark.label[:_LONGEST_MARK]}..."
         axes.annotate(
-            label or "resume",
-            (x, 0.98),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(-3, 0),
-            textcoords="offset points",
-            rotation=90,
-            ha="right",
-            va="top",
-            fontsize=7,
-            color=color,
+            label or "resume", (x, 0.98), xycoords=axes.get_xaxis_transform(), xytext=(-3, 0),
+            textcoords="offset points", rotation=90, ha="right", va="top", fontsize=7, color=color,
             parse_math=False,
-        )
+        )  # fmt: skip
 
 
 def _numbers(records: Sequence[Mapping[str, Any]], key: str) -> list[float]:
@@ -204,11 +175,7 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         title: {name: [_curve(one, kind, x, value) for one in seeds] for name, seeds in runs.items()}
         for title, kind, value in _PANELS
     }
-    shown = {
-        title: lines
-        for title, lines in curves.items()
-        if any(xs for of_run in lines.values() for xs, _ in of_run)
-    }
+    shown = {title: of for title, of in curves.items() if any(xs for seeds in of.values() for xs, _ in seeds)}
     if not shown:
         fix = "run until the first LOG_INTERVAL, or give another x"
         raise ValueError(f"x={x}: no record has it with a value to draw. Fix: {fix}.")
@@ -223,9 +190,8 @@ def draw_runs(runs: Mapping[str, Sequence[Records]], x: str = "iteration") -> An
         for number, (name, seeds) in enumerate(lines.items()):
             _draw_line(axes, f"C{number}", name, [points for points in seeds if points[0]])
         for number, of_run in enumerate(runs.values() if "loss" in title else ()):
-            _draw_marks(
-                axes, [found for records in of_run for found in _placed_marks(records, x)], f"C{number}"
-            )
+            marks = [found for records in of_run for found in _placed_marks(records, x)]
+            _draw_marks(axes, marks, f"C{number}")
         axes.set_title(title, fontsize=10, loc="left")
         axes.set_xlabel(x.replace("_", " "))
         axes.grid(axis="y", color="#ececec")

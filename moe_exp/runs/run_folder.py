@@ -170,9 +170,8 @@ def open_run_folder(
         write_json(folder.provenance, {"starts": starts})
     except OSError as error:
         rule = f"{folder.path} cannot be written ({error.strerror or error})"
-        raise ConfigError(
-            [problem("run_dir", config.run_dir, rule, "choose a RUN_DIR that you may write to")]
-        ) from None
+        fix = "choose a RUN_DIR that you may write to"
+        raise ConfigError([problem("run_dir", config.run_dir, rule, fix)]) from None
     return folder
 
 
@@ -230,9 +229,8 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
         return list(read_json(path)["starts"])
     except (ValueError, KeyError, TypeError):
         broken = path.replace(path.with_suffix(".json.broken"))
-        logger.warning(
-            "%s cannot be read; kept as %s, and the list of starts begins again", path, broken.name
-        )
+        line = "%s cannot be read; kept as %s, and the list of starts begins again"
+        logger.warning(line, path, broken.name)
         return []
 
 
@@ -305,14 +303,8 @@ def run_folder_problems(config: Config) -> list[str]:
     folder = RunFolder.of(config)
     place = existing_place(folder.path)
     if not place.is_dir():
-        return [
-            problem(
-                "run_dir",
-                config.run_dir,
-                f"{place} is a file, not a folder",
-                "choose another RUN_DIR or RUN_NAME",
-            )
-        ]
+        rule, fix = f"{place} is a file, not a folder", "choose another RUN_DIR or RUN_NAME"
+        return [problem("run_dir", config.run_dir, rule, fix)]
     if wrong_kind := _kind_problems(config, folder):
         return wrong_kind
     return _write_problems(config, folder, place) + _model_problems(config, folder)
@@ -335,28 +327,17 @@ def _exists(path: Path) -> bool:
 
 def _name_problems(config: Config) -> list[str]:
     parts = Path(config.name).parts
+    length = len(os.fsencode(RunFolder.of(config).path.absolute()))
     if ".." in parts or Path(config.name).is_absolute():
-        return [
-            problem(
-                "run_name",
-                config.name,
-                "must stay inside RUN_DIR",
-                "give a plain name, and the place as RUN_DIR",
-            )
-        ]
-    if any(len(os.fsencode(part)) > 255 for part in parts):
-        return [
-            problem(
-                "run_name",
-                config.name,
-                "is longer than a file name may be, 255 bytes",
-                "give a shorter RUN_NAME",
-            )
-        ]
-    if (length := len(os.fsencode(RunFolder.of(config).path.absolute()))) > _LONGEST_PATH:
+        rule, fix = "must stay inside RUN_DIR", "give a plain name, and the place as RUN_DIR"
+    elif any(len(os.fsencode(part)) > 255 for part in parts):
+        rule, fix = "is longer than a file name may be, 255 bytes", "give a shorter RUN_NAME"
+    elif length > _LONGEST_PATH:
         rule = f"makes a path of {length} bytes in RUN_DIR, of {_LONGEST_PATH} that it may have"
-        return [problem("run_name", config.name, rule, "give a shorter RUN_NAME or RUN_DIR")]
-    return []
+        fix = "give a shorter RUN_NAME or RUN_DIR"
+    else:
+        return []
+    return [problem("run_name", config.name, rule, fix)]
 
 
 def _kind_problems(config: Config, folder: RunFolder) -> list[str]:
@@ -379,14 +360,9 @@ def _kind_problems(config: Config, folder: RunFolder) -> list[str]:
 
 def _write_problems(config: Config, folder: RunFolder, place: Path) -> list[str]:
     used = (
-        place,
-        folder.checkpoints,
-        folder.tensorboard,
-        folder.config,
-        folder.provenance,
-        folder.log,
+        place, folder.checkpoints, folder.tensorboard, folder.config, folder.provenance, folder.log,
         folder.metrics,
-    )
+    )  # fmt: skip
     fix = "choose a RUN_DIR that you may write to, or change its permissions"
     return [
         problem("run_dir", config.run_dir, f"{path} is not writable", fix)

@@ -50,9 +50,9 @@ class Caller:
                 flags += [f"{flag} ''"] * ("--config" in self.command)
         given = [f"{name}={shlex.quote(value)}" for name, value in settings.items()]
         # another run has the settings of the resumed one, and its own folder
-        command = (
-            re.sub(" --resume(?=[ =])", " --config", self.command) if "run_name" in changes else self.command
-        )
+        command = self.command
+        if "run_name" in changes:
+            command = re.sub(" --resume(?=[ =])", " --config", command)
         return " ".join([*given, command, *flags])
 
 
@@ -122,7 +122,8 @@ def summarize(
         "name": config.name,
         "run_folder": str(folder.path),
         "model": config.moe_type if config.use_moe else "dense",
-        "iteration": _last_iteration(records),
+        # the last completed one; events may know of later ones than log lines
+        "iteration": max((int(record["iteration"]) for record in _latest_start(records)), default=0),
         "logged_iteration": last.get("iteration", 0),
         "train_iters": config.train_iters,
         "first_lm_loss": train[0]["lm_loss"] if train else None,
@@ -140,27 +141,16 @@ def summarize(
         "tflops_per_gpu": _median(train, "tflops_per_gpu"),
         "skipped_iterations": sum(record["skipped_iterations"] or 0 for record in train),
         "nan_iterations": sum(record["nan_iterations"] or 0 for record in train),
-        "num_starts": sum(
-            record["kind"] == "event" and record["event"] in ("start", "resume") for record in records
-        ),
+        "num_starts": sum(record.get("event") in ("start", "resume") for record in records),
         "expert_balance": _expert_balance(experts),
         "transformers": next(iter(_latest_start(records)), {}).get("transformers"),
         "checkpoints": sorted(path.name for path in folder.checkpoints.glob("iter_*") if path.is_dir()),
     }
 
 
-def _last_iteration(records: Sequence[Mapping[str, Any]]) -> int:
-    """Last completed iteration of the latest start; events may know of later ones than log lines."""
-    return max((int(record["iteration"]) for record in _latest_start(records)), default=0)
-
-
 def _latest_start(records: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Records from its `start` or `resume` on; all if there is none."""
-    starts = [
-        index
-        for index, record in enumerate(records)
-        if record["kind"] == "event" and record["event"] in ("start", "resume")
-    ]
+    starts = [index for index, record in enumerate(records) if record.get("event") in ("start", "resume")]
     return records[starts[-1] :] if starts else [record for record in records if record["kind"] != "event"]
 
 
@@ -200,16 +190,11 @@ def _expert_balance(experts: Experts) -> dict[str, Any] | None:
         "worst_layer": worst["layer"],
         "max_over_mean": worst["max_over_mean"],
         "microbatch_max_over_mean": worst.get("microbatch_max_over_mean"),
-        "run_max_vio": _run_max_vio(experts),
+        "run_max_vio": max(float(n.max() / max(n.mean(), 1e-9)) for n in experts.slots.values()) - 1,
         "dropped_fraction": max(layer["dropped_fraction"] or 0.0 for layer in measured),
         "num_experts": sum(len(layer["tokens_per_expert"]) for layer in measured),
         "dead_experts": dead,
     }
-
-
-def _run_max_vio(experts: Experts) -> float:
-    """Of the layer with the largest."""
-    return max(float(slots.max() / max(slots.mean(), 1e-9)) for slots in experts.slots.values()) - 1
 
 
 def summary_text(summary: Mapping[str, Any], config: Config, caller: Caller | None = None) -> str:
@@ -235,15 +220,11 @@ def _result_lines(summary: Mapping[str, Any]) -> list[str]:
     if balance := summary["expert_balance"]:
         lines.append(f"experts      {_balance_text(balance)}")
     if summary["nan_iterations"] or summary["skipped_iterations"]:
-        lines.append(
-            f"trouble      {summary['nan_iterations']} iterations without a finite loss,"
-            f" {summary['skipped_iterations']} skipped"
-        )
+        not_finite, skipped = summary["nan_iterations"], summary["skipped_iterations"]
+        lines.append(f"trouble      {not_finite} iterations without a finite loss, {skipped} skipped")
     checkpoints = summary["checkpoints"]
-    lines.append(
-        f"checkpoints  {len(checkpoints)}"
-        + (f", the newest is checkpoints/{checkpoints[-1]}" if checkpoints else "")
-    )
+    newest = f", the newest is checkpoints/{checkpoints[-1]}" if checkpoints else ""
+    lines.append(f"checkpoints  {len(checkpoints)}{newest}")
     lines.append(f"run folder   {summary['run_folder']}")
     return lines
 
@@ -265,14 +246,12 @@ def _speed_text(summary: Mapping[str, Any]) -> str:
 def _balance_text(balance: Mapping[str, Any]) -> str:
     within = balance.get("microbatch_max_over_mean")
     text = f"the busiest takes {balance['max_over_mean']:.2f} times its share (layer {balance['worst_layer']}"
-    text += (
-        f", {within:.2f} in a micro-batch" if within else ""
-    ) + f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
+    text += f", {within:.2f} in a micro-batch" if within else ""
+    text += f"), {len(balance['dead_experts'])} of {balance['num_experts']} got no token"
     if (run_max_vio := balance.get("run_max_vio")) is not None:
         text += f", MaxVio of the run {run_max_vio:.2f}"
-    return text + (
-        f", up to {balance['dropped_fraction']:.1%} of slots dropped" if balance["dropped_fraction"] else ""
-    )
+    dropped = balance["dropped_fraction"]
+    return text + (f", up to {dropped:.1%} of slots dropped" if dropped else "")
 
 
 def _next_lines(summary: Mapping[str, Any], config: Config, caller: Caller) -> list[str]:
@@ -298,11 +277,9 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
     if summary["status"] == "finished":
         return []
     checkpoints, ended_by = summary["checkpoints"], summary["ended_by"] or {}
-    again = (
-        f"continues from {checkpoints[-1]}"
-        if checkpoints
-        else "begins at iteration 0: there is no checkpoint"
-    )
+    again = "begins at iteration 0: there is no checkpoint"
+    if checkpoints:
+        again = f"continues from {checkpoints[-1]}"
     if ended_by.get("event") == "too_many_bad_steps":
         return [
             f"the bad_step events in {folder}/metrics.jsonl   # the samples: whether a batch is the cause",
@@ -311,11 +288,8 @@ def _going_on(summary: Mapping[str, Any], config: Config, folder: str) -> list[s
         ]
     if summary["status"] == "stopped" and summary["exit_code"] == FAILED:
         why = f"exit code {FAILED}: SAVE_AT_END=false, and nothing was saved since this start"
-        often = (
-            f"a smaller SAVE_INTERVAL than {config.save_interval}"
-            if config.save_interval
-            else "a SAVE_INTERVAL"
-        )
+        interval = config.save_interval
+        often = f"a smaller SAVE_INTERVAL than {interval}" if interval else "a SAVE_INTERVAL"
         return [f"SAVE_AT_END=true, or {often}   # {why}", f"the same command {again}"]
     lines = [f"the same command again {again}"]
     if ended_by.get("event") in ("hang", "rank_failed") and not config.max_restarts:
@@ -335,7 +309,9 @@ def _other_runs(config: Config, caller: Caller) -> list[str]:
     if config.use_moe:
         others.append(("dense", f"the dense baseline{new}", {"use_moe": False} | fresh))
         if config.ep == 1:
-            others.append(("ep2", "experts spread over two ranks", {"ep": 2} | _more_ranks(config)))
+            fits = config.world_size % (2 * config.etp * config.pp) == 0
+            ranks = {} if fits else {"gpus_per_node": 2 * config.gpus_per_node}
+            others.append(("ep2", "experts spread over two ranks", {"ep": 2} | ranks))
     else:
         others.append(("moe", f"the same with experts{new}", {"use_moe": True} | fresh))
     lines = []
@@ -345,11 +321,6 @@ def _other_runs(config: Config, caller: Caller) -> list[str]:
         if _can_run(config, changes, caller):
             lines.append(f"{caller.command_with(**changes)}   # {what}")
     return lines
-
-
-def _more_ranks(config: Config) -> dict[str, Any]:
-    fits = config.world_size % (2 * config.etp * config.pp) == 0
-    return {} if fits else {"gpus_per_node": 2 * config.gpus_per_node}
 
 
 def _can_run(config: Config, changes: Mapping[str, Any], caller: Caller) -> bool:

@@ -18,18 +18,15 @@ from moe_exp.runs.run_folder import RunFolder
 
 def console_line(record: Mapping[str, Any], train_iters: int, now: datetime) -> str:
     """The line of Megatron-LM's `training_log`, field for field; fields without a value are left out, too."""
-    losses = [
-        (" lm loss: {:.6E}", "lm_loss"),
-        (" load_balancing_loss: {:.6E}", "load_balancing_loss"),
-        (" z_loss: {:.6E}", "z_loss"),
-    ]
     fields = [
         (" consumed samples: {:12d}", "consumed_samples"),
         (" elapsed time per iteration (ms): {:.1f}", "elapsed_time_per_iteration_ms"),
         (" throughput per GPU (TFLOP/s/GPU): {:.1f}", "tflops_per_gpu"),
         (" learning rate: {:.6E}", "learning_rate"),
         (" global batch size: {:5d}", "global_batch_size"),
-        *losses,
+        (" lm loss: {:.6E}", "lm_loss"),
+        (" load_balancing_loss: {:.6E}", "load_balancing_loss"),
+        (" z_loss: {:.6E}", "z_loss"),
         (" loss scale: {:.1f}", "loss_scale"),
         (" grad norm: {:.3f}", "grad_norm"),
         (" num zeros: {:.1f}", "num_zeros"),
@@ -60,36 +57,25 @@ def terminal_line(record: Mapping[str, Any], train_iters: int) -> str:
         if (averaged := record.get("ema_lm_loss")) is not None:
             parts.append(f"averaged weights {averaged:.4f}")
     else:
-        parts += _skipped_texts(record) + _speed_texts(record) + _balance_texts(record)
+        counts = {"skipped": record["skipped_iterations"], "nan": record["nan_iterations"]}
+        parts += [f"{count} {what}" for what, count in counts.items() if count]
+        if (speed := record["tokens_per_second"]) is not None:
+            parts.append(f"{count_text(speed) if speed >= 99999.5 else f'{speed:,.0f}':>5} tokens/s")
+        if (seconds := record["eta_seconds"]) is not None and math.isfinite(seconds):
+            days, hours = divmod(round(seconds) // 3600, 24)
+            eta = f"{days}d {hours}h" if days else str(timedelta(seconds=round(seconds)))
+            parts.append(f"eta {eta:>7}")
+        if layers := _with_load(record):
+            parts.append(f"expert max {max(layer['max_over_mean'] for layer in layers):.2f}x")
+            if dropped := max(layer["dropped_fraction"] or 0.0 for layer in layers):
+                parts.append(f"dropped {dropped:.1%}")
     while len(line := "  ".join(parts)) > _TERMINAL_COLUMNS:
         parts.pop()
     return line
 
 
-def _skipped_texts(record: Mapping[str, Any]) -> list[str]:
-    counts = {"skipped": record["skipped_iterations"], "nan": record["nan_iterations"]}
-    return [f"{count} {what}" for what, count in counts.items() if count]
-
-
-def _speed_texts(record: Mapping[str, Any]) -> list[str]:
-    parts = []
-    if (speed := record["tokens_per_second"]) is not None:
-        parts.append(f"{count_text(speed) if speed >= 99999.5 else f'{speed:,.0f}':>5} tokens/s")
-    if (seconds := record["eta_seconds"]) is not None and math.isfinite(seconds):
-        days, hours = divmod(round(seconds) // 3600, 24)
-        eta = f"{days}d {hours}h" if days else str(timedelta(seconds=round(seconds)))
-        parts.append(f"eta {eta:>7}")
-    return parts
-
-
-def _balance_texts(record: Mapping[str, Any]) -> list[str]:
-    layers = [layer for layer in record["experts"] or [] if layer["max_over_mean"] is not None]
-    if not layers:
-        return []
-    parts = [f"expert max {max(layer['max_over_mean'] for layer in layers):.2f}x"]
-    if dropped := max(layer["dropped_fraction"] or 0.0 for layer in layers):
-        parts.append(f"dropped {dropped:.1%}")
-    return parts
+def _with_load(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    return [layer for layer in record.get("experts") or [] if layer["max_over_mean"] is not None]
 
 
 def progress_line(record: Mapping[str, Any]) -> str:
@@ -101,14 +87,11 @@ def progress_line(record: Mapping[str, Any]) -> str:
         parts.append(f"eta {timedelta(seconds=round(eta_seconds))}")
     if record.get("tokens_per_second") is not None:
         parts.append(f"{record['tokens_per_second']:.0f} tokens/s")
-    if experts := [layer for layer in record.get("experts") or [] if layer["max_over_mean"] is not None]:
+    if experts := _with_load(record):
         worst = max(experts, key=lambda layer: float(layer["max_over_mean"]))
-        within = (
-            f", {worst['microbatch_max_over_mean']:.2f} within a micro-batch"
-            if worst.get("microbatch_max_over_mean")
-            else ""
-        )
-        parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']}){within}")
+        parts.append(f"experts max/mean {worst['max_over_mean']:.2f} (layer {worst['layer']})")
+        if within := worst.get("microbatch_max_over_mean"):
+            parts[-1] += f", {within:.2f} within a micro-batch"
         if measured := [layer["max_vio"] for layer in experts if layer.get("max_vio") is not None]:
             parts.append(f"MaxVio {max(measured):.2f}")
         if (dropped := max(layer["dropped_fraction"] or 0.0 for layer in experts)) > 0:
@@ -118,9 +101,7 @@ def progress_line(record: Mapping[str, Any]) -> str:
 
 def timers_line(timers: Mapping[str, float]) -> str:
     """Milliseconds per iteration by phase; those in brackets are parts of the one before them."""
-    values = {
-        phase: f"{phase.replace('_', '-')} {milliseconds:.1f}" for phase, milliseconds in timers.items()
-    }
+    values = {phase: f"{phase.replace('_', '-')} {value:.1f}" for phase, value in timers.items()}
     inside = ", ".join(values.pop(phase) for phase in ("all_to_all", "experts") if phase in values)
     if inside:
         values["forward_backward"] = f"{values['forward_backward']} ({inside})"
@@ -168,12 +149,9 @@ class _LogFile(logging.FileHandler):
             super().handleError(record)
         elif not self._is_full:
             self._is_full = True
+            line = f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost"
             with suppress(OSError):
-                print(
-                    f"{self.baseFilename} cannot be written ({error.strerror or error}): lines are lost",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print(line, file=sys.stderr, flush=True)
 
 
 def setup_logging(folder: RunFolder, rank: int) -> None:

@@ -62,11 +62,8 @@ def dump(config: Config, runtime: Runtime, run: Path, trained: Trained, progress
             }
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_suffix(".partial")
-            save_file(
-                tensors,
-                partial,
-                {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host},
-            )
+            facts = {"iteration": str(progress.iteration), "rank": str(runtime.rank), "host": runtime.host}
+            save_file(tensors, partial, facts)
             partial.replace(path)
         except (OSError, MemoryError, safetensors.SafetensorError) as error:
             logger.warning("no dump of rank %d at iteration %d: %s", runtime.rank, progress.iteration, error)
@@ -127,10 +124,8 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
         ValueError: there is nothing to compare, or a file is not a dump.
     """
     if a.is_dir() != b.is_dir():
-        raise ValueError(
-            f"A={a}: is a {'folder' if a.is_dir() else 'file'}, and B={b} is not. Fix: name two files, or two"
-            " folders."
-        )
+        kind = "folder" if a.is_dir() else "file"
+        raise ValueError(f"A={a}: is a {kind}, and B={b} is not. Fix: name two files, or two folders.")
     if not a.is_dir():
         return compare_tensors(_tensors(a, ""), _tensors(b, ""))
     in_a, in_b = (
@@ -142,9 +137,8 @@ def compare_dumps(a: Path, b: Path) -> Comparison:
     sides: list[dict[str, DumpedTensor]] = [{}, {}]
     for side, found in zip(sides, (in_a, in_b), strict=True):
         for name in found:
-            side |= _tensors(
-                found[name], f"rank {int(name.removeprefix('rank_').removesuffix('.safetensors'))}: "
-            )
+            rank = int(name.removeprefix("rank_").removesuffix(".safetensors"))
+            side |= _tensors(found[name], f"rank {rank}: ")
     return compare_tensors(*sides)
 
 
@@ -153,16 +147,9 @@ def _tensors(path: Path, prefix: str) -> dict[str, DumpedTensor]:
         file = safetensors.safe_open(path, framework="pt")
         slices = {name: file.get_slice(name) for name in sorted(file.keys())}
     except (OSError, safetensors.SafetensorError) as error:
-        raise ValueError(
-            f"{path}: cannot be read ({' '.join(str(error).split())}). Fix: name another dump."
-        ) from None
-    dtypes = {
-        "F32": torch.float32,
-        "BF16": torch.bfloat16,
-        "F16": torch.float16,
-        "F64": torch.float64,
-        "I64": torch.int64,
-    }
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{path}: cannot be read ({reason}). Fix: name another dump.") from None
+    dtypes = {"BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64, "I64": torch.int64}
     return {
         prefix + name: DumpedTensor(
             tuple(one.get_shape()), dtypes.get(one.get_dtype(), torch.float32), file, name

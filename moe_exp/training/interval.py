@@ -4,7 +4,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -36,6 +36,8 @@ class Interval:
         self.losses = torch.zeros(2, dtype=torch.float64, device=runtime.device)
         # per iteration, whether any loss of this rank is not finite, [] each
         self.not_finite: list[Tensor] = []
+        # of a layer's sums: token counts, then those of MoEStatistics
+        self.row_width = config.num_experts + len(statistics_names(config.balancing_losses))
         # slots per expert so far, [layers of this rank, E] each, after each of the last iterations
         self.loads: deque[Tensor] = deque(maxlen=_MOST_BATCHES + 1)
         self.timers = PhaseTimers(runtime.device) if config.log_timers else None
@@ -110,6 +112,11 @@ class Interval:
         tokens_per_iteration = self.num_samples * config.seq_len / self.num_iterations
         balance, z, aux_losses, experts = self._expert_records(sums, num_shares)
         on_gpu = self.runtime.device.type == "cuda"
+        # with a batch ramp-up, later iterations take longer
+        num_left = samples_left(config, progress.consumed_samples, config.train_iters - progress.iteration)
+        # from seconds summed over ranks to milliseconds per iteration, mean over ranks
+        per_iteration = self.num_iterations * config.world_size / 1e3
+        timers = {phase: value / per_iteration for phase, value in zip(PHASES, phases, strict=False)}
         record = {
             "iteration": progress.iteration,
             "consumed_samples": progress.consumed_samples,
@@ -129,20 +136,20 @@ class Interval:
             "elapsed_time_per_iteration_ms": seconds * 1e3,
             "tokens_per_second": tokens_per_iteration / seconds,
             "tflops_per_gpu": self.flops / self.num_iterations / seconds / config.world_size / 1e12,
-            "eta_seconds": seconds * self.num_iterations / self.num_samples * self._samples_left(progress),
+            "eta_seconds": seconds * self.num_iterations / self.num_samples * num_left,
             "skipped_iterations": self.num_skipped,
             "nan_iterations": sum(count > 0 for count in not_finite),  # by any rank
             "memory_allocated_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
             "peak_memory_bytes": round(max(peaks)),
             "experts": experts,
-            "timers": self._milliseconds(phases),
+            "timers": timers or None,
         }
         self._restart()
         return record
 
     def _reduced(self) -> Tensor:
         """Sums over all ranks: losses, squared norm, bad iterations, memory, phases, layer statistics."""
-        width = self._row_width() if self.config.use_moe else 0
+        width = self.row_width if self.config.use_moe else 0
         table = torch.zeros(self.config.num_layers, width, dtype=torch.float64, device=self.runtime.device)
         for index, layer in self.layers.items():
             table[index] = torch.cat([layer.statistics.tokens_per_expert_E.double(), layer.statistics.sums])
@@ -150,7 +157,8 @@ class Interval:
             norm_squared = self._squared_norm()
         # One slot per rank, zero elsewhere: the sum gathers all without a second collective.
         peaks = torch.zeros(self.config.world_size, dtype=torch.float64, device=self.runtime.device)
-        peaks[self.runtime.rank] = self._peak_bytes()
+        on_gpu = self.runtime.device.type == "cuda"
+        peaks[self.runtime.rank] = torch.cuda.max_memory_allocated() if on_gpu else peak_resident_bytes()
         phases = self.losses.new_tensor([] if self.timers is None else list(self.timers.take().values()))
         not_finite = torch.stack(self.not_finite).double()
         vector = torch.cat([self.losses, norm_squared.view(1), not_finite, peaks, phases, table.flatten()])
@@ -178,27 +186,6 @@ class Interval:
         values: list[float] = largest.tolist()
         return values
 
-    def _samples_left(self, progress: Progress) -> int:
-        """Samples until TRAIN_ITERS: with a batch ramp-up, later iterations take longer."""
-        return samples_left(
-            self.config, progress.consumed_samples, self.config.train_iters - progress.iteration
-        )
-
-    def _milliseconds(self, phases: list[float]) -> dict[str, float] | None:
-        """Milliseconds per iteration of each phase, mean over ranks, from seconds summed over ranks."""
-        per_iteration = self.num_iterations * self.config.world_size / 1e3
-        return (
-            {phase: seconds / per_iteration for phase, seconds in zip(PHASES, phases, strict=True)}
-            if phases
-            else None
-        )
-
-    def _peak_bytes(self) -> int:
-        """Peak memory of this rank."""
-        return (
-            torch.cuda.max_memory_allocated() if self.runtime.device.type == "cuda" else peak_resident_bytes()
-        )
-
     @torch.no_grad()
     def _squared_norm(self) -> Tensor:
         """Squared norm of the parameters this rank counts: each is counted once over the whole job."""
@@ -217,10 +204,6 @@ class Interval:
                     total += torch.linalg.vector_norm(parameter.detach(), dtype=dtype).double().square()
         return total
 
-    def _row_width(self) -> int:
-        """Token counts, then the sums of MoEStatistics."""
-        return self.config.num_experts + len(statistics_names(self.config.balancing_losses))
-
     def _expert_records(
         self, sums: list[float], num_shares: int
     ) -> tuple[float | None, float | None, dict[str, float], list[dict[str, Any]]]:
@@ -229,15 +212,12 @@ class Interval:
         if not config.use_moe:
             return None, None, {}, []
         max_vio = self._max_vio()
-        width = self._row_width()
-        rows = {
-            layer: sums[layer * width : (layer + 1) * width]
+        width = self.row_width
+        experts = [
+            _expert_record(layer, sums[layer * width : (layer + 1) * width], config, num_shares)
+            | {"max_vio": max_vio[layer]}
             for layer, is_moe in enumerate(config.moe_layers)
             if is_moe
-        }
-        experts = [
-            _expert_record(layer, row, config, num_shares) | {"max_vio": max_vio[layer]}
-            for layer, row in rows.items()
         ]
         aux_losses = {
             kind: fmean(layer["aux_losses"][kind] for layer in experts) for kind in config.balancing_losses
@@ -273,9 +253,6 @@ def _expert_record(layer: int, row: list[float], config: Config, num_shares: int
     }
 
 
-# Exchange between all ranks after every iteration, in one small reduction, so that all decide the same.
-
-
 @dataclass(frozen=True)
 class IterationEnd:
     """Values of an iteration that every rank knows.
@@ -308,10 +285,8 @@ def end_of_iteration(
         losses: of the micro-batches as in `Step`, if this rank counts them; else empty.
         device: of this rank.
     """
-    flags = [float(reason == stop) for reason in reasons] + [float(is_writing)]
-    table = torch.zeros(len(flags) + 2, dtype=torch.float64)
-    table[:-2] = torch.tensor(flags, dtype=torch.float64)
-    table = table.to(device)
+    flags = [*(reason == stop for reason in reasons), is_writing]
+    table = torch.tensor([*flags, 0, 0], dtype=torch.float64).to(device)
     if losses:
         table[-2:] = torch.stack(list(losses)).double().sum(dim=0)
     torch.distributed.all_reduce(table)
@@ -320,16 +295,13 @@ def end_of_iteration(
     return IterationEnd(given, bool(writing), loss / num_counted if num_counted else math.nan)
 
 
-# Time per phase (LOG_TIMERS): CUDA events that are read once per log interval; the clock on a CPU.
-
-
 # In the order of the log line. all_to_all and experts are parts of forward_backward; checkpoint is not
 # counted in the iteration's time.
 PHASES = ("data", "forward_backward", "all_to_all", "experts", "optimizer", "checkpoint")
 
 
 class PhaseTimers:
-    """Sums the time between `start` and `stop` of each phase, on this rank.
+    """Sums the time between `start` and `stop` of each phase, on this rank (LOG_TIMERS).
 
     On a GPU both record events in the current stream, without synchronization until `take`. A phase is then
     the stream's time between them, including waits for other ranks and for the host.
@@ -379,15 +351,13 @@ class PhaseTimers:
         return event
 
 
-def timed(timers: PhaseTimers | None, phase: str) -> AbstractContextManager[None]:
-    """Counts the block as `phase`; does nothing without timers."""
-    return nullcontext() if timers is None else _timed(timers, phase)
-
-
 @contextmanager
-def _timed(timers: PhaseTimers, phase: str) -> Iterator[None]:
-    timers.start(phase)
+def timed(timers: PhaseTimers | None, phase: str) -> Iterator[None]:
+    """Counts the block as `phase`; does nothing without timers."""
+    if timers is not None:
+        timers.start(phase)
     try:
         yield
     finally:
-        timers.stop(phase)
+        if timers is not None:
+            timers.stop(phase)

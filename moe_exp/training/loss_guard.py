@@ -34,11 +34,11 @@ _LOWEST_LOSS_SCALE = 1.0  # Megatron's; above it an overflow is the loss scaler 
 
 
 class GuardEnd(RuntimeError):
-    """All ranks exit with these lines and this exit code."""
+    """All ranks exit with this line and this exit code."""
 
-    def __init__(self, lines: Sequence[str], code: int):
-        super().__init__("\n".join(lines))
-        self.lines, self.code = list(lines), code
+    def __init__(self, line: str, code: int):
+        super().__init__(line)
+        self.line, self.code = line, code
 
 
 class Iteration(NamedTuple):
@@ -107,12 +107,8 @@ class LossGuard:
             self._detector, self._stage = SpikeDetector(), stage  # the loss differs on other data
         found = self._detector.add(done.iteration, end.lm_loss, done.grad_norm if done.updated else None)
         if isinstance(found, SpikeEnd):
-            logger.info(
-                "the spike from iteration %d on is over at iteration %d: %s",
-                found.first_iteration,
-                found.iteration,
-                found.outcome,
-            )
+            text = "the spike from iteration %d on is over at iteration %d: %s"
+            logger.info(text, found.first_iteration, found.iteration, found.outcome)
             self._event("spike_end", **asdict(found))
         elif found is not None:
             self._spike(found, progress, end, finish_save)
@@ -132,6 +128,7 @@ class LossGuard:
     def _bad_step(
         self, progress: Progress, done: Iteration, end: IterationEnd, finish_save: Callable[[], Any]
     ) -> None:
+        config = self._config
         if self._num_bad == 1:
             values = {"loss": _shown(end.lm_loss), "grad_norm": _shown(done.grad_norm)}
             self._warn(
@@ -139,39 +136,30 @@ class LossGuard:
                 done.iteration, _text(end.lm_loss), _text(done.grad_norm), _ranges_text(self._stream([done])),
             )  # fmt: skip
             self._event("bad_step", iteration=done.iteration, **values, **self._batches([done]))
-        if not self._config.max_bad_steps or self._num_bad < self._config.max_bad_steps:
+        if not config.max_bad_steps or self._num_bad < config.max_bad_steps:
             return
         finish_save()
         where = self._save_apart(progress)
         self._event("too_many_bad_steps", iteration=done.iteration, in_a_row=self._num_bad, checkpoint=where)
-        first = done.iteration - self._num_bad + 1
-        rule = (
-            f"no step could be made in iterations {first} to {done.iteration}, loss or gradient are not"
-            " finite"
-        )
-        fix = (
-            "check the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to"
-            " continue"
-        )
-        raise GuardEnd([f"MAX_BAD_STEPS={self._config.max_bad_steps}: {rule}; {where}. Fix: {fix}."], FAILED)
+        span = f"iterations {done.iteration - self._num_bad + 1} to {done.iteration}"
+        rule = f"no step could be made in {span}, loss or gradient are not finite; {where}"
+        fix = "check the bad_step event in metrics.jsonl for the samples, lower LR, or set MAX_BAD_STEPS=0 to"
+        raise GuardEnd(f"MAX_BAD_STEPS={config.max_bad_steps}: {rule}. Fix: {fix} continue.", FAILED)
 
     @heartbeat.during("checkpoint")
     def _save_apart(self, progress: Progress) -> str:
         """Saves in bad_steps/, which no resume uses; returns a message about it."""
         place = free_place(self._folder.bad_steps, progress.iteration)
         # For this checkpoint only: no others are kept or removed.
-        saver = CheckpointWriter(
-            self._config.model_copy(update={"keep_last": 0, "async_save": False}), self._runtime, place.parent
-        )
+        config = self._config.model_copy(update={"keep_last": 0, "async_save": False})
+        saver = CheckpointWriter(config, self._runtime, place.parent)
         self.store_history(progress)
         saver.begin(self._trained, progress)
         saved = saver.finish()
         assert saved is not None
-        return (
-            f"no checkpoint could be written ({saved.error})"
-            if saved.error
-            else f"the weights are in {place}"
-        )
+        if saved.error:
+            return f"no checkpoint could be written ({saved.error})"
+        return f"the weights are in {place}"
 
     def _spike(
         self, spike: Spike, progress: Progress, end: IterationEnd, finish_save: Callable[[], Any]
@@ -190,64 +178,47 @@ class LossGuard:
 
     @heartbeat.during("rollback")
     def _roll_back(self, spike: Spike, progress: Progress, end: IterationEnd) -> None:
-        begin = spike.first_iteration - MARGIN_ITERATIONS
+        config, begin = self._config, spike.first_iteration - MARGIN_ITERATIONS
         skipped = [done for done in self._recent if done.iteration >= begin]
         ranges, first = self._stream(skipped), skipped[0].iteration
-        if self._config.rampup and self._config.data_stages:  # later batches must begin where they did
+        if config.rampup and config.data_stages:  # later batches must begin where they did
             start, stop = ranges[-1]
-            ranges = (*ranges[:-1], (start, stop + -sum(b - a for a, b in ranges) % self._config.gbsz))
+            ranges = (*ranges[:-1], (start, stop + -sum(b - a for a, b in ranges) % config.gbsz))
         num_before = from_first_rank(lambda: len(read_rollbacks(self._folder)))
-        is_over = num_before >= self._config.max_rollbacks
+        is_over = num_before >= config.max_rollbacks
+        samples = None if is_over else ranges
         # First to before `begin`, also if that was before this start: its checkpoint may be damaged, too.
         for undone in dict.fromkeys((begin, first)):
-            done = go_back(
-                self._config, self._folder, progress, iteration=undone, samples=ranges, with_skip=not is_over
-            )
+            done = go_back(config, self._folder, progress, iteration=undone, samples=samples)
             if not isinstance(done, str):
                 break
         if isinstance(done, str):
             self._warn("no rollback: %s; training continues", done)
             self._event("no_rollback", iteration=progress.iteration, reason=done)
             return
-        facts = {"back_to": done.back_to, "set_aside": list(done.set_aside)}
         if is_over:
-            reason = f"MAX_ROLLBACKS={self._config.max_rollbacks} are done"
-            self._event("no_rollback", iteration=progress.iteration, reason=reason, **facts)
+            reason = f"MAX_ROLLBACKS={config.max_rollbacks} are done"
+            self._event("no_rollback", iteration=progress.iteration, reason=reason, **done)
             rule = f"there is another spike at iteration {spike.iteration} after {num_before} rollbacks"
-            fix = (
-                "lower LR, check the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train"
-                " through it"
-            )
-            newest = f"the same command continues from iteration {done.back_to}"
-            raise GuardEnd(
-                [f"MAX_ROLLBACKS={self._config.max_rollbacks}: {rule}; {newest}. Fix: {fix}."], FAILED
-            )
-        self._event(
-            "rollback",
-            iteration=progress.iteration,
-            first_iteration=first,
-            samples=[list(pair) for pair in ranges],
-            number=num_before + 1,
-            **facts,
-        )
+            where = f"the same command continues from iteration {done['back_to']}"
+            fix = "lower LR, check the spike events in metrics.jsonl, or set SPIKE_ACTION=log to train"
+            line = f"MAX_ROLLBACKS={config.max_rollbacks}: {rule}; {where}. Fix: {fix} through it."
+            raise GuardEnd(line, FAILED)
+        facts = {"first_iteration": first, "samples": [list(pair) for pair in ranges]}
+        self._event("rollback", iteration=progress.iteration, **facts, number=num_before + 1, **done)
         # A run that was asked to stop meanwhile does not restart.
         code = TO_BE_CONTINUED if end.stop else START_AGAIN
         text = f"samples {_ranges_text(ranges)} of iterations {first} to {progress.iteration} are skipped"
-        raise GuardEnd(
-            [
-                f"back to iteration {done.back_to}, before the spike: {text}; the same command continues from"
-                " there"
-            ],
-            code,
-        )
+        line = f"back to iteration {done['back_to']}, before the spike: {text}"
+        raise GuardEnd(f"{line}; the same command continues from there", code)
 
     def _stream(self, iterations: Sequence[Iteration]) -> tuple[Range, ...]:
         """Samples of iterations, by their numbers in the stream."""
-        ranges = [
-            stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped)
+        return merged(
+            pair
             for done in iterations
-        ]
-        return merged(pair for some in ranges for pair in some)
+            for pair in stream_ranges(done.first_sample, done.first_sample + done.batch_size, self._skipped)
+        )
 
     @heartbeat.during("rollback")
     def _batches(self, iterations: Sequence[Iteration]) -> dict[str, Any]:

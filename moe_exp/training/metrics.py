@@ -35,7 +35,6 @@ _PERFORMANCE = (
     "memory_allocated_bytes",
     "peak_memory_bytes",
 )
-_ADDED = ("training_seconds",)  # to a train record by Metrics itself
 _NOT_A_CURVE = (
     "kind", "iteration", "experts", "aux_losses", "timers", "eta_seconds", "max_attention_logits",
 )  # fmt: skip
@@ -76,10 +75,8 @@ class Metrics:
 
     def train(self, record: Mapping[str, Any]) -> None:
         """Writes a train record; ValueError if its keys are not TRAIN_KEYS without training_seconds."""
-        if missing_or_unknown := set(record) ^ (set(TRAIN_KEYS) - set(_ADDED)):
-            raise ValueError(
-                f"train record: these keys are missing or unknown: {', '.join(sorted(missing_or_unknown))}"
-            )
+        if wrong := set(record) ^ (set(TRAIN_KEYS) - {"training_seconds"}):
+            raise ValueError(f"train record: these keys are missing or unknown: {', '.join(sorted(wrong))}")
         self._time.add(record)
         full: Record = {"kind": "train", **record, "training_seconds": self._time.until(record["iteration"])}
         if not self._config.use_moe:
@@ -107,17 +104,18 @@ class Metrics:
         bytes_per_token: float | None = None,
     ) -> None:
         """Writes a valid record; losses in nats per token, `bytes_per_token` in UTF-8 bytes if known."""
-        ppl = math.exp(min(lm_loss, 20.0))  # this order keeps NaN
-        record: Record = {"kind": "valid", "iteration": iteration, "consumed_samples": consumed_samples}
-        record |= {
+        record: Record = {
+            "kind": "valid",
+            "iteration": iteration,
+            "consumed_samples": consumed_samples,
             "consumed_tokens": consumed_tokens,
             "consumed_flops": consumed_flops,
             "training_seconds": self._time.until(iteration),
             "lm_loss": lm_loss,
-            "lm_loss_ppl": ppl,
+            "lm_loss_ppl": math.exp(min(lm_loss, 20.0)),  # this order keeps NaN
+            "lm_loss_bits_per_byte": lm_loss / math.log(2) / bytes_per_token if bytes_per_token else None,
+            "ema_lm_loss": ema_lm_loss,
         }
-        record["lm_loss_bits_per_byte"] = lm_loss / math.log(2) / bytes_per_token if bytes_per_token else None
-        record["ema_lm_loss"] = ema_lm_loss
         self._write(record)
         self._log(validation_lines(record), terminal_line(record, self._config.train_iters))
         self._mirror(record)
@@ -150,11 +148,8 @@ class Metrics:
             append(self._path, *self._unwritten)
         except OSError as error:
             if len(self._unwritten) == 1:
-                logger.warning(
-                    "%s cannot be written (%s): its records are kept until it can",
-                    self._path,
-                    error.strerror or error,
-                )
+                line = "%s cannot be written (%s): its records are kept until it can"
+                logger.warning(line, self._path, error.strerror or error)
             return
         if len(self._unwritten) > 1:
             logger.info("%s is written again: %d records were kept", self._path, len(self._unwritten))
@@ -170,9 +165,8 @@ class Metrics:
             try:
                 action(mirror)
             except Exception as error:  # any error: metrics.jsonl has the record, and training continues
-                logger.warning(
-                    "%s has failed and gets no more records: %s: %s", mirror.name, type(error).__name__, error
-                )
+                line = "%s has failed and gets no more records: %s: %s"
+                logger.warning(line, mirror.name, type(error).__name__, error)
                 self._mirrors.remove(mirror)
 
 
@@ -215,11 +209,9 @@ class TrainingTime:
 
     def until(self, iteration: int) -> float | None:
         """Seconds until `iteration`, extrapolated at the speed of the last record."""
-        return (
-            None
-            if self.per_iteration is None
-            else self.seconds + (iteration - self.iteration) * self.per_iteration
-        )
+        if self.per_iteration is None:
+            return None
+        return self.seconds + (iteration - self.iteration) * self.per_iteration
 
 
 def curves(record: Mapping[str, Any]) -> dict[str, float]:
@@ -234,12 +226,8 @@ def curves(record: Mapping[str, Any]) -> dict[str, float]:
         values[f"moe/{name}"] = float(value)
     values |= {f"perf/{phase}_ms": float(value) for phase, value in (record.get("timers") or {}).items()}
     for layer in record.get("experts") or []:
-        numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in _NOT_A_NUMBER} | (
-            layer.get("aux_losses") or {}
-        )
-        values |= {
-            f"moe/layer_{layer['layer']:02d}/{key}": float(value)
-            for key, value in numbers.items()
-            if value is not None
-        }
+        numbers = {key: layer.get(key) for key in EXPERT_KEYS if key not in _NOT_A_NUMBER}
+        for key, value in (numbers | (layer.get("aux_losses") or {})).items():
+            if value is not None:
+                values[f"moe/layer_{layer['layer']:02d}/{key}"] = float(value)
     return values

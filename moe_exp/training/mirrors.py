@@ -31,8 +31,6 @@ AXES = {
 _STEPS = {"tokens": ("tokens", 1.0), "flops": ("gflops", 1e-9), "seconds": ("milliseconds", 1e3)}
 _OVER_STEPS = ("train/lm_loss", "valid/lm_loss")
 
-_AFTER_TRAIN = ("moe/", "perf/")
-
 Axes = Mapping[str, float]
 
 
@@ -56,8 +54,16 @@ class Mirror(Protocol):
 class _TensorBoard:
     name = "TensorBoard"
 
-    def __init__(self, writer: Any, by_axis: Mapping[str, Any]):
-        self._writer, self._by_axis = writer, by_axis
+    def __init__(self, config: Config, folder: RunFolder, start_iteration: int, last: Axes, make: Any):
+        self._writer = make(str(folder.tensorboard), purge_step=start_iteration + 1)
+        text = "".join(f"    {line}\n" for line in to_yaml(config).splitlines())
+        self._writer.add_text("config", text, start_iteration + 1)
+        self._writer.add_text("group", group_of(config), start_iteration + 1)
+        _add_hyperparameters(config, self._writer)
+        self._by_axis = {}
+        for axis, (unit, _) in _STEPS.items() if config.tensorboard_axes else ():
+            purge_step = _step(axis, last) + 1 if axis in last else 0
+            self._by_axis[axis] = make(str(folder.tensorboard / f"by_{unit}"), purge_step=purge_step)
 
     def write(self, values: Mapping[str, float], axes: Axes) -> None:
         for name, value in values.items():
@@ -76,7 +82,7 @@ class _TensorBoard:
 
 def tensorboard_name(name: str) -> str:
     """Name of a curve in TensorBoard, which sorts by name: `train/` comes before `train_moe/`."""
-    return f"train_{name}" if name.startswith(_AFTER_TRAIN) else name
+    return f"train_{name}" if name.startswith(("moe/", "perf/")) else name
 
 
 def _step(axis: str, axes: Axes) -> int:
@@ -99,36 +105,16 @@ def open_tensorboard(config: Config, folder: RunFolder, start_iteration: int, la
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
-        logger.info(
-            "no TensorBoard files: the tensorboard package is not installed (pip install tensorboard)"
-        )
+        reason = "the tensorboard package is not installed (pip install tensorboard)"
+        logger.info("no TensorBoard files: %s", reason)
         return []
     _keep_threads_quiet()
     try:
-        return [_tensorboard(config, folder, start_iteration, last, SummaryWriter)]
+        return [_TensorBoard(config, folder, start_iteration, last, SummaryWriter)]
     except OSError as error:
-        logger.warning(
-            "TensorBoard gets no records: %s cannot be written (%s)",
-            folder.tensorboard,
-            error.strerror or error,
-        )
+        line = "TensorBoard gets no records: %s cannot be written (%s)"
+        logger.warning(line, folder.tensorboard, error.strerror or error)
         return []
-
-
-def _tensorboard(
-    config: Config, folder: RunFolder, start_iteration: int, last: Axes, make: Any
-) -> _TensorBoard:
-    writer = make(str(folder.tensorboard), purge_step=start_iteration + 1)
-    writer.add_text(
-        "config", "".join(f"    {line}\n" for line in to_yaml(config).splitlines()), start_iteration + 1
-    )
-    writer.add_text("group", group_of(config), start_iteration + 1)
-    _add_hyperparameters(config, writer)
-    by_axis = {}
-    for axis, (unit, _) in _STEPS.items() if config.tensorboard_axes else ():
-        purge_step = _step(axis, last) + 1 if axis in last else 0
-        by_axis[axis] = make(str(folder.tensorboard / f"by_{unit}"), purge_step=purge_step)
-    return _TensorBoard(writer, by_axis)
 
 
 def _add_hyperparameters(config: Config, writer: Any) -> None:
@@ -173,7 +159,8 @@ class _Prometheus:
     name = "Prometheus"
 
     def __init__(self, path: Path, config: Config):
-        self._path, self._label = path, f'run="{_label(config.name)}"'
+        name = config.name.replace("\\", "\\\\").replace('"', '\\"')
+        self._path, self._label = path, f'run="{name}"'
         self._values: dict[str, float] = {}
         self._failed = False
 
@@ -190,21 +177,15 @@ class _Prometheus:
         lines = [line for name, of in metrics.items() for line in (f"# TYPE {name} gauge", *of)]
         try:
             write_atomically(self._path, "\n".join(lines) + "\n")
+            self._failed = False
         except OSError as error:
             if not self._failed:
-                logger.warning(
-                    "PROMETHEUS_FILE=%s: cannot be written (%s)", self._path, error.strerror or error
-                )
+                line = "PROMETHEUS_FILE=%s: cannot be written (%s)"
+                logger.warning(line, self._path, error.strerror or error)
             self._failed = True
-        else:
-            self._failed = False
 
     def close(self, failed: bool) -> None:
         """Leaves the file: its timestamp shows that the run has ended."""
-
-
-def _label(text: str) -> str:
-    return text.replace("\\", "\\\\").replace('"', '\\"')
 
 
 def _number(value: float) -> str:
@@ -268,37 +249,29 @@ def open_wandb(config: Config, folder: RunFolder) -> list[Mirror]:
     import wandb
 
     if config.wandb_mode == "offline":
-        _put_aside(folder)
+        # Hides those of earlier starts from `wandb sync`, as two folders must not share an id.
+        for path in sorted(folder.wandb.glob("offline-run-*")):
+            replaced = folder.wandb / "replaced" / path.name
+            replaced.parent.mkdir(exist_ok=True)
+            if replaced.exists():
+                replaced = replaced.with_name(f"{path.name}-{secrets.token_hex(4)}")
+            path.rename(replaced)
+    # Constant, so that a resumed run stays on one page.
+    run_id = folder.wandb / "run_id"
+    if not run_id.exists():
+        run_id.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(run_id, secrets.token_hex(4))
     try:
         run = wandb.init(
-            project=config.wandb_project, mode=config.wandb_mode, id=_wandb_id(folder), name=config.name,
-            group=group_of(config), tags=[group_of(config)], config=config.model_dump(),
-            dir=str(folder.path), resume="allow" if config.wandb_mode == "online" else None,
+            project=config.wandb_project, mode=config.wandb_mode, name=config.name, group=group_of(config),
+            id=run_id.read_text(encoding="utf-8").strip(), tags=[group_of(config)],
+            config=config.model_dump(), dir=str(folder.path),
+            resume="allow" if config.wandb_mode == "online" else None,
         )  # fmt: skip
     except wandb.errors.Error as error:
         fix, reason = "run `wandb login`, or set WANDB_MODE=offline", " ".join(str(error).split())
         if key := os.environ.get("WANDB_API_KEY"):
             reason = reason.replace(key, "the key")
-        raise ConfigError(
-            [problem("wandb_mode", config.wandb_mode, f"wandb cannot start ({reason})", fix)]
-        ) from None
+        rule = f"wandb cannot start ({reason})"
+        raise ConfigError([problem("wandb_mode", config.wandb_mode, rule, fix)]) from None
     return [_Wandb(run)]
-
-
-def _put_aside(folder: RunFolder) -> None:
-    """Hides offline runs of earlier starts from `wandb sync`, as two folders must not share an id."""
-    for path in sorted(folder.wandb.glob("offline-run-*")):
-        replaced = folder.wandb / "replaced" / path.name
-        replaced.parent.mkdir(exist_ok=True)
-        path.rename(
-            replaced if not replaced.exists() else replaced.with_name(f"{path.name}-{secrets.token_hex(4)}")
-        )
-
-
-def _wandb_id(folder: RunFolder) -> str:
-    """The wandb id of this run folder, constant so that a resumed run stays on one page."""
-    path = folder.wandb / "run_id"
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, secrets.token_hex(4))
-    return path.read_text(encoding="utf-8").strip()

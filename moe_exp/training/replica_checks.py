@@ -30,7 +30,7 @@ from torch import Tensor
 from moe_exp.checkpoint.format.fingerprints import multilinear_sum
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, unwrapped
 from moe_exp.config import Config
-from moe_exp.config.parameter_groups import Multiples, are_alike, is_norm_or_bias, multiples_of
+from moe_exp.config.parameter_groups import are_alike, is_norm_or_bias, multiples_of
 from moe_exp.engine.initial_weights import global_name
 from moe_exp.engine.optimizer_setup import parameter_names
 from moe_exp.engine.runtime import Runtime
@@ -56,14 +56,7 @@ _MASK = 2**64 - 1
 
 
 class ReplicaError(RuntimeError):
-    """Replicas differ, or the optimizer's groups are wrong. `problems`: a line each."""
-
-    def __init__(self, problems: list[str]):
-        self.problems = problems
-        super().__init__("\n".join(problems))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problems,)
+    """Replicas differ, or the optimizer's groups are wrong; a line each."""
 
 
 @heartbeat.during("check")
@@ -76,49 +69,75 @@ def check_replicas(
         ReplicaError: on every rank, if any has a problem.
     """
     start = time.monotonic()
-    problems = replica_problems(config, runtime, trained)
-    if problems:
+    if problems := replica_problems(config, runtime, trained):
         if metrics is not None:
             metrics.event("replicas_differ", progress.iteration, problems=problems)
-        fix = (
-            "leave out the hosts that are named, if any, and start again: the run continues from its newest"
-            " checkpoint"
-        )
-        raise ReplicaError(
-            [
-                *problems,
-                f"the run ends after iteration {progress.iteration}, and saves nothing of it. Fix: {fix}.",
-            ]
-        )
+        rule = f"the run ends after iteration {progress.iteration}, and saves nothing of it"
+        fix = "leave out the hosts that are named, if any, and start again: the run continues from its newest"
+        raise ReplicaError("\n".join([*problems, f"{rule}. Fix: {fix} checkpoint."]))
     logger.debug("replicas are equal after iteration %d", progress.iteration)
     return time.monotonic() - start
 
 
 def replica_problems(config: Config, runtime: Runtime, trained: Trained) -> list[str]:
     """Problems, in lines that are equal on every rank; one collective if there are none."""
-    with parameters_in_sync(trained.model):
-        prints = {kind: _prints(tensors) for kind, tensors in _tensors(config, runtime, trained).items()}
-    groups, stepped = (
-        group_problems(config, trained.model, trained.optimizer),
-        stepped_values(trained.model, trained.optimizer),
-    )
-    sizes = {name: parameter.numel() for name, parameter in named_parameters(trained.model)}
-    experts = {name for name, parameter in named_parameters(trained.model) if _is_expert(parameter)}
-    rows = _gathered(runtime, _row(runtime, prints, bool(groups), stepped, sizes, experts))
-    wrong = set(_unequal(rows)) | set(_not_covered(rows, distributed=config.distributed_optimizer))
-    if not wrong and not any(row.has_problems for row in rows):
+    mine = _held(config, runtime, trained)
+    if not _problems(_sums_of_all(runtime, mine), distributed=config.distributed_optimizer):
         return []
-    mine = _Details(runtime.host, prints, groups, dict(stepped), sizes, experts)
-    details: list[Any] = [None] * runtime.world_size
-    torch.distributed.all_gather_object(details, mine)
-    return _report_lines(rows, details, distributed=config.distributed_optimizer)
+    found: list[Any] = [None] * runtime.world_size
+    torch.distributed.all_gather_object(found, mine)
+    lines = _problems(found, distributed=config.distributed_optimizer)
+    more = [f"and {len(lines) - _NUM_SHOWN} more such lines"] if len(lines) > _NUM_SHOWN else []
+    return lines[:_NUM_SHOWN] + more
 
 
-def _is_expert(parameter: Tensor) -> bool:
-    return not getattr(parameter, "allreduce", True)
+class _Held(NamedTuple):
+    """What a rank holds, by kind and name. Of other ranks at first only the sums, each under the name ''.
+
+    Args:
+        host: name of the rank's machine.
+        problems: of the optimizer's groups.
+        places: by kind; ranks of one place hold the same.
+        prints: fingerprints of tensors.
+        stepped: number of values that the optimizer steps on: a part with the distributed one, maybe 0.
+        sizes: number of values of the parameters.
+    """
+
+    host: str
+    problems: list[str]
+    places: dict[str, int]
+    prints: dict[str, dict[str, int]]
+    stepped: dict[str, dict[str, int]]
+    sizes: dict[str, dict[str, int]]
 
 
-def _tensors(config: Config, runtime: Runtime, trained: Trained) -> dict[str, dict[str, Tensor]]:
+def _held(config: Config, runtime: Runtime, trained: Trained) -> _Held:
+    with parameters_in_sync(trained.model):
+        prints = {kind: _prints(tensors) for kind, tensors in _tensors(config, trained).items()}
+    pp, tp, ep, etp = runtime.groups.pp, runtime.groups.tp, runtime.groups.ep, runtime.groups.expt_tp
+    places = {
+        "data": pp.rank() * tp.size() + tp.rank(),
+        "experts": (pp.rank() * ep.size() + ep.rank()) * etp.size() + etp.rank(),
+        "tensor": pp.rank(),
+        "tied": tp.rank() if prints["tied"] else -1,
+    }
+    num_stepped = Counter[int]()
+    for parameter, tensor, _ in _stepped(trained.optimizer):
+        num_stepped[id(parameter)] += tensor.numel()
+    stepped: dict[str, dict[str, int]] = {"data": {}, "experts": {}}
+    sizes: dict[str, dict[str, int]] = {"data": {}, "experts": {}}
+    for name, parameter in named_parameters(trained.model):
+        stepped[_kind(parameter)][name] = num_stepped[id(parameter)]
+        sizes[_kind(parameter)][name] = parameter.numel()
+    problems = group_problems(config, trained.model, trained.optimizer)
+    return _Held(runtime.host, problems, places, prints, stepped, sizes)
+
+
+def _kind(parameter: Tensor) -> str:
+    return "data" if getattr(parameter, "allreduce", True) else "experts"
+
+
+def _tensors(config: Config, trained: Trained) -> dict[str, dict[str, Tensor]]:
     """This rank's tensors by kind and name."""
     found: dict[str, dict[str, Tensor]] = {kind: {} for kind in KINDS}
     for chunk in trained.model:
@@ -127,7 +146,7 @@ def _tensors(config: Config, runtime: Runtime, trained: Trained) -> dict[str, di
             if name.endswith(".router.expert_bias"):
                 found["data"][global_name(inner, name)] = buffer
     for name, parameter in named_parameters(trained.model):
-        found["experts" if _is_expert(parameter) else "data"][name] = parameter
+        found[_kind(parameter)][name] = parameter
         if config.tie_embeddings and config.pp > 1 and name in (_EMBEDDING, "output_layer.weight"):
             found["tied"][_EMBEDDING] = parameter
     if config.tp > 1:
@@ -144,162 +163,68 @@ def _prints(tensors: Mapping[str, Tensor]) -> dict[str, int]:
     return dict(zip(tensors, torch.stack(sums).tolist(), strict=True)) if sums else {}
 
 
-class _Row(NamedTuple):
-    """Sent to all ranks: sums over names of fingerprints, of values stepped on, and of sizes."""
-
-    has_problems: int
-    pp: int
-    tp: int
-    ep: int
-    etp: int
-    num_tied: int
-    data: int
-    experts: int
-    tensor: int
-    tied: int
-    stepped_data: int
-    size_data: int
-    stepped_experts: int
-    size_experts: int
-
-    def place(self, kind: str) -> tuple[int, ...]:
-        """Ranks of one place hold the same of a kind."""
-        return {
-            "data": (self.pp, self.tp),
-            "experts": (self.pp, self.ep, self.etp),
-            "tensor": (self.pp,),
-            "tied": (self.tp,),
-        }[kind]
+def _sums_of_all(runtime: Runtime, mine: _Held) -> list[_Held]:
+    """What all ranks hold, with sums over the names; one all-gather of a few numbers per rank."""
+    sums = [_sum(named) for kinds in mine[3:] for named in kinds.values()]
+    row = torch.tensor([len(mine.problems), *mine.places.values(), *sums], device=runtime.device)
+    table = [torch.empty_like(row) for _ in range(runtime.world_size)]
+    torch.distributed.all_gather(table, row)
+    held = []
+    for num_problems, *numbers in torch.stack(table).tolist():
+        columns = (numbers[4:8], numbers[8:10], numbers[10:])
+        kinds = [{kind: {"": value} for kind, value in zip(KINDS, of, strict=False)} for of in columns]
+        held.append(_Held("", [""] * num_problems, dict(zip(KINDS, numbers[:4], strict=True)), *kinds))
+    return held
 
 
-def _row(
-    runtime: Runtime,
-    prints: Mapping[str, Mapping[str, int]],
-    has_problems: bool,
-    stepped: Mapping[str, int],
-    sizes: Mapping[str, int],
-    experts: set[str],
-) -> _Row:
-    groups = runtime.groups
-    dense = [name for name in sizes if name not in experts]
-    counts = [
-        _digest({name: of[name] for name in names})
-        for names in (dense, sorted(experts))
-        for of in (stepped, sizes)
-    ]
-    sums = [_digest(prints[kind]) for kind in ("data", "experts", "tensor", "tied")]
-    place = (groups.pp.rank(), groups.tp.rank(), groups.ep.rank(), groups.expt_tp.rank())
-    return _Row(int(has_problems), *place, len(prints["tied"]), *sums, *counts)
-
-
-def _digest(values: Mapping[str, int]) -> int:
+def _sum(values: Mapping[str, int]) -> int:
     """Sum of the values, each times an odd factor of its name, as a signed 64-bit number."""
-    total = sum(value * _factor(name) for name, value in values.items()) & _MASK
-    return total - 2**64 if total >= 2**63 else total
+    digests = {name: hashlib.sha256(name.encode()).digest() for name in values}
+    total = sum(value * (int.from_bytes(digests[name][:8], "little") | 1) for name, value in values.items())
+    return (total + 2**63 & _MASK) - 2**63
 
 
-def _factor(name: str) -> int:
-    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") | 1
-
-
-def _gathered(runtime: Runtime, row: _Row) -> list[_Row]:
-    mine = torch.tensor(row, dtype=torch.int64, device=runtime.device)
-    table = [torch.empty_like(mine) for _ in range(runtime.world_size)]
-    torch.distributed.all_gather(table, mine)
-    return [_Row(*values) for values in torch.stack(table).tolist()]
-
-
-Class = tuple[str, tuple[int, ...]]  # kind, place
-
-
-def _classes(rows: list[_Row]) -> Iterator[tuple[Class, list[int]]]:
-    """The ranks that must hold the same."""
+def _problems(held: list[_Held], *, distributed: bool) -> list[str]:
+    """A line for each name that differs between replicas, or that is stepped on more or less than once."""
+    lines: list[str] = []
+    of_optimizer: dict[str, list[int]] = defaultdict(list)
+    for rank, one in enumerate(held):
+        for problem in one.problems:
+            of_optimizer[problem].append(rank)
     for kind in KINDS:
-        ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for rank, row in enumerate(rows):
-            if kind != "tied" or row.num_tied:
-                ranks[row.place(kind)].append(rank)
-        yield from (((kind, place), members) for place, members in ranks.items())
-
-
-def _unequal(rows: list[_Row]) -> Iterator[Class]:
-    for of_class, ranks in _classes(rows):
-        if len({getattr(rows[rank], of_class[0]) for rank in ranks}) > 1:
-            yield of_class
-
-
-def _not_covered(rows: list[_Row], *, distributed: bool) -> Iterator[Class]:
-    """Ranks sharing optimizer state that do not step on each value once: the sum differs from the size."""
-    for (kind, place), ranks in _classes(rows):
-        if kind in ("data", "experts"):
+        replicas: dict[int, list[int]] = defaultdict(list)
+        for rank, one in enumerate(held):
+            replicas[one.places[kind]].append(rank)
+        for ranks in replicas.values():
+            lines += _differences(kind, ranks, held)
+            # They share the state of the optimizer, or each has all of it.
             times = 1 if distributed else len(ranks)
-            stepped = sum(getattr(rows[rank], f"stepped_{kind}") for rank in ranks)
-            if (stepped - times * getattr(rows[ranks[0]], f"size_{kind}")) & _MASK:
-                yield kind, place
+            for name, size in held[ranks[0]].sizes.get(kind, {}).items():
+                stepped = sum(held[rank].stepped[kind].get(name, 0) for rank in ranks)
+                if (stepped - size * times) & _MASK:
+                    problem = f"{name}: the optimizer steps on {stepped} values, it has {size}"
+                    of_optimizer[problem] += ranks
+    optimizer = (f"optimizer: {problem}, on {_ranks(ranks, held)}" for problem, ranks in of_optimizer.items())
+    return [*lines, *optimizer]
 
 
-class _Details(NamedTuple):
-    """Sent by a rank if something is wrong."""
-
-    host: str
-    prints: dict[str, dict[str, int]]
-    groups: list[str]
-    stepped: dict[str, int]
-    sizes: dict[str, int]
-    experts: set[str]
-
-
-def _report_lines(rows: list[_Row], details: list[_Details], *, distributed: bool) -> list[str]:
-    members = dict(_classes(rows))
-    lines = [
-        f"replicas: {line}"
-        for of_class in _unequal(rows)
-        for line in _difference_lines(of_class, members[of_class], details)
-    ]
-    by_problem: dict[str, list[int]] = defaultdict(list)
-    for rank, one in enumerate(details):
-        for problem in one.groups:
-            by_problem[problem].append(rank)
-    for (kind, _), ranks in (
-        (of_class, members[of_class]) for of_class in _not_covered(rows, distributed=distributed)
-    ):
-        names = (
-            name
-            for name in details[ranks[0]].sizes
-            if (name in details[ranks[0]].experts) == (kind == "experts")
-        )
-        for name in names:
-            stepped, size = (
-                sum(details[rank].stepped.get(name, 0) for rank in ranks),
-                details[ranks[0]].sizes[name],
-            )
-            if stepped != size * (1 if distributed else len(ranks)):
-                by_problem[f"{name}: the optimizer steps on {stepped} values, it has {size}"] += ranks
-    lines += [f"optimizer: {problem}, on {_ranks(ranks, details)}" for problem, ranks in by_problem.items()]
-    return lines[:_NUM_SHOWN] + (
-        [f"and {len(lines) - _NUM_SHOWN} more such lines"] if len(lines) > _NUM_SHOWN else []
-    )
-
-
-def _difference_lines(of_class: Class, ranks: list[int], details: list[_Details]) -> Iterator[str]:
-    kind = of_class[0]
-    for name in sorted({name for rank in ranks for name in details[rank].prints[kind]}):
-        found = {rank: details[rank].prints[kind].get(name) for rank in ranks}
+def _differences(kind: str, ranks: list[int], held: list[_Held]) -> Iterator[str]:
+    for name in sorted({name for rank in ranks for name in held[rank].prints[kind]}):
+        found = {rank: held[rank].prints[kind].get(name) for rank in ranks}
         (most, count), *_ = Counter(found.values()).most_common()
-        others = [rank for rank, value in found.items() if value != most]
-        if others:
+        if others := [rank for rank, value in found.items() if value != most]:
             equal = [rank for rank in ranks if rank not in others]
             doubt = "" if count > len(others) else "; which of them is right is unknown"
             yield (
-                f"{name} on {_ranks(others, details)} is not that on {_ranks(equal, details)}: {KINDS[kind]}"
-                f" have to be equal{doubt}"
+                f"replicas: {name} on {_ranks(others, held)} is not that on {_ranks(equal, held)}:"
+                f" {KINDS[kind]} have to be equal{doubt}"
             )
 
 
-def _ranks(ranks: list[int], details: list[_Details]) -> str:
+def _ranks(ranks: list[int], held: list[_Held]) -> str:
     """`rank 3 (node-b)`, `ranks 0, 1, 2, ... 7 (node-a, node-b)`."""
     ranks = sorted(set(ranks))
-    hosts = ", ".join(dict.fromkeys(details[rank].host for rank in ranks))
+    hosts = ", ".join(dict.fromkeys(held[rank].host for rank in ranks))
     shown = list(map(str, ranks)) if len(ranks) <= 8 else [*map(str, ranks[:4]), "...", str(ranks[-1])]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shown)} ({hosts})"
 
@@ -315,11 +240,9 @@ def named_parameters(model: list[DistributedDataParallel]) -> Iterator[tuple[str
     """This rank's trainable parameters, by name in the whole model (layers counted over all stages)."""
     for chunk in model:
         inner = unwrapped(chunk)
-        yield from (
-            (global_name(inner, name), parameter)
-            for name, parameter in inner.named_parameters()
-            if parameter.requires_grad
-        )
+        for name, parameter in inner.named_parameters():
+            if parameter.requires_grad:
+                yield global_name(inner, name), parameter
 
 
 def group_problems(
@@ -330,63 +253,39 @@ def group_problems(
     """
     names = {id(parameter): name for name, parameter in named_parameters(model)}
     in_checkpoints = names if are_alike(config) else parameter_names(model)
-    problems = []
+    problems = set()
+    for parameter, _, groups in _stepped(optimizer):
+        name = names.get(id(parameter), "a tensor that is no parameter")
+        if len(groups) != 1:
+            problems.add(f"{name} is in {len(groups)} parameter groups of the optimizer instead of one")
+            continue
+        own, group = multiples_of(config, in_checkpoints.get(id(parameter), name)), groups[0]
+        if is_norm_or_bias(name) and group.get("weight_decay"):
+            problems.add(f"{name} is a norm or bias and decays (weight_decay {group['weight_decay']:g})")
+        elif group["wd_mult"] != own.wd:
+            problems.add(f"{name} has {group['wd_mult']:g} times WEIGHT_DECAY instead of {own.wd:g} times")
+        if (group["max_lr"], group["min_lr"]) != (config.lr * own.lr, config.min_lr * own.lr):
+            problems.add(f"{name} has a schedule from {group['max_lr']:g} instead of {config.lr * own.lr:g}")
+    return sorted(problems)
+
+
+def _stepped(optimizer: Any) -> Iterator[tuple[Tensor, Tensor, list[Mapping[str, Any]]]]:
+    """(model parameter, tensor that is stepped on: itself, main weights, or a range; the groups it is in)."""
     for part in optimizer.chained_optimizers:
         if part.is_stub_optimizer:
             continue
-        groups: dict[int, list[Mapping[str, Any]]] = {}
+        groups: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
         for group in part.optimizer.param_groups:
-            for stepped in group["params"]:
-                groups.setdefault(id(stepped), []).append(group)
-        for parameter, stepped in _pairs(part):
-            name = names.get(id(parameter), "a tensor that is no parameter")
-            found = groups.get(id(stepped), [])
-            if len(found) != 1:
-                problems.append(f"{name} is in {len(found)} parameter groups of the optimizer instead of one")
-            else:
-                own = multiples_of(config, in_checkpoints.get(id(parameter), name))
-                problems += _problems_in_group(config, name, found[0], own)
-    return sorted(set(problems))
-
-
-def _problems_in_group(config: Config, name: str, group: Mapping[str, Any], own: Multiples) -> Iterator[str]:
-    """Problems of a parameter with the group that it is in; `own` by the settings."""
-    if is_norm_or_bias(name) and group.get("weight_decay"):
-        yield f"{name} is a norm or bias and decays (weight_decay {group['weight_decay']:g})"
-    elif group["wd_mult"] != own.wd:
-        yield f"{name} has {group['wd_mult']:g} times WEIGHT_DECAY instead of {own.wd:g} times"
-    if group["max_lr"] != config.lr * own.lr or group["min_lr"] != config.min_lr * own.lr:
-        yield f"{name} has a schedule from {group['max_lr']:g} instead of {config.lr * own.lr:g}"
-
-
-def stepped_values(model: list[DistributedDataParallel], optimizer: MegatronOptimizer) -> Counter[str]:
-    """Values per parameter that this rank's optimizer steps on: a part with the distributed one, maybe 0."""
-    names = {id(parameter): name for name, parameter in named_parameters(model)}
-    found: Counter[str] = Counter(dict.fromkeys(names.values(), 0))
-    for part in optimizer.chained_optimizers:
-        if not part.is_stub_optimizer:
-            for parameter, stepped in _pairs(part):
-                if id(parameter) in names:
-                    found[names[id(parameter)]] += stepped.numel()
-    return found
-
-
-def _pairs(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """(model parameter, tensor that is stepped on: itself, main weights, or a range)."""
-    of_groups: tuple[tuple[Any, Any], ...]
-    if isinstance(part, DistributedOptimizer):
-        of_groups = (
-            (part.model_float16_groups, part.shard_fp32_from_float16_groups),
-            (part.model_fp32_groups, part.shard_fp32_groups),
-        )
-    elif isinstance(part, Float16OptimizerWithFloat16Params):
-        of_groups = (
-            (part.float16_groups, part.fp32_from_float16_groups),
-            (part.fp32_from_fp32_groups, part.fp32_from_fp32_groups),
-        )
-    else:
-        own = [group["params"] for group in part.optimizer.param_groups]
-        of_groups = ((own, own),)
-    for parameters, stepped in of_groups:
-        for pair in zip(parameters, stepped, strict=True):
-            yield from zip(*pair, strict=True)
+            for tensor in group["params"]:
+                groups[id(tensor)].append(group)
+        if isinstance(part, DistributedOptimizer):
+            parameters = [*part.model_float16_groups, *part.model_fp32_groups]
+            tensors = [*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups]
+        elif isinstance(part, Float16OptimizerWithFloat16Params):
+            parameters = [*part.float16_groups, *part.fp32_from_fp32_groups]
+            tensors = [*part.fp32_from_float16_groups, *part.fp32_from_fp32_groups]
+        else:
+            parameters = tensors = [group["params"] for group in part.optimizer.param_groups]
+        for pair in zip(parameters, tensors, strict=True):
+            for parameter, tensor in zip(*pair, strict=True):
+                yield parameter, tensor, groups[id(tensor)]

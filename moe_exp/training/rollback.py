@@ -13,7 +13,6 @@ decides which of the two counts on resume.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,19 +29,6 @@ from moe_exp.data.samples.skipping import Range, SkippingSamples, skipped_from
 from moe_exp.engine.runtime import from_first_rank
 from moe_exp.host.files import write_json
 from moe_exp.runs.run_folder import RunFolder, read_rollbacks
-
-
-@dataclass(frozen=True)
-class Rollback:
-    """Result of a rollback, the same on every rank.
-
-    Args:
-        back_to: iteration of the checkpoint that the next start resumes from.
-        set_aside: names of the newer ones, below RUN/set_aside.
-    """
-
-    back_to: int
-    set_aside: tuple[str, ...]
 
 
 def samples_without_skips(
@@ -62,19 +48,13 @@ def samples_without_skips(
 
     def skipped() -> tuple[Range, ...]:
         saved = (saved_progress(source) if source else None) or Progress()
-        found = [
-            entry for entry in read_rollbacks(folder) if is_same_order(sample_order, entry["sample_order"])
-        ]
-        return skipped_from(
-            saved.skipped_samples,
-            [pair for entry in found for pair in entry["samples"]],
-            saved.consumed_samples,
-        )
+        found = (one for one in read_rollbacks(folder) if is_same_order(sample_order, one["sample_order"]))
+        pairs = [pair for one in found for pair in one["samples"]]
+        return skipped_from(saved.skipped_samples, pairs, saved.consumed_samples)
 
     # Megatron's order ends with the run, ours does not.
-    return SkippingSamples(
-        samples, from_first_rank(skipped), len(samples) if isinstance(samples, MegatronSamples) else None
-    )
+    end = len(samples) if isinstance(samples, MegatronSamples) else None
+    return SkippingSamples(samples, from_first_rank(skipped), end)
 
 
 def go_back(
@@ -83,9 +63,8 @@ def go_back(
     progress: Progress,
     *,
     iteration: int,
-    samples: Sequence[Range],
-    with_skip: bool = True,
-) -> Rollback | str:
+    samples: Sequence[Range] | None,
+) -> dict[str, Any] | str:
     """Makes the next start resume before `iteration`, without `samples`.
 
     Called by every rank, with no save pending. If killed at any point, a start still finds a complete
@@ -96,11 +75,12 @@ def go_back(
         folder: of the run.
         progress: where training is.
         iteration: the first to undo.
-        samples: of the iterations from there on, by their numbers in the stream.
-        with_skip: False: go back without skipping samples.
+        samples: of the iterations from there on, by their numbers in the stream; None: none is skipped.
 
     Returns:
-        What was done, or a line why nothing was: no complete earlier checkpoint of this run, or a full disk.
+        For an event, the same on every rank: `back_to`, iteration of the checkpoint that the next start
+        resumes from, and `set_aside`, names of the newer ones below RUN/set_aside. Or a line why nothing was
+        done: no complete earlier checkpoint of this run, or a full disk.
     """
     try:
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint, newest=iteration - 1)
@@ -109,34 +89,33 @@ def go_back(
     if source is None:
         return f"there is no whole checkpoint of this run from before iteration {iteration}"
     back_to = iteration_of(source.folder)
-    entry = {
-        "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "iteration": progress.iteration,
-    }
-    entry |= {"first_iteration": iteration, "back_to": back_to, "samples": [list(pair) for pair in samples]}
-    entry |= {"sample_order": progress.sample_order}
-    return from_first_rank(lambda: _go_back(folder, back_to, entry if with_skip else None))
 
+    def move() -> dict[str, Any] | str:
+        """In an order that is safe to interrupt: the skip, then `latest`, then the checkpoints."""
+        set_aside = []
+        try:
+            if samples is not None:
+                entry = {
+                    "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+                    "iteration": progress.iteration,
+                    "first_iteration": iteration,
+                    "back_to": back_to,
+                    "samples": [list(pair) for pair in samples],
+                    "sample_order": progress.sample_order,
+                }
+                write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
+            set_latest(folder.checkpoints, back_to)
+            for newer in iterations(folder.checkpoints):
+                if newer > back_to:  # training will need its place
+                    place = free_place(folder.set_aside, newer)
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    iteration_folder(folder.checkpoints, newer).rename(place)
+                    set_aside.append(str(place.relative_to(folder.set_aside)))
+        except OSError as error:
+            return f"{error.filename or folder.path}: {error.strerror or error}"
+        return {"back_to": back_to, "set_aside": set_aside}
 
-def _go_back(folder: RunFolder, back_to: int, entry: dict[str, Any] | None) -> Rollback | str:
-    """On rank 0, in an order that is safe to interrupt: the skip, then `latest`, then the checkpoints."""
-    try:
-        if entry is not None:
-            write_json(folder.skipped_samples, {"rollbacks": [*read_rollbacks(folder), entry]})
-        set_latest(folder.checkpoints, back_to)
-        return Rollback(
-            back_to, tuple(_set_aside(folder, i) for i in iterations(folder.checkpoints) if i > back_to)
-        )
-    except OSError as error:
-        return f"{error.filename or folder.path}: {error.strerror or error}"
-
-
-def _set_aside(folder: RunFolder, iteration: int) -> str:
-    """Moves a checkpoint whose place training will reuse; returns its new name below RUN/set_aside."""
-    place = free_place(folder.set_aside, iteration)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    iteration_folder(folder.checkpoints, iteration).rename(place)
-    return str(place.relative_to(folder.set_aside))
+    return from_first_rank(move)
 
 
 def free_place(parent: Path, iteration: int) -> Path:

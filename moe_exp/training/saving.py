@@ -11,7 +11,7 @@ from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
 from moe_exp.checkpoint.remote import fetch_load_dir, fetch_run
 from moe_exp.checkpoint.restored import RestoreError
-from moe_exp.checkpoint.save import CheckpointWriter, Saved, SaveError
+from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.checkpoint.upcycle import upcycle
 from moe_exp.checkpoint.uploads import Uploads
@@ -89,13 +89,18 @@ class CheckpointManager:
             if self._uploads is not None:
                 self._uploads.add(saved.iteration)
         if saved is not None and self._metrics is not None:
-            _report(saved, self._metrics)
+            if saved.error:
+                logger.warning("no checkpoint at iteration %d: %s", saved.iteration, saved.error)
+                self._metrics.event("checkpoint_failed", saved.iteration, reason=saved.error)
+            else:
+                logger.info("saved checkpoint at iteration %d in %.1f s", saved.iteration, saved.seconds)
+                facts = {"seconds": round(saved.seconds, 3), "bytes": saved.num_bytes}
+                self._metrics.event("checkpoint", saved.iteration, **facts)
         self._report_uploads()
         if saved is not None and saved.error and is_last:
             what = f"the last checkpoint, of iteration {saved.iteration}, was not written ({saved.error})"
-            raise SaveError(
-                f"{what}. Fix: make room; the same command then continues from the checkpoint before."
-            )
+            fix = "make room; the same command then continues from the checkpoint before"
+            raise SaveError(f"{what}. Fix: {fix}.")
         return time.monotonic() - start
 
     @heartbeat.during(heartbeat.PAUSED)
@@ -118,20 +123,11 @@ class CheckpointManager:
             return TO_BE_CONTINUED
         # Else a chain of jobs would restart at the same iteration forever.
         if self._metrics is not None:  # once, not by every rank
-            logger.warning(
-                "all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint",
-                progress.iteration,
+            line = (
+                "all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint"
             )
+            logger.warning(line, progress.iteration, "SAVE_AT_END=false, and no checkpoint")
         return FAILED
-
-
-def _report(saved: Saved, metrics: Metrics) -> None:
-    if saved.error:
-        logger.warning("no checkpoint at iteration %d: %s", saved.iteration, saved.error)
-        metrics.event("checkpoint_failed", saved.iteration, reason=saved.error)
-    else:
-        logger.info("saved checkpoint at iteration %d in %.1f s", saved.iteration, saved.seconds)
-        metrics.event("checkpoint", saved.iteration, seconds=round(saved.seconds, 3), bytes=saved.num_bytes)
 
 
 # Choosing and loading the checkpoint to resume from. Called by every rank.
@@ -190,13 +186,8 @@ def resume(
         progress = loading.load(config, runtime, source.folder, trained)
     except RestoreError as error:
         if runtime.is_first:
-            append_event(
-                folder.metrics,
-                "restore_failed",
-                iteration_of(source.folder),
-                checkpoint=str(source.folder),
-                tensors=error.names,
-            )
+            facts = {"checkpoint": str(source.folder), "tensors": error.names}
+            append_event(folder.metrics, "restore_failed", iteration_of(source.folder), **facts)
         raise
     logger.info("resumed from iteration %d of %s", progress.iteration, source.folder.parent)
     if source.damages and runtime.is_first and iteration_in_this_run(source, folder) is not None:
@@ -207,8 +198,6 @@ def resume(
 
 def iteration_in_this_run(source: Source | None, folder: RunFolder) -> int | None:
     """Iteration of this run's checkpoint that training resumes from; not that of a Megatron-LM checkpoint."""
-    return (
-        iteration_of(source.folder)
-        if source is not None and source.folder.parent == folder.checkpoints
-        else None
-    )
+    if source is None or source.folder.parent != folder.checkpoints:
+        return None
+    return iteration_of(source.folder)

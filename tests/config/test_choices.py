@@ -23,6 +23,7 @@ from moe_exp.checkpoint.hf.families import ARCHITECTURES
 from moe_exp.cli import main
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
+from moe_exp.config.checks.router import NAMES, RouterConfig
 from moe_exp.config.choices import (
     DECAYS,
     DISPATCHERS,
@@ -48,7 +49,6 @@ from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import SCORE_FUNCTIONS
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import needs_scores
-from moe_exp.layers.router import RouterConfig
 from moe_exp.layers.router.router import kernel_problem
 from moe_exp.planner import hardware
 from moe_exp.planner.costs.optimizer_bytes import optimizer_state_bytes
@@ -147,6 +147,7 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
 
 def test_every_entry_has_its_function():
     assert {"softmax", *SCORE_FUNCTIONS} == set(SCORES) - {"relu"} == set(KERNEL_SCORES)
+    assert set(NAMES["score"]) == set(SCORES)
     assert {*BACKENDS, *FUSED} == set(EXPERT_BACKENDS)
     activations = get_args(Config.model_fields["activation"].annotation)
     gated = {name: load_config({"preset": "cpu", "activation": name}, {}).gated for name in activations}

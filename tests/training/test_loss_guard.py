@@ -346,7 +346,7 @@ def test_what_may_take_long_is_no_part_of_the_iteration(tmp_path, monkeypatch):
 def test_a_spike_right_after_a_start_goes_back_to_before_that_start(settings, samples, tmp_path, monkeypatch):
     calls = []
 
-    def go_back(*_, iteration, samples, with_skip):
+    def go_back(*_, iteration, samples):
         calls.append((iteration, list(samples)))
         return "there is no whole checkpoint"
 

@@ -9,6 +9,7 @@ from moe_exp.config.checks.divisors import choices as _choices
 from moe_exp.config.checks.divisors import divisors as _divisors
 from moe_exp.config.checks.divisors import multiples as _multiples
 from moe_exp.config.checks.divisors import must_divide as _must_divide
+from moe_exp.config.checks.router import RouterRules
 from moe_exp.config.choices import EXPERT_BACKENDS, ExpertBackend
 from moe_exp.config.settings import Config, problem
 
@@ -20,10 +21,6 @@ def check_moe(c: Config) -> Iterator[str]:
     yield from _must_divide(
         c, "etp", "MOE_FFN_HIDDEN_SIZE" if c.moe_ffn_hidden_size else "FFN_HIDDEN_SIZE", c.expert_ffn_size
     )
-    if c.topk > c.num_experts:
-        yield problem(
-            "topk", c.topk, f"is over NUM_EXPERTS={c.num_experts}", f"set TOPK to at most {c.num_experts}"
-        )
     if c.moe_latent_size > c.hidden_size:
         rule = f"is over HIDDEN_SIZE={c.hidden_size}, but tokens are projected down to it"
         fix = f"set MOE_LATENT_SIZE to at most {c.hidden_size}, or 0 for none"
@@ -36,9 +33,7 @@ def check_moe(c: Config) -> Iterator[str]:
     yield from _deepep(c)
     yield from _capacity(c)
     yield from _router(c)
-    yield from _router_groups(c)
     yield from _balancing(c)
-    yield from _number_of_experts(c)
     yield from _grouped_mm_rows(c)
 
 
@@ -98,113 +93,60 @@ def _capacity(c: Config) -> Iterator[str]:
 
 
 def _router(c: Config) -> Iterator[str]:
-    if c.topk > 1 or c.aux_loss_type == "sinkhorn":
-        return
-    rule = "the weight of the one chosen expert is always 1, so the router would not learn with TOPK=1"
-    if c.router_score == "softmax" and not c.router_pre_softmax:
-        yield problem("router_pre_softmax", "false", rule, "set ROUTER_PRE_SOFTMAX=true")
-    elif c.router_normalize == "true":
-        yield problem("router_normalize", "true", rule, "set ROUTER_NORMALIZE=false")
-
-
-def _number_of_experts(c: Config) -> Iterator[str]:
-    """Rules by which tokens use different numbers of experts, and what they do not go with."""
-    coeff = c.balancing_losses.get("l1")
-    is_relu = c.router_score == "relu"
-    if is_relu and not coeff:
-        rule = "without the loss l1 nothing limits the experts per token"
-        fix = "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start"
-        yield problem("router_score", "relu", rule, fix)
-    if coeff is not None and not is_relu:
-        fix = "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"
-        yield problem("aux_loss_type", c.aux_loss_type, "l1 needs ROUTER_SCORE=relu", fix)
-    rules = {
-        "router_score": ("relu", is_relu),
-        "router_top_p": (c.router_top_p, c.router_top_p < 1),
-        "null_experts": (c.null_experts, c.null_experts > 0),
+    is_sinkhorn, is_quantile = c.aux_loss_type == "sinkhorn", c.router_bias_rule == "quantile"
+    assignment = c.force_routing if c.force_routing != "none" else "sinkhorn" if is_sinkhorn else "topk"
+    names = {
+        "num_experts": "NUM_EXPERTS",
+        "topk": "TOPK",
+        "score": "ROUTER_SCORE",
+        "top_p": "ROUTER_TOP_P",
+        "num_null_experts": "NULL_EXPERTS",
+        "pre_softmax": "ROUTER_PRE_SOFTMAX",
+        "normalize": "ROUTER_NORMALIZE",
+        "num_groups": "NUM_ROUTER_GROUPS",
+        "group_topk": "ROUTER_GROUP_TOPK",
+        "expert_bias": "ROUTER_BIAS_RULE" if is_quantile else "ROUTER_BIAS_UPDATE_RATE",
+        "bias_rule": "ROUTER_BIAS_RULE",
+        "assignment": "AUX_LOSS_TYPE" if assignment == "sinkhorn" else "FORCE_ROUTING",
     }
-    number = [name for name, (_, is_set) in rules.items() if is_set]
-    others = {
-        "AUX_LOSS_TYPE=sinkhorn": c.aux_loss_type == "sinkhorn",
-        f"FORCE_ROUTING={c.force_routing}": c.force_routing != "none",
-        "NUM_ROUTER_GROUPS": c.num_router_groups > 0,
-        "ROUTER_BIAS_RULE=quantile": c.router_bias_rule == "quantile" and c.router_top_p < 1,
-        "an expert bias": is_relu and c.has_expert_bias,
-        "ROUTER_NORMALIZE=true": is_relu and c.router_normalize == "true",
-        number[-1].upper() if number else "": is_relu and len(number) > 1,
-    }
-    if number:
-        name = number[0]
-        for other, is_other in others.items():
-            if is_other:
-                yield problem(name, rules[name][0], f"does not go with {other}", "use one of the two")
-
-
-def _quantile(c: Config) -> Iterator[str]:
-    if c.router_bias_update_rate:
-        rule = "ROUTER_BIAS_RULE=quantile has no step size"
-        yield problem("router_bias_update_rate", c.router_bias_update_rate, rule, "set it to 0")
-    others = {
-        "NUM_ROUTER_GROUPS: each group has a cutoff of its own": bool(c.num_router_groups),
-        "AUX_LOSS_TYPE=sinkhorn, which balances by itself": c.aux_loss_type == "sinkhorn",
-        f"TOPK={c.topk}: every token gets every expert": c.topk == c.num_experts,
-    }
-    for other, is_set in others.items():
-        if is_set:
-            yield problem("router_bias_rule", "quantile", f"does not go with {other}", "set it to sign")
+    rules = RouterRules(
+        hidden_size=c.hidden_size,
+        num_experts=c.num_experts,
+        topk=c.topk,
+        score=c.router_score,
+        top_p=c.router_top_p,
+        num_null_experts=c.null_experts,
+        pre_softmax=c.router_pre_softmax,
+        normalize={"auto": None, "true": True, "false": False}[c.router_normalize],
+        num_groups=c.num_router_groups,
+        group_topk=c.router_group_topk,
+        expert_bias=c.has_expert_bias,
+        bias_rule=c.router_bias_rule,
+        assignment=assignment,
+    )
+    yield from rules.problems(names)
 
 
 def _balancing(c: Config) -> Iterator[str]:
+    """Rules of settings that the router does not have itself."""
     num_losses, num_coeffs = len(c.aux_loss_type.split(",")), len(c.aux_loss_coeff.split(","))
     if num_coeffs not in (1, num_losses):
         rule = f"{num_coeffs} weights for {num_losses} losses in AUX_LOSS_TYPE={c.aux_loss_type}"
         yield problem("aux_loss_coeff", c.aux_loss_coeff, rule, "give one for all, or one for each")
-    if c.router_bias_rule == "quantile":
-        yield from _quantile(c)
-    if c.aux_loss_type == "sinkhorn" and (c.num_router_groups or c.router_bias_update_rate):
-        name = "num_router_groups" if c.num_router_groups else "router_bias_update_rate"
-        fix = f"set AUX_LOSS_TYPE=aux_loss or none, or {name.upper()}=0"
-        yield problem(
-            "aux_loss_type", "sinkhorn", f"balances by itself and does not go with {name.upper()}", fix
-        )
+    if c.router_bias_rule == "quantile" and c.router_bias_update_rate:
+        rule = "ROUTER_BIAS_RULE=quantile has no step size"
+        yield problem("router_bias_update_rate", c.router_bias_update_rate, rule, "set it to 0")
     if c.aux_loss_type == "sinkhorn" and c.force_routing != "none":
-        yield problem(
-            "force_routing",
-            c.force_routing,
-            "chooses the experts, and so does AUX_LOSS_TYPE=sinkhorn",
-            "set one of the two to none",
-        )
-
-
-def _router_groups(c: Config) -> Iterator[str]:
-    groups, used = c.num_router_groups, c.router_group_topk
-    if bool(groups) != bool(used):
-        name = "num_router_groups" if groups else "router_group_topk"
-        other = "ROUTER_GROUP_TOPK" if groups else "NUM_ROUTER_GROUPS"
-        yield problem(
-            name, groups or used, f"has no effect while {other}=0", f"set both, or {name.upper()}=0"
-        )
-    if not groups or not used:
-        return
-    yield from _must_divide(c, "num_router_groups", "NUM_EXPERTS", c.num_experts)
-    if used > groups:
-        yield problem(
-            "router_group_topk",
-            used,
-            f"is over NUM_ROUTER_GROUPS={groups}",
-            f"set ROUTER_GROUP_TOPK to at most {groups}",
-        )
-    if used <= groups and c.num_experts % groups == 0 and c.topk > (reach := used * c.num_experts // groups):
-        fix = (
-            f"set TOPK to at most {reach}, or ROUTER_GROUP_TOPK to at least"
-            f" {-(-c.topk * groups // c.num_experts)}"
-        )
-        yield problem(
-            "topk",
-            c.topk,
-            f"is over the {reach} experts of the ROUTER_GROUP_TOPK={used} groups a token may use",
-            fix,
-        )
+        rule = "chooses the experts, and so does AUX_LOSS_TYPE=sinkhorn"
+        yield problem("force_routing", c.force_routing, rule, "set one of the two to none")
+    coeff = c.balancing_losses.get("l1")
+    if c.router_score == "relu" and not coeff:
+        rule = "without the loss l1 nothing limits the experts per token"
+        fix = "set AUX_LOSS_TYPE=l1 and AUX_LOSS_COEFF=1e-8, its weight at the start"
+        yield problem("router_score", "relu", rule, fix)
+    if coeff is not None and c.router_score != "relu":
+        fix = "set ROUTER_SCORE=relu, or another AUX_LOSS_TYPE"
+        yield problem("aux_loss_type", c.aux_loss_type, "l1 needs ROUTER_SCORE=relu", fix)
 
 
 def check_upcycle(c: Config) -> Iterator[str]:

@@ -21,9 +21,9 @@ from moe_exp.layers.kernels.launch import (
     contiguous,
     descriptors,
     dot_constants,
+    grid_of_tiles,
     jit,
     last_contiguous,
-    num_programs,
     power_of_2,
     runs_kernel,
     tl,
@@ -234,19 +234,11 @@ def activation_grad_torch(
     return dhidden_RW.to(hidden_RW.dtype), product_RF.mul_(scale_R1).to(hidden_RW.dtype), dweights_R
 
 
-def _fake(
-    dy: Tensor,
-    weight2_LDF: Tensor,
-    hidden_RW: Tensor,
-    offsets_L1: Tensor,
-    *,
-    activation: str,
-    token_R: Tensor | None = None,
-    weights_R: Tensor | None = None,
+def _outputs(
+    dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    del dy, offsets_L1, activation, token_R, weights_R
-    num_rows = hidden_RW.size(0)
-    dweights_R = hidden_RW.new_empty(num_rows, dtype=torch.promote_types(hidden_RW.dtype, torch.float32))
+    num_rows, wide = hidden_RW.size(0), torch.promote_types(hidden_RW.dtype, torch.float32)
+    dweights_R = hidden_RW.new_empty(num_rows, dtype=wide)
     return (
         hidden_RW.new_empty(hidden_RW.shape),
         hidden_RW.new_empty(num_rows, weight2_LDF.size(2)),
@@ -254,7 +246,7 @@ def _fake(
     )
 
 
-@compilable("activation_grad", _fake)
+@compilable("activation_grad", _outputs)
 def activation_grad(
     dy: Tensor,
     weight2_LDF: Tensor,
@@ -285,15 +277,8 @@ def activation_grad(
         the gradient of the weights [R], fp32. Rows from offsets[L] on are undefined.
     """
     if not runs_kernel(dy):
-        return activation_grad_torch(
-            dy,
-            weight2_LDF,
-            hidden_RW,
-            offsets_L1,
-            activation=activation,
-            token_R=token_R,
-            weights_R=weights_R,
-        )
+        options: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
+        return activation_grad_torch(dy, weight2_LDF, hidden_RW, offsets_L1, **options)
     num_rows, (num_experts, depth, width) = hidden_RW.size(0), weight2_LDF.shape
     dhidden_RW, weighted_RF = hidden_RW.new_empty(hidden_RW.shape), hidden_RW.new_empty(num_rows, width)
     partials_CR = hidden_RW.new_empty(cdiv(width, CHUNK_COLUMNS), num_rows, dtype=torch.float32)
@@ -304,12 +289,8 @@ def activation_grad(
     offsets_L1, token_R, weights_R = contiguous(offsets_L1, token_R, weights_R)
     dy, hidden_RW = last_contiguous(dy), last_contiguous(hidden_RW)
 
-    def grid(constants: dict[str, int]) -> tuple[int]:
-        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
-        return (num_programs(dy, most_tiles, per_processor=constants["PROGRAMS"]),)
-
     dy_tma, w_tma = descriptors(dy if token_R is None else None, weight2_LDF)
-    _kernel[grid](
+    _kernel[grid_of_tiles(dy, num_experts, num_rows, width)](
         dy, weight2_LDF, hidden_RW, weights_R, token_R, offsets_L1, dhidden_RW, weighted_RF, partials_CR,
         dy_tma, w_tma, num_experts, dy.size(0), num_rows, rows_class(num_rows, num_experts), dy.stride(0),
         *weight2_LDF.stride(), hidden_RW.stride(0), depth, width=width, EVEN_K=depth % LARGEST_K == 0,

@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.kernels.launch import (
-    cdiv,
     compilable,
     contiguous,
     descriptors,
     dot_constants,
+    grid_of_tiles,
     jit,
     last_contiguous,
-    num_programs,
     power_of_2,
     runs_kernel,
     tl,
@@ -164,13 +163,9 @@ def grouped_matmul(
     offsets_L1, bias_LO, weights_R = contiguous(offsets_L1, bias_LO, weights_R)
     x_RI = last_contiguous(x_RI)
 
-    def grid(constants: dict[str, int]) -> tuple[int]:
-        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
-        return (num_programs(x_RI, most_tiles, per_processor=constants["PROGRAMS"]),)
-
     transposed = w_LIO.stride(1) == 1
     x_tma, w_tma = descriptors(x_RI, w_LIO.transpose(1, 2) if transposed else w_LIO)
-    _kernel[grid](
+    _kernel[grid_of_tiles(x_RI, num_experts, num_rows, width)](
         x_RI, w_LIO, y_RO, x_tma, w_tma, bias_LO, weights_R, offsets_L1, num_experts,
         rows_class(num_rows, num_experts), width, depth, x_RI.stride(0), *w_LIO.stride(), y_RO.stride(0),
         TRANSPOSED=transposed, HAS_TMA=w_tma is not None, EVEN_N=width % LARGEST_N == 0,

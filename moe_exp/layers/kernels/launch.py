@@ -172,6 +172,16 @@ def num_programs(x: Tensor, num_tiles: int, *, per_processor: int = 1, takes_all
     return min(num_tiles, num_processors * (per_processor if x.is_cuda else 1))
 
 
+def grid_of_tiles(x: Tensor, num_experts: int, num_rows: int, width: int) -> Callable[[dict[str, int]], Any]:
+    """Persistent grid of a config over tiles of BLOCK_M rows of one expert by BLOCK_N columns."""
+
+    def grid(constants: dict[str, int]) -> tuple[int]:
+        num_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(width, constants["BLOCK_N"])
+        return (num_programs(x, num_tiles, per_processor=constants["PROGRAMS"]),)
+
+    return grid
+
+
 def processors(device: torch.device) -> int:
     """Streaming multiprocessors of the device; under the interpreter two."""
     return _num_processors(device.index) if device.type == "cuda" else 2

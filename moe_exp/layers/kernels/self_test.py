@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -20,19 +21,10 @@ from torch import Tensor
 
 from moe_exp.host.devices import driver_version
 from moe_exp.layers.activations import ACTIVATIONS
-from moe_exp.layers.kernels import (
-    activation_grad,
-    combine,
-    cross_entropy,
-    drops,
-    grouped_matmul,
-    rows,
-    slot_sort,
-    topk,
-    up_projection,
-    weight_grad,
-)
+from moe_exp.layers.kernels import combine, cross_entropy, drops, rows, slot_sort, topk
+from moe_exp.layers.kernels.activation_grad import activation_grad
 from moe_exp.layers.kernels.fp8 import products
+from moe_exp.layers.kernels.grouped_matmul import grouped_matmul
 from moe_exp.layers.kernels.launch import (
     INTERPRETED,
     cdiv,
@@ -43,6 +35,8 @@ from moe_exp.layers.kernels.launch import (
     triton_version,
 )
 from moe_exp.layers.kernels.tuning import Tuned, UnsuitedError, rows_class
+from moe_exp.layers.kernels.up_projection import up_projection
+from moe_exp.layers.kernels.weight_grad import weight_grad
 
 # Limits of a result row's error relative to its norm; those of bf16 and fp16 are a few roundings.
 LIMITS = {torch.bfloat16: 3e-2, torch.float16: 8e-3, torch.float32: 1e-4}
@@ -111,7 +105,8 @@ class KernelCheck:
 
     def line(self, device: torch.device) -> str:
         """Everything that a report of the failure needs."""
-        where = f"{self.dtype}, {self.shape}; {device_in_words(device)}; {versions()}"
+        on = torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted on a CPU"
+        where = f"{self.dtype}, {self.shape}; {on}; {versions()}"
         return f"kernel {self.kernel} ({where}): {self.problem}"
 
 
@@ -143,11 +138,6 @@ def versions() -> str:
     return ", ".join(found)
 
 
-def device_in_words(device: torch.device) -> str:
-    """Name of the GPU, or that the kernels are interpreted."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreted on a CPU"
-
-
 def check_kernels(part: str, sizes: Sizes, device: torch.device) -> Iterator[KernelCheck]:
     """Compares every kernel of a part with its twin, one by one.
 
@@ -170,7 +160,9 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
 
     A config that cannot be launched is dropped, as anywhere else; wrong numbers are a problem of the kernel.
     """
-    tuned, limit = case.tuned, _limit(case.dtype, device)
+    tuned, limit = case.tuned, LIMITS[case.dtype]
+    if case.dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32:
+        limit = _LIMIT_TF32
     expected, problem = case.twin(), ""
     errors: list[float] = []
     failed: list[tuple[Any, Exception]] = []
@@ -203,11 +195,6 @@ def compare(case: _Case, device: torch.device) -> KernelCheck:
     return found(max(errors, key=_nan_last), problem)
 
 
-def _limit(dtype: torch.dtype, device: torch.device) -> float:
-    is_tf32 = dtype == torch.float32 and device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
-    return _LIMIT_TF32 if is_tf32 else LIMITS[dtype]
-
-
 def _error(actual: Outputs, expected: Outputs) -> float:
     """Largest error of a result row relative to its norm or the mean norm; integers must be equal."""
     return max((_error_of_one(*pair) for pair in zip(actual, expected, strict=True)), key=_nan_last)
@@ -233,11 +220,10 @@ def _error_of_one(actual: Tensor, expected: Tensor) -> float:
 def _fitting(sizes: Sizes, device: torch.device) -> Sizes:
     """Small widths if kernels are interpreted; else limits experts so that their matrices remain small."""
     if INTERPRETED and device.type == "cpu":
-        most = _INTERPRETED_WIDTH
         return replace(
             sizes,
-            hidden_size=min(sizes.hidden_size, most),
-            ffn_size=min(sizes.ffn_size, most),
+            hidden_size=min(sizes.hidden_size, _INTERPRETED_WIDTH),
+            ffn_size=min(sizes.ffn_size, _INTERPRETED_WIDTH),
             num_experts=min(sizes.num_experts, _INTERPRETED_EXPERTS),
         )
     bytes_per_expert = 3 * sizes.hidden_size * sizes.ffn_size * sizes.dtype.itemsize
@@ -271,23 +257,19 @@ def timing_cases(parts: Sequence[str], sizes: Sizes, device: torch.device) -> It
     expected = max(1, cdiv(sizes.num_rows, sizes.num_experts))
     for rows_of_expert in {rows_class(number): number for number in (*ROWS_OF_CLASSES, expected)}.values():
         tokens_L = [rows_of_expert] * sizes.num_experts
-        if "experts" in parts:
-            yield from _with_choice(_expert_cases(sizes, device, tokens_L))
+        cases = _expert_cases(sizes, device, tokens_L) if "experts" in parts else iter(())
         if "routing" in parts and not (sizes.gathers and "experts" in parts):
-            yield from _with_choice(_combine_cases(sizes, device, sum(tokens_L)))
+            cases = chain(cases, _combine_cases(sizes, device, sum(tokens_L)))
+        yield from (case for case in cases if case.tuned and len(case.tuned.candidates()) > 1)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-def _with_choice(cases: Iterator[_Case]) -> Iterator[_Case]:
-    return (case for case in cases if case.tuned is not None and len(case.tuned.candidates()) > 1)
 
 
 def _combine_cases(sizes: Sizes, device: torch.device, num_rows: int) -> Iterator[_Case]:
     draw, num_tokens = _Draw(device), cdiv(num_rows, sizes.topk)
     y_RD = draw.normal(num_rows, sizes.hidden_size, dtype=sizes.dtype)
     row_TK = draw.integers(num_rows + 1, num_tokens, sizes.topk).int()
-    yield _case(combine, sizes.dtype, f"{num_rows} rows of {sizes.hidden_size}", y_RD, row_TK)
+    yield _case(combine.combine, sizes.dtype, f"{num_rows} rows of {sizes.hidden_size}", y_RD, row_TK)
 
 
 def _expert_cases(
@@ -313,12 +295,10 @@ def _expert_cases(
     hidden_RW, active_RF = (draw.normal(num_rows, wide, dtype=dtype) for wide in (width, ffn))
     gathering: dict[str, Any] = {"activation": activation, "token_R": token_R, "weights_R": weights_R}
 
-    def case(module: Any, *args: Any, what: str = "", **options: Any) -> _Case:
+    def case(run: Any, *args: Any, what: str = "", **options: Any) -> _Case:
         if sizes.fp8:  # see `experts.fused`: the products, with all around them
-            name = module.__name__.rpartition(".")[2]
-            run, twin = getattr(products, name), getattr(products, f"{name}_torch")
-            return _of_functions(run, twin, dtype, f"{shape}{what}, FP8", *args, **options)
-        return _case(module, dtype, shape + what, *args, **options)
+            run, what = getattr(products, run.__name__), f"{what}, FP8"
+        return _case(run, dtype, shape + what, *args, **options)
 
     # Without padding, which no expert gets where the tokens are gathered.
     row_R = None if token_R is None else token_R.clamp(max=num_tokens - 1)
@@ -344,20 +324,19 @@ def _expert_cases(
     if sizes.gathers:
         expert_TK = draw.integers(num_experts, num_tokens, sizes.topk)
         kept_TK = draw.integers(4, num_tokens, sizes.topk) > 0
-        yield _case(slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
+        yield _case(slot_sort.slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
         row_N = draw.integers(num_rows + 1, expert_TK.numel()).int()
-        yield _of_functions(rows.gather_rows, rows.gather_rows_torch, torch.float32, shape, weights_R, row_N)
+        yield _case(rows.gather_rows, torch.float32, shape, weights_R, row_N)
         yield from _combine_cases(sizes, device, num_rows)
 
 
-def _case(module: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
-    """The public function with its module's name, and its twin on the same operands."""
-    name = module.__name__.rpartition(".")[2]
-    run, twin = getattr(module, name), getattr(module, f"{name}_torch")
-    return _of_functions(run, twin, dtype, shape, *args, **options)
+def _case(run: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
+    """The public function, and its twin in the same module on the same operands."""
+    module = sys.modules[run.__module__]
+    twin, kernel = getattr(module, f"{run.__name__}_torch"), getattr(module, "_kernel", None)
+    if run is topk.router_topk:
+        run, twin = _with_gradient(run), _with_gradient(twin)
 
-
-def _of_functions(run: Any, twin: Any, dtype: torch.dtype, shape: str, *args: Any, **options: Any) -> _Case:
     def outputs(function: Any) -> Outputs:
         given = dict(options)
         if given.get("out") is not None:
@@ -365,7 +344,6 @@ def _of_functions(run: Any, twin: Any, dtype: torch.dtype, shape: str, *args: An
         result = function(*args, **given)
         return [result] if isinstance(result, Tensor) else result
 
-    kernel = getattr(sys.modules[run.__module__], "_kernel", None)
     tuned = kernel if isinstance(kernel, Tuned) else None
     return _Case(run.__name__, dtype, shape, lambda: outputs(run), lambda: outputs(twin), tuned)
 
@@ -373,31 +351,17 @@ def _of_functions(run: Any, twin: Any, dtype: torch.dtype, shape: str, *args: An
 def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
     """Cases of router, drops and row orders."""
     draw, num_tokens, num_experts, dtype = _Draw(device), 65, max(sizes.num_experts, 2), sizes.dtype
-    options = dict(sizes.router or {})
-    num_routed = options.pop("num_experts", num_experts)
     topk_size, hidden = min(sizes.topk, num_experts), sizes.hidden_size
     slots = num_tokens * topk_size
     if sizes.router is not None:
+        options = dict(sizes.router)
+        num_routed = options.pop("num_experts")
         logits_TE = draw.normal(num_tokens, num_routed, dtype=torch.float32)
-        bias_E = (
-            draw.normal(num_routed, dtype=torch.float32, scale=0.1)
-            if options.pop("expert_bias", False)
-            else None
-        )
-        seeds = draw.weights(num_tokens, sizes.topk), draw.weights(num_tokens), draw.weights(num_routed)
-        shape = (
-            f"{num_tokens} tokens, {num_routed} experts, top-{sizes.topk}, {options.get('score', 'softmax')}"
-        )
-        yield _of_functions(
-            _with_gradient(topk.router_topk, seeds),
-            _with_gradient(topk.router_topk_torch, seeds),
-            torch.float32,
-            shape,
-            logits_TE,
-            sizes.topk,
-            bias_E=bias_E,
-            **options,
-        )
+        has_bias, score = options.pop("expert_bias", False), options.get("score", "softmax")
+        bias_E = draw.normal(num_routed, dtype=torch.float32, scale=0.1) if has_bias else None
+        shape = f"{num_tokens} tokens, {num_routed} experts, top-{sizes.topk}, {score}"
+        args = logits_TE, sizes.topk
+        yield _case(topk.router_topk, torch.float32, shape, *args, bias_E=bias_E, **options)
     shape = f"{num_tokens} tokens, {num_experts} experts, top-{topk_size}"
     expert_TK = draw.integers(num_experts - 1, num_tokens, topk_size)  # none for the last
     kept_TK = draw.integers(4, num_tokens, topk_size) > 0
@@ -405,34 +369,28 @@ def _routing_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
     limits_E = draw.integers(slots // num_experts + 2, num_experts).int()
     rows_SL = draw.integers(5, 2, num_experts)
     x_TD, y_RD = (draw.normal(number, hidden, dtype=dtype) for number in (num_tokens, slots))
-    moved = f"{slots} rows of {hidden}"
-    yield _case(slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
-    keeping, padding = (
-        (drops.keep_within, drops.keep_within_torch),
-        (drops.padded_order, drops.padded_order_torch),
-    )
-    yield _of_functions(*keeping, dtype, shape, expert_TK, weights_TK, limits_E)
-    yield _of_functions(*keeping, dtype, shape + ", the first", expert_TK, None, limits_E)
-    yield _of_functions(*padding, dtype, shape, expert_TK, num_experts, slots // num_experts, kept_TK)
-    index_R, num_chunks = draw.integers(slots + 1, slots).int(), rows_SL.numel()
-    yield _of_functions(rows.gather_rows, rows.gather_rows_torch, dtype, moved, x_TD, index_R, topk_size)
-    order = rows.chunk_order, rows.chunk_order_torch
-    yield _of_functions(*order, dtype, f"{num_chunks} chunks", rows_SL, int(rows_SL.sum()))
+    index_R = draw.integers(slots + 1, slots).int()
     row_TK = draw.integers(slots + 1, num_tokens, topk_size).int()
-    yield _case(combine, dtype, moved, y_RD, row_TK)
-    yield _case(combine, dtype, moved + ", weighted", y_RD, row_TK, weights_TK)
+    moved = f"{slots} rows of {hidden}"
+    yield _case(slot_sort.slot_sort, dtype, shape, expert_TK, num_experts, kept_TK)
+    yield _case(drops.keep_within, dtype, shape, expert_TK, weights_TK, limits_E)
+    yield _case(drops.padded_order, dtype, shape, expert_TK, num_experts, slots // num_experts, kept_TK)
+    yield _case(rows.gather_rows, dtype, moved, x_TD, index_R, topk_size)
+    yield _case(rows.chunk_order, dtype, f"{rows_SL.numel()} chunks", rows_SL, int(rows_SL.sum()))
+    yield _case(combine.combine, dtype, moved, y_RD, row_TK, weights_TK)
 
 
-def _with_gradient(function: Any, seeds: Sequence[Tensor]) -> Any:
-    """The router kernel's results, and the gradient of the logits."""
+def _with_gradient(function: Any) -> Any:
+    """The router kernel's results, and the gradient of the logits from random ones of its sums."""
 
     @functools.wraps(function)
     def run(logits_TE: Tensor, *args: Any, **options: Any) -> Outputs:
-        logits_TE = logits_TE.detach().requires_grad_()
+        logits_TE, draw = logits_TE.detach().requires_grad_(), _Draw(logits_TE.device)
         with torch.enable_grad():
             found = function(logits_TE, *args, **options)
             losses = found.weights_TK, found.lse_T, found.score_sums_E
-        (dlogits_TE,) = torch.autograd.grad(losses, logits_TE, list(seeds))
+        seeds = [draw.weights(*loss.shape).to(loss.dtype) for loss in losses]
+        (dlogits_TE,) = torch.autograd.grad(losses, logits_TE, seeds)
         return [*(x.detach() for x in found), dlogits_TE]
 
     return run
@@ -443,9 +401,7 @@ def _cross_entropy_cases(sizes: Sizes, device: torch.device) -> Iterator[_Case]:
     logits_NV = draw.normal(num_tokens, sizes.vocab_size, dtype=dtype)
     target_N = draw.integers(sizes.vocab_size, num_tokens)
     log_sum_N, grad_N = logits_NV.float().logsumexp(dim=1), draw.weights(num_tokens)
-    for name, args in (
-        ("cross_entropy_statistics", (logits_NV, target_N, 0)),
-        ("cross_entropy_gradient", (logits_NV, target_N, log_sum_N, grad_N, 0)),
-    ):
-        run, twin = getattr(cross_entropy, name), getattr(cross_entropy, f"{name}_torch")
-        yield _of_functions(run, twin, dtype, f"{num_tokens} tokens, {sizes.vocab_size} words", *args)
+    shape = f"{num_tokens} tokens, {sizes.vocab_size} words"
+    statistics, gradient = cross_entropy.cross_entropy_statistics, cross_entropy.cross_entropy_gradient
+    yield _case(statistics, dtype, shape, logits_NV, target_N, 0)
+    yield _case(gradient, dtype, shape, logits_NV, target_N, log_sum_N, grad_N, 0)

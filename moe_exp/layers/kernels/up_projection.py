@@ -14,14 +14,13 @@ from torch import Tensor
 from moe_exp.layers.activations import ACTIVATIONS
 from moe_exp.layers.activations import activate as activate_torch
 from moe_exp.layers.kernels.launch import (
-    cdiv,
     compilable,
     contiguous,
     descriptors,
     dot_constants,
+    grid_of_tiles,
     jit,
     last_contiguous,
-    num_programs,
     power_of_2,
     runs_kernel,
     tl,
@@ -206,15 +205,12 @@ def up_projection_torch(
 def _outputs(
     x: Tensor,
     weight1_LWD: Tensor,
-    offsets_L1: Tensor,
-    *,
+    *_: Any,
     activation: str,
     token_R: Tensor | None = None,
-    weights_R: Tensor | None = None,
-    bias1_LW: Tensor | None = None,
     keeps_hidden: bool = True,
+    **__: Any,
 ) -> tuple[Tensor, Tensor]:
-    del offsets_L1, weights_R, bias1_LW
     num_rows, width = x.size(0) if token_R is None else token_R.size(0), weight1_LWD.size(1)
     hidden_RW = x.new_empty(num_rows if keeps_hidden else 0, width)
     return hidden_RW, x.new_empty(num_rows, width // 2 if ACTIVATIONS[activation][1] else width)
@@ -259,16 +255,10 @@ def up_projection(
     offsets_L1, token_R, weights_R, bias1_LW = contiguous(offsets_L1, token_R, weights_R, bias1_LW)
     x, weight1_LWD = last_contiguous(x), last_contiguous(weight1_LWD)
 
-    def grid(constants: dict[str, int]) -> tuple[int]:
-        most_tiles = (cdiv(num_rows, constants["BLOCK_M"]) + num_experts) * cdiv(
-            hidden_RW.size(1), constants["BLOCK_N"]
-        )
-        return (num_programs(x, most_tiles, per_processor=constants["PROGRAMS"]),)
-
     # [L, F, 2, D]: a block has alternating rows of gate and up.
     pairs = weight1_LWD.unflatten(1, (2, width)).transpose(1, 2) if gated else weight1_LWD
     x_tma, w_tma = descriptors(x if token_R is None else None, pairs)
-    _kernel[grid](
+    _kernel[grid_of_tiles(x, num_experts, num_rows, hidden_RW.size(1))](
         x, weight1_LWD, hidden_RW, active_RF, x_tma, w_tma, bias1_LW, token_R, weights_R, offsets_L1,
         x.size(0), num_experts, rows_class(num_rows, num_experts), width, x.size(1), x.stride(0),
         weight1_LWD.stride(0), weight1_LWD.stride(1), hidden_RW.stride(0), active_RF.stride(0),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.activations import Activation, quick_gelu, squared_relu
-from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher
+from moe_exp.layers.dispatcher import AllToAllDispatcher, Dispatcher, LocalDispatcher, experts_per_rank
 from moe_exp.layers.dispatcher.allgather import AllGatherDispatcher
 from moe_exp.layers.dispatcher.deepep import DeepEPDispatcher
 from moe_exp.layers.experts import ACTIVATIONS, Experts
@@ -175,7 +175,7 @@ class MegatronExperts(Experts):
         super().__init__(
             num_local_experts=num_local_experts,
             hidden_size=latent_size(config) or config.hidden_size,
-            ffn_size=config.moe_ffn_hidden_size // pg_collection.expt_tp.size(),
+            ffn_size=ffn_per_rank(config.moe_ffn_hidden_size, pg_collection.expt_tp.size()),
             activation=activation_name(config),
             backend=backend,
             bias=config.add_bias_linear,
@@ -281,14 +281,13 @@ class MegatronMoELayer(MegatronMoE):
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
-        check_parallel_sizes(config, ep=groups.ep.size(), etp=groups.expt_tp.size())
         self.layer_number = layer_number or 0  # until Megatron sets it
         self.tp_group = groups.tp
         self.router = submodules.router(config=config, pg_collection=groups, overrides=router)
         for weight in self.router.parameters():
             # Every tensor parallel rank routes its part of the sequence, so their gradients are summed.
             weight.sequence_parallel = config.sequence_parallel
-        num_local_experts = config.num_moe_experts // groups.ep.size()
+        num_local_experts = experts_per_rank(config.num_moe_experts, groups.ep.size())
         self.experts = build_module(submodules.experts, num_local_experts, config, pg_collection=groups)
         self.use_shared_expert = config.moe_shared_expert_intermediate_size is not None
         self.shared_experts = None
@@ -396,17 +395,12 @@ def _settings(
     )
 
 
-def check_parallel_sizes(config: TransformerConfig, *, ep: int, etp: int) -> None:
-    """Raises a one-line ValueError for parallel sizes that do not divide the layer."""
-    num_experts, ffn_size = config.num_moe_experts, config.moe_ffn_hidden_size
-    if num_experts % ep:
-        raise ValueError(
-            f"num_moe_experts={num_experts}: is not divisible by EP={ep}. Fix: use a divisor for EP."
-        )
+def ffn_per_rank(ffn_size: int, etp: int) -> int:
+    """F of a rank, or a ValueError if `etp` does not divide that of the layer."""
     if ffn_size % etp:
-        raise ValueError(
-            f"moe_ffn_hidden_size={ffn_size}: is not divisible by ETP={etp}. Fix: use a divisor for ETP."
-        )
+        rule = f"is not divisible by ETP={etp}"
+        raise ValueError(f"moe_ffn_hidden_size={ffn_size}: {rule}. Fix: use a divisor for ETP.")
+    return ffn_size // etp
 
 
 def check_sequence_parallel(config: TransformerConfig, *, tp: int) -> None:

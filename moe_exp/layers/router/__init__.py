@@ -1,8 +1,8 @@
 """The router: scores, top-k, weights, and the record of its decisions."""
 
-from moe_exp.layers.router.config import RouterConfig, kernel_problem
+from moe_exp.config.checks.router import RouterConfig
 from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
-from moe_exp.layers.router.router import Router
+from moe_exp.layers.router.router import Router, kernel_problem
 
 __all__ = [
     "Router",

@@ -8,8 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from moe_exp.config.checks.router import RouterConfig
+from moe_exp.config.choices import LOSSES
 from moe_exp.layers.groups import sum_over
 from moe_exp.layers.kernel_choice import takes_kernels
+from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
 from moe_exp.layers.router.assignment import (
@@ -19,10 +22,11 @@ from moe_exp.layers.router.assignment import (
     within_top_p,
     zipf_experts,
 )
-from moe_exp.layers.router.config import ROUTER_DTYPES, RouterConfig, kernel_problem
 from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
 from moe_exp.layers.router.replay import RoutingReplay
+
+_DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
 class Router(nn.Module):
@@ -136,7 +140,7 @@ class Router(nn.Module):
         """Logits [T, E] of tokens [T, D], in fp32 or fp64, without the bias, which `forward` adds. A subclass
         may compute them in another way.
         """
-        dtype = ROUTER_DTYPES[self.config.dtype]
+        dtype = _DTYPES[self.config.dtype]
         if self.config.jitter and self.training:
             x_TD = x_TD.to(dtype)
             x_TD = x_TD * torch.empty_like(x_TD).uniform_(1 - self.config.jitter, 1 + self.config.jitter)
@@ -385,3 +389,21 @@ def _sums_in(dtype: torch.dtype, x_TD: Tensor, weight_ED: Tensor) -> bool:
     is_known = x_TD.is_cuda and not torch.version.hip and hasattr(torch.ops.aten.mm, "dtype")
     is_16_bit = x_TD.dtype == weight_ED.dtype and x_TD.dtype in (torch.bfloat16, torch.float16)
     return is_known and is_16_bit and dtype == torch.float32 and not torch.compiler.is_compiling()
+
+
+def kernel_problem(config: RouterConfig, *, needs_scores: bool) -> str:
+    """Why kernels/topk.py cannot route with this config, or "". `needs_scores`: see Router."""
+    if config.assignment != "topk":
+        return f"it has top-k alone, not {config.assignment}"
+    if config.num_groups:
+        return "it has no groups of experts"
+    if config.top_p < 1 or config.num_null_experts:
+        return "every token has K experts there"
+    if config.finds_quantiles:
+        return "quantile balancing needs the scores of all experts"
+    if config.dtype != "fp32":
+        return f"it computes in fp32, not in {config.dtype}"
+    if config.score not in KERNEL_SCORES:
+        return f"it has no score {config.score}"
+    by_all = [name for name, loss in LOSSES.items() if loss.needs_scores]
+    return f"{' or '.join(by_all)} needs the scores of all experts" if needs_scores else ""

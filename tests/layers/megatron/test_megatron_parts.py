@@ -30,7 +30,7 @@ from moe_exp.layers.megatron.moe_parts import (
     _settings,
     activation_name,
     balancing_losses,
-    check_parallel_sizes,
+    ffn_per_rank,
     router_config,
 )
 from moe_exp.layers.microbatch import MoESettings
@@ -71,26 +71,10 @@ def settings(**changes: Any) -> TransformerConfig:
     return config
 
 
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [
-        (
-            {"ep": 4, "etp": 1},
-            r"num_moe_experts=6: is not divisible by EP=4\. Fix: use a divisor for EP\.",
-        ),
-        (
-            {"ep": 2, "etp": 5},
-            r"moe_ffn_hidden_size=12: is not divisible by ETP=5\. Fix: use a divisor for ETP\.",
-        ),
-    ],
-)
-def test_sizes_that_cannot_be(sizes, text):
-    with pytest.raises(ValueError, match=text):
-        check_parallel_sizes(settings(), **sizes)
-
-
-def test_sizes_that_can_be():
-    check_parallel_sizes(settings(sequence_parallel=True), ep=3, etp=4)
+def test_width_of_a_rank():
+    assert ffn_per_rank(12, 4) == 3
+    with pytest.raises(ValueError, match=r"moe_ffn_hidden_size=12: is not divisible by ETP=5"):
+        ffn_per_rank(12, 5)
 
 
 def part(weight: torch.Tensor, dim: int, rank: int, ranks: int, halves: int = 1) -> torch.Tensor:

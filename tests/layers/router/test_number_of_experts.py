@@ -171,7 +171,7 @@ def test_the_layer_is_a_sum_over_all_experts_by_weight(name, backend):
     [
         ({"top_p": 0.0}, r"top_p=0\.0: is not in \(0, 1\]"),
         ({"num_null_experts": -1}, r"num_null_experts=-1: is negative"),
-        ({"score": "relu", "top_p": 0.5}, r"score=relu: does not go with another rule"),
+        ({"score": "relu", "top_p": 0.5}, r"score=relu: does not go with top_p"),
         ({"score": "relu", "expert_bias": True}, r"score=relu: does not go with expert_bias"),
         ({"score": "relu", "normalize": True}, r"score=relu: does not go with normalize"),
         ({"top_p": 0.5, "assignment": "sinkhorn"}, r"top_p=0\.5: does not go with assignment=sinkhorn"),
