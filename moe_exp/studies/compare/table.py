@@ -90,7 +90,7 @@ def _shown(value: object) -> str:
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     """The Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, comparisons of pairs."""
-    by_name = {name: [one for one in ended if one.run.variant.name == name] for name in comparison.names}
+    by_name = {name: [one for one in ended if one.run.variant == name] for name in comparison.names}
     rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
     for label, value, text in _RESULTS:
         rows[label] = [_spread([value(one) for one in _counted(runs)], text) for runs in by_name.values()]
