@@ -24,7 +24,7 @@ from moe_exp.config.loading import fixed_for, given_values
 from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.devices import Nodes
-from moe_exp.host.processes import children_of, end_with_parent, signals_handled
+from moe_exp.host.processes import children_of, end_with_parent, send_signal, signals_handled
 from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
@@ -235,13 +235,11 @@ def _kill(launcher: subprocess.Popen[bytes]) -> None:
     pids, level = [launcher.pid], [launcher.pid]
     while level:
         for pid in level:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # so that it starts no more children
+            send_signal(pid, signal.SIGSTOP)  # so that it starts no more children
         level = [child for pid in level for child in children_of(pid)]
         pids += level
     for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
     launcher.wait()
     deadline = time.monotonic() + _END_SECONDS
     while any(map(_is_running, pids[1:])) and time.monotonic() < deadline:

@@ -16,16 +16,7 @@ from moe_exp.runs.records import json_value
 from moe_exp.studies.child_runs import Case
 from moe_exp.studies.compare.results import Ended, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
-from moe_exp.studies.ladder.laws import (
-    Estimate,
-    Fit,
-    Noise,
-    Points,
-    Speedup,
-    fit_laws,
-    fit_problem,
-    speedups,
-)
+from moe_exp.studies.ladder.laws import Estimate, Fit, Noise, Points, Speedup, fit_laws, fit_problem, speedups
 
 _DIVERGED = 1.1  # times the loss of guessing; a run that has hardly begun is close to that
 
@@ -113,8 +104,12 @@ def _compute(ladder: Ladder, rung: int, name: str) -> float:
 
 
 def _losses(rung: Sequence[Ended], name: str, *, validated: bool) -> list[float]:
-    own = [one for one in rung if one.run.variant == name]
-    return [math.nan if _is_bad(one, validated) else _loss(one, validated) for one in own]
+    """NaN for a run that is not finished, or has diverged."""
+    return [
+        math.nan if one.status != "finished" or _has_diverged(one, validated) else _loss(one, validated)
+        for one in rung
+        if one.run.variant == name
+    ]
 
 
 def _loss(ended: Ended, validated: bool) -> float:
@@ -129,10 +124,6 @@ def _validated(ended: Ended) -> float | None:
     if not len(table["iteration"]) or table["iteration"][-1] < ended.run.config.train_iters:
         return None
     return float(table["lm_loss"][-1])
-
-
-def _is_bad(ended: Ended, validated: bool) -> bool:
-    return ended.status != "finished" or _has_diverged(ended, validated)
 
 
 def _has_diverged(ended: Ended, validated: bool) -> bool:
