@@ -7,7 +7,7 @@ import os
 
 from moe_exp.config import add_arguments
 
-_OPTIONS = ("runs", "match", "repeats", "seconds", "timeout")
+_NUMBERS = ("repeats", "seconds", "timeout")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -48,14 +48,16 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _compare(arguments: argparse.Namespace) -> int:
     from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.studies.child_runs import numbers_in
     from moe_exp.studies.compare.back_to_back import check_planned_files, dry_run, run_comparison
     from moe_exp.studies.compare.comparison import Comparison, Options
 
     warn_of_misspelt()
-    given = {name: getattr(arguments, name) for name in _OPTIONS}
-    others = {"command", "run", "dry_run", "variant", *_OPTIONS}
+    others = {"command", "run", "dry_run", "runs", "variant", "match", *_NUMBERS}
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
-    comparison = Comparison.of(Options.of(given, arguments.variant), flags, os.environ)
+    numbers = numbers_in({name: getattr(arguments, name) for name in _NUMBERS})
+    options = Options(arguments.runs, tuple(arguments.variant), arguments.match, **numbers)
+    comparison = Comparison.of(options, flags, os.environ)
     if arguments.dry_run:
         print(dry_run(comparison), flush=True)
         check_planned_files(comparison)

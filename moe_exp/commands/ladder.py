@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from typing import Any
 
-from moe_exp.config import ConfigError, add_arguments, problem
+from moe_exp.config import ConfigError, add_arguments
 
-_OPTIONS = ("definition", "sizes", "runs", "variant", "baseline", "repeats", "asymptote")
-_WHERE = ("executor", "sbatch", "timeout")
+_NUMBERS = ("sizes", "repeats", "asymptote", "timeout")
+_OTHERS = ("definition", "runs", "variant", "baseline", "executor", "sbatch")
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -47,49 +46,26 @@ def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _ladder(arguments: argparse.Namespace) -> int:
     from moe_exp.config.misspelt import warn_of_misspelt
+    from moe_exp.studies.child_runs import numbers_in
     from moe_exp.studies.ladder.climb import Executor, dry_run, run_ladder
     from moe_exp.studies.ladder.ladder import Definition, Ladder, with_options
 
     warn_of_misspelt()
-    numbers = _numbers(arguments)
+    given = numbers_in({name: getattr(arguments, name) for name in _NUMBERS})
+    timeout = given.pop("timeout")
+    given |= {"runs": arguments.runs, "baseline": arguments.baseline}
+    given["variants"] = tuple(arguments.variant) if arguments.variant else None
     definition = Definition.read(arguments.definition) if arguments.definition else Definition()
-    chosen = with_options(
-        definition,
-        runs=arguments.runs,
-        variants=tuple(arguments.variant) if arguments.variant else None,
-        baseline=arguments.baseline,
-        **{name: numbers[name] for name in ("sizes", "repeats", "asymptote")},
-    )
-    where = {
-        name: getattr(arguments, name) or os.environ.get(name.upper(), "") for name in ("executor", "sbatch")
-    }
-    executor = Executor(where["executor"] or "local", tuple(shlex.split(where["sbatch"])), numbers["timeout"])
+    chosen = with_options(definition, **given)
+    sbatch = shlex.split(arguments.sbatch or os.environ.get("SBATCH", ""))
+    name = arguments.executor or os.environ.get("EXECUTOR") or "local"
+    executor = Executor(name, tuple(sbatch), timeout)
     if problems := executor.problems():
         raise ConfigError(problems)
-    others = {"command", "run", "dry_run", *_OPTIONS, *_WHERE}
+    others = {"command", "run", "dry_run", *_NUMBERS, *_OTHERS}
     flags = {name: value for name, value in vars(arguments).items() if name not in others}
     ladder = Ladder.of(chosen, flags, os.environ, executor.timeout, executor=executor.name)
     if arguments.dry_run:
         print(dry_run(ladder), flush=True)
         return 0
     return run_ladder(ladder, executor)
-
-
-def _numbers(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Values of the options that are numbers, None for those not given; ConfigError for all others."""
-    values: dict[str, Any] = {}
-    problems = []
-    for name, kind, what in (
-        ("sizes", lambda text: tuple(map(int, text.split(","))), "whole numbers with commas"),
-        ("repeats", int, "a whole number"),
-        ("asymptote", float, "a number"),
-        ("timeout", float, "a number"),
-    ):
-        text = getattr(arguments, name)
-        try:
-            values[name] = None if text is None else kind(text)
-        except ValueError:
-            problems.append(problem(name, text, f"must be {what}", f"give {what}, or leave --{name} out"))
-    if problems:
-        raise ConfigError(problems)
-    return values

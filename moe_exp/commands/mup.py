@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
 import os
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ from rich.console import Console
 
 from moe_exp.config import Config, ConfigError, add_arguments, load_config, problem
 from moe_exp.config.loading import with_file
-from moe_exp.host.files import read_json, write_atomically, write_json
+from moe_exp.host.files import write_atomically
 from moe_exp.host.progress import progress
 
 # Unless set: models that a CPU trains in seconds.
@@ -28,13 +26,8 @@ _SMALL = {
 # With few tokens the gradient of a weight is that of single tokens, as in a wide model, and not a sum whose
 # terms cancel.
 _CHECK = {
-    "SEQ_LEN": "8",
-    "MBSZ": "1",
-    "GBSZ": "1",
-    "LR": "4e-3",
-    "LR_DECAY_STYLE": "constant",
-    "WARMUP_ITERS": "0",
-}
+    "SEQ_LEN": "8", "MBSZ": "1", "GBSZ": "1", "LR": "4e-3", "LR_DECAY_STYLE": "constant", "WARMUP_ITERS": "0",
+}  # fmt: skip
 _TRANSFER = {"SEQ_LEN": "128", "MBSZ": "8", "GBSZ": "8", "TRAIN_ITERS": "150", "WARMUP_ITERS": "15"}
 
 
@@ -116,30 +109,24 @@ def _models(arguments: argparse.Namespace, defaults: dict[str, str]) -> dict[str
     }
     axes = {axis: models for axis, models in axes.items() if len(models) > 1}
     if not axes:
-        rule = "there is one model, and nothing to compare it with"
-        raise ConfigError(
-            [problem("widths", arguments.widths, rule, "give two widths or more, or --experts")]
+        rule, fix = (
+            "there is one model, and nothing to compare it with",
+            "give two widths or more, or --experts",
         )
-    data = {"train_data": base.train_data or _embedded_corpus(base)}
+        raise ConfigError([problem("widths", arguments.widths, rule, fix)])
+    data = base.train_data
+    if not data:
+        from moe_exp.data.embedded import ensure_embedded_corpus
+
+        data = str(ensure_embedded_corpus(Path(base.data_dir), base.vocab_size).train_prefix)
     return {
-        axis: {size: model.model_copy(update=data) for size, model in models.items()}
+        axis: {size: model.model_copy(update={"train_data": data}) for size, model in models.items()}
         for axis, models in axes.items()
     }
 
 
-def _embedded_corpus(config: Config) -> str:
-    from moe_exp.data.embedded import ensure_embedded_corpus
-
-    return str(ensure_embedded_corpus(Path(config.data_dir), config.vocab_size).train_prefix)
-
-
-def _seeds(config: Config, repeats: int) -> Iterator[Config]:
-    for number in range(repeats):
-        yield config.model_copy(update={"seed": config.seed + number})
-
-
 def _check(arguments: argparse.Namespace) -> int:
-    from moe_exp.studies.mup import LARGEST_SLOPE, growth_rows, growths
+    from moe_exp.studies.mup import LARGEST_SLOPE, growths, seeds
 
     axes = _models(arguments, _CHECK)
     from moe_exp.training.proxy import coordinates
@@ -150,14 +137,18 @@ def _check(arguments: argparse.Namespace) -> int:
         for axis, models in axes.items():
             measured: dict[int, list[Any]] = {}
             for size, model in models.items():
-                for config in _seeds(model, arguments.repeats):
+                for config in seeds(model, arguments.repeats):
                     measured.setdefault(size, []).append(coordinates(config, arguments.steps))
                     advance(1)
             found = growths(measured)
             ended_flat &= all(one.is_flat for one in found)
             sizes = ", ".join(map(str, measured))
             title = f"{model.parametrization}, {axis} {sizes}: slopes of log2 |outputs| over log2 {axis}"
-            _print_table(title, ["part", "initial", "change by training", "verdict"], growth_rows(found))
+            rows = [
+                (one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", "flat" if one.is_flat else "NOT FLAT")
+                for one in found
+            ]
+            _print_table(title, ["part", "initial", "change by training", "verdict"], rows)
     print(f"flat: slopes are within {LARGEST_SLOPE} of 0")
     return 0 if ended_flat else 1
 
@@ -184,20 +175,21 @@ def _train(config: Config) -> float:
 
 def _transfer(arguments: argparse.Namespace) -> int:
     from moe_exp.studies.child_runs import held
-    from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, moved, optimum
+    from moe_exp.studies.mup import LARGEST_MOVE, draw_transfer, losses_of, moved, optimum, run_key
 
     given = _numbers("lrs", arguments.lrs, float) if arguments.lrs else []
     axes = _models(arguments, _TRANSFER)
-    base = _first(axes)
+    base = next(iter(next(iter(axes.values())).values()))
     rates = given or [base.lr * 2.0**k for k in range(-3, 4)]
-    folder = Path(arguments.out)
+    folder, repeats = Path(arguments.out), arguments.repeats
+    every = [model for models in axes.values() for model in models.values()]
     with held(folder, f"OUT={folder}", "transfer"):
-        losses = _losses(arguments, folder, axes, rates)
+        losses = losses_of(every, rates, repeats, folder, _train, arguments.jobs)
     lines, ended = [], True
     for axis, models in axes.items():
         by_model = {
             f"{axis} {size}": [
-                [losses[_key(model, rate, seed)] for rate in rates] for seed in range(arguments.repeats)
+                [losses[run_key(model, rate, seed)] for rate in rates] for seed in range(repeats)
             ]
             for size, model in models.items()
         }
@@ -216,45 +208,3 @@ def _transfer(arguments: argparse.Namespace) -> int:
     write_atomically(folder / "transfer.txt", "\n".join(lines) + "\n")
     print(f"{folder}/transfer.txt, losses.json, " + ", ".join(f"{axis}.png" for axis in axes))
     return 0 if ended else 1
-
-
-def _key(config: Config, rate: float, seed: int) -> str:
-    experts = f"{config.num_experts} experts of {config.expert_ffn_size}, top-{config.topk}"
-    return f"width {config.hidden_size}, {experts}, LR {rate:.6g}, seed {seed}"
-
-
-def _first(axes: dict[str, dict[int, Config]]) -> Config:
-    return next(iter(next(iter(axes.values())).values()))
-
-
-def _losses(
-    arguments: argparse.Namespace, folder: Path, axes: dict[str, dict[int, Config]], rates: Sequence[float]
-) -> dict[str, float]:
-    """Losses of all runs by `_key`; those that folder/losses.json has are not run again."""
-    kept = _first(axes).model_dump(mode="json", exclude={"lr", "num_experts", "topk"})
-    path, known = folder / "losses.json", {}
-    if path.exists():
-        before = read_json(path)
-        there = before.get("settings") if isinstance(before, dict) else None
-        if there != kept:
-            names = [name for name in kept if not isinstance(there, dict) or there.get(name) != kept[name]]
-            rule = f"has runs with another {(names or ['model'])[0].upper()}"
-            raise ConfigError([problem("out", str(folder), rule, "give another folder")])
-        known = before["losses"]
-    jobs = {}
-    for model in (model for models in axes.values() for model in models.values()):
-        for rate in rates:
-            for seed, config in enumerate(_seeds(model, arguments.repeats)):
-                floor = config.min_lr / config.lr if config.lr else 0.0
-                job = config.model_copy(update={"lr": rate, "min_lr": rate * floor})
-                jobs[_key(model, rate, seed)] = job
-    left = {key: job for key, job in jobs.items() if key not in known}
-    with (
-        progress("training", len(jobs), unit="models", done=len(jobs) - len(left)) as advance,
-        ProcessPoolExecutor(max(1, arguments.jobs), multiprocessing.get_context("spawn")) as pool,
-    ):
-        for key, loss in zip(left, pool.map(_train, left.values()), strict=True):
-            known[key] = loss if math.isfinite(loss) else None  # diverged
-            write_json(path, {"settings": kept, "losses": known})
-            advance(1, key)
-    return {key: math.inf if known[key] is None else float(known[key]) for key in jobs}

@@ -140,6 +140,12 @@ def free_port() -> int:
         return port
 
 
+def send_signal(pid: int, number: int) -> None:
+    """Sends a signal to a process, unless it is gone."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
 def children_of(pid: int) -> list[int]:
     """Process ids of the children of `pid`; from /proc if possible, as slim containers have no ps."""
     if Path("/proc/self/stat").exists():

@@ -61,7 +61,7 @@ from moe_exp.host.exit_codes import (
     reported_exit_code,
     show_alive,
 )
-from moe_exp.host.processes import STOP_SIGNALS, signals_blocked
+from moe_exp.host.processes import STOP_SIGNALS, send_signal, signals_blocked
 from moe_exp.launch.rendezvous import RestartRendezvous
 from moe_exp.runs.records import Record, append, event_record, last_records
 from moe_exp.watch.hangs.heartbeat import failures_file, hung_file
@@ -270,7 +270,7 @@ class Agent(LocalElasticAgent):
             for pid in self._pcontext.pids().values():
                 if (pid, number) not in self._signalled:
                     self._signalled.add((pid, number))
-                    _send(pid, signal.SIGTERM if number == signal.SIGHUP else number)
+                    send_signal(pid, signal.SIGTERM if number == signal.SIGHUP else number)
         if os.getppid() != self._parent:
             self._end_orphaned()
 
@@ -349,11 +349,6 @@ def _has_trained(records: Sequence[dict[str, Any]]) -> bool:
         if record.get("event") in ("start", "resume", "restart"):
             return False
     return False
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

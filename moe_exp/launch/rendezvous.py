@@ -308,38 +308,38 @@ class RestartRendezvous(RendezvousHandler):
 
 
 def _limit_silence(port: int) -> None:
-    """Sets timeouts on connections to `port`, from which torch's store reads without a limit (Linux only)."""
+    """Sets timeouts on connections to `port`, from which torch's store reads without a limit (Linux only).
+
+    They limit unacknowledged data, and silence on an idle connection.
+    """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
+    options = {
+        (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT): SILENCE_SECONDS * 1000,
+        (socket.SOL_SOCKET, socket.SO_KEEPALIVE): 1,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE): SILENCE_SECONDS // 2,
+        (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL): SILENCE_SECONDS // 4,
+    }
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile, or not connected
             if entry.is_socket():
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                     is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6)
                     if is_tcp and connection.getpeername()[1] == port:
-                        _set_limits(connection)
-
-
-def _set_limits(connection: socket.socket) -> None:
-    """Limits unacknowledged data, and silence on an idle connection."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_SECONDS * 1000)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, SILENCE_SECONDS // 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, SILENCE_SECONDS // 4)
+                        for name, value in options.items():
+                            connection.setsockopt(*name, value)
 
 
 def _failures(text: bytes) -> list[dict[str, Any]]:
+    """The valid failures in a report."""
     try:
         said = json.loads(text)
     except ValueError:
         return []
-    return [failure for failure in said if _is_failure(failure)] if isinstance(said, list) else []
-
-
-def _is_failure(failure: object) -> bool:
-    return (
-        isinstance(failure, dict)
-        and failure.keys() == _FAILURE.keys()
-        and all(type(failure[name]) is kind for name, kind in _FAILURE.items())
+    return [
+        failure
+        for failure in (said if isinstance(said, list) else [])
+        if isinstance(failure, dict)
+        and {name: type(value) for name, value in failure.items()} == _FAILURE
         and all(len(str(value)) <= _MOST_CHARACTERS for value in failure.values())
-    )
+    ]

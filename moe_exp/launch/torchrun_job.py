@@ -29,6 +29,7 @@ from moe_exp.host.processes import (
     end_with_parent,
     free_port,
     orphans_adopted,
+    send_signal,
     signals_blocked,
     signals_handled,
 )
@@ -145,7 +146,9 @@ def run_job(
                     complain(stopping)
                 num_sent += 1
                 for pid in orphans.pids if code is not None else [agent.pid]:
-                    _send(pid, signal.SIGTERM if code is not None and number == signal.SIGHUP else number)
+                    send_signal(
+                        pid, signal.SIGTERM if code is not None and number == signal.SIGHUP else number
+                    )
             has_hung = poll is not None and poll(bool({*received} - {signal.SIGUSR1}))
             if code is None and stillness.seconds(counts=has_hung or bool(received)) > _STILL_SECONDS:
                 complain(f"the agent has not moved for {_STILL_SECONDS:.0f} s: it and its ranks are killed")
@@ -219,9 +222,4 @@ def _is_reaped(pid: int) -> bool:
 def _kill_job(pids: Sequence[int]) -> None:
     # The agent first, so that it does not report the ranks as failed.
     for pid in [*pids, *(child for parent in pids for child in children_of(parent))]:
-        _send(pid, signal.SIGKILL)
-
-
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, number)
+        send_signal(pid, signal.SIGKILL)

@@ -1,26 +1,31 @@
-"""`moe-exp train` runs that another command starts on this node, one after another. No torch."""
+"""A study's cases: `moe-exp train` runs that another command starts, and the work in its folder. No torch."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from filelock import FileLock, Timeout
 
-from moe_exp.config import TRAITS, Config, load_config, module_arguments
+from moe_exp.config import TRAITS, Config, ConfigError, load_config, module_arguments, problem
 from moe_exp.config.loading import fixed_for, given_values
 from moe_exp.config.setting_types import KEPT
 from moe_exp.data.tokens.vocabulary import with_vocab_size
 from moe_exp.host.devices import Nodes
-from moe_exp.host.processes import children_of, end_with_parent, signals_handled
+from moe_exp.host.processes import children_of, end_with_parent, send_signal, signals_handled
+from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
 
 _END_SECONDS = 60.0
@@ -29,6 +34,52 @@ _SAVE_SECONDS = 600.0
 
 # For runs that are only measured: full global batch from the start, and no output but metrics.
 MEASURED_ONLY = {name: it.measured for name, it in TRAITS.items() if it.measured is not KEPT}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a study.
+
+    Attributes:
+        name: of its folder and its log.
+        flags: all settings that are not defaults, as `moe-exp train` takes them.
+        config: the resulting configuration.
+        log: file with the output of its launcher.
+        variant: name of its model, in a comparison or a ladder.
+        problems: why it cannot run, a line each; found only in a sweep, whose other cases still run.
+    """
+
+    name: str
+    flags: Mapping[str, Any]
+    config: Config
+    log: Path
+    variant: str = ""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def folder(self) -> RunFolder:
+        return RunFolder.of(self.config)
+
+
+_NUMBERS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "sizes": (lambda text: tuple(map(int, text.split(","))), "whole numbers with commas"),
+    "repeats": (int, "a whole number"),
+    **dict.fromkeys(("asymptote", "seconds", "timeout"), (float, "a number")),
+}
+
+
+def numbers_in(texts: Mapping[str, str | None]) -> dict[str, Any]:
+    """Values of options that are numbers, None for those not given; ConfigError for all invalid ones."""
+    values, problems = {}, []
+    for name, text in texts.items():
+        parse, what = _NUMBERS[name]
+        try:
+            values[name] = None if text is None else parse(text)
+        except ValueError:
+            problems.append(problem(name, text, f"must be {what}", f"give {what}, or leave --{name} out"))
+    if problems:
+        raise ConfigError(problems)
+    return values
 
 
 def given_settings(
@@ -67,6 +118,22 @@ def held(folder: Path, name: str, what: str) -> Iterator[None]:
         raise ValueError(
             f"{name}: another {what} is writing {folder}. Fix: wait for it, or give another name."
         ) from None
+
+
+@contextmanager
+def at_work(folder: Path, name: str, what: str, *, executor: str = "local") -> Iterator[None]:
+    """Like `held`; inside, SIGTERM and SIGHUP raise KeyboardInterrupt, too, and it says how to continue."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    with held(folder, name, what), signals_handled(interrupt, signals=(signal.SIGTERM, signal.SIGHUP)):
+        try:
+            yield
+        except KeyboardInterrupt:
+            jobs = "; its SLURM jobs continue" if executor == "slurm" else ""
+            print(f"stopped{jobs}: the same command continues with what is left", flush=True)
+            raise
 
 
 def wait_until_free(folder: RunFolder) -> None:
@@ -144,18 +211,35 @@ def _end(launcher: subprocess.Popen[bytes], *, saving: bool) -> None:
             _kill(launcher)
 
 
+def records_after(folder: RunFolder, iteration: int) -> list[dict[str, Any]]:
+    """A run's train records of the iterations after `iteration`, its warm-up."""
+    records = read_metrics(folder.metrics) if folder.metrics.exists() else []
+    return [one for one in records if one["kind"] == "train" and one["iteration"] > iteration]
+
+
+def median_seconds(records: Iterable[Mapping[str, Any]]) -> float:
+    """Median time of an iteration."""
+    return statistics.median(record["elapsed_time_per_iteration_ms"] for record in records) / 1e3
+
+
+def clear(case: Case) -> None:
+    """Removes what an earlier attempt left; ValueError if its processes still run."""
+    wait_until_free(case.folder)
+    if case.folder.path.exists():
+        shutil.rmtree(case.folder.path)
+    case.log.unlink(missing_ok=True)
+
+
 def _kill(launcher: subprocess.Popen[bytes]) -> None:
     """Kills a launcher and its descendants and waits; stops parents first, so that none starts another."""
     pids, level = [launcher.pid], [launcher.pid]
     while level:
         for pid in level:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)  # so that it starts no more children
+            send_signal(pid, signal.SIGSTOP)  # so that it starts no more children
         level = [child for pid in level for child in children_of(pid)]
         pids += level
     for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
     launcher.wait()
     deadline = time.monotonic() + _END_SECONDS
     while any(map(_is_running, pids[1:])) and time.monotonic() < deadline:

@@ -1,11 +1,14 @@
 """Models of other sizes for `moe-exp mup`, slopes over their sizes, and the best learning rate of each.
-Pure functions; no torch.
+No torch: the command passes the function that trains.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -16,18 +19,16 @@ import numpy as np
 
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.config.checks.checks import check_config
+from moe_exp.host.files import read_json, write_json
+from moe_exp.host.progress import progress
 
 LARGEST_SLOPE = 0.1
 LARGEST_MOVE = 1.5
 # A part whose initial outputs may fall with the width: its initial weights do by n^-1, not n^(-1/2).
 _FALLING = "output layer"
 _WITH_WIDTH = (
-    "num_heads",
-    "num_query_groups",
-    "ffn_hidden_size",
-    "moe_ffn_hidden_size",
-    "shared_expert_size",
-)
+    "num_heads", "num_query_groups", "ffn_hidden_size", "moe_ffn_hidden_size", "shared_expert_size",
+)  # fmt: skip
 
 
 def resized(base: Config, *, width: int, num_experts: int = 0, granularity: int = 1) -> Config:
@@ -101,14 +102,6 @@ def _slope(log2_sizes: Any, outputs: Sequence[float]) -> float:
     return float(np.polyfit(log2_sizes, np.log2(np.maximum(outputs, 1e-30)), 1)[0])
 
 
-def growth_rows(found: Sequence[Growth]) -> list[list[str]]:
-    """Cells of a table: part, slopes of initial outputs and of changes, verdict."""
-    return [
-        [one.part, f"{one.initial:+.2f}", f"{one.change:+.2f}", "flat" if one.is_flat else "NOT FLAT"]
-        for one in found
-    ]
-
-
 # Transfer of the learning rate
 
 
@@ -163,6 +156,62 @@ def moved(optima: Sequence[Optimum]) -> float:
     """Factor between the largest and the smallest of the best learning rates."""
     rates = [one.rate for one in optima]
     return max(rates) / min(rates)
+
+
+def seeds(config: Config, repeats: int) -> Iterator[Config]:
+    """The model with each of its seeds."""
+    for number in range(repeats):
+        yield config.model_copy(update={"seed": config.seed + number})
+
+
+def run_key(config: Config, rate: float, seed: int) -> str:
+    """The name of a run in losses.json."""
+    experts = f"{config.num_experts} experts of {config.expert_ffn_size}, top-{config.topk}"
+    return f"width {config.hidden_size}, {experts}, LR {rate:.6g}, seed {seed}"
+
+
+def losses_of(
+    models: Sequence[Config],
+    rates: Sequence[float],
+    repeats: int,
+    folder: Path,
+    train: Callable[[Config], float],
+    num_workers: int,
+) -> dict[str, float]:
+    """Losses by `run_key`, of every model with every rate and seed; inf if one diverged.
+
+    Runs whose losses folder/losses.json has are not run again. `train` is called in other processes.
+
+    Raises:
+        ConfigError: the folder has losses of other models.
+    """
+    settings = models[0].model_dump(mode="json", exclude={"lr", "num_experts", "topk"})
+    path, known = folder / "losses.json", {}
+    if path.exists():
+        before = read_json(path)
+        there = before.get("settings") if isinstance(before, dict) else None
+        if there != settings:
+            there = there if isinstance(there, dict) else {}
+            names = [name for name, value in settings.items() if there.get(name) != value]
+            rule = f"has runs with another {(names or ['model'])[0].upper()}"
+            raise ConfigError([problem("out", str(folder), rule, "give another folder")])
+        known = before["losses"]
+    jobs = {}
+    for model, rate in itertools.product(models, rates):
+        for seed, config in enumerate(seeds(model, repeats)):
+            floor = config.min_lr / config.lr if config.lr else 0.0
+            job = config.model_copy(update={"lr": rate, "min_lr": rate * floor})
+            jobs[run_key(model, rate, seed)] = job
+    left = {key: job for key, job in jobs.items() if key not in known}
+    with (
+        progress("training", len(jobs), unit="models", done=len(jobs) - len(left)) as advance,
+        ProcessPoolExecutor(num_workers, multiprocessing.get_context("spawn")) as pool,
+    ):
+        for key, loss in zip(left, pool.map(train, left.values()), strict=True):
+            known[key] = loss if math.isfinite(loss) else None  # diverged
+            write_json(path, {"settings": settings, "losses": known})
+            advance(1, key)
+    return {key: math.inf if known[key] is None else float(known[key]) for key in jobs}
 
 
 def draw_transfer(

@@ -16,7 +16,7 @@ from moe_exp.host.files import write_json
 from moe_exp.launch.slurm.submission import plan_job, script_of
 from moe_exp.studies.ladder.ladder import Definition, Ladder
 from moe_exp.studies.sweep.driver import Sweep, _shared_settings, run_sweep
-from moe_exp.studies.sweep.slurm_cases import JobFiles, JobOptions, batch_script
+from moe_exp.studies.sweep.slurm_cases import JobOptions, batch_script
 
 MODEL = {
     "NUM_LAYERS": "2",
@@ -53,7 +53,7 @@ def submitted(command: str, environ: dict[str, str], folder: Path) -> tuple[Conf
         lists = {"TPS": "1", "PPS": "1", "EPS": "1", "MBSZS": "1", "EXECUTOR": "slurm"}
         case = Sweep.of({}, environ | lists).cases()[0]
         options = JobOptions([], 60, on_gpus=True)
-        return case.config, in_script(batch_script(case, JobFiles.of(folder, "a"), folder / "log", options))
+        return case.config, in_script(batch_script(case.name, case, folder, options))
     definition = Definition(rungs=({"TRAIN_ITERS": 100}, {"TRAIN_ITERS": 200}))
     variant = Ladder.of(definition, {}, environ, executor="slurm").rungs[0].reference
     return variant.config, {name: str(value) for name, value in variant.flags.items()}

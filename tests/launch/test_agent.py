@@ -61,7 +61,7 @@ def test_the_agents_handlers_stay_where_torch_sets_its_own(monkeypatch):
 def test_a_hangup_reaches_the_ranks_as_a_request_to_save_and_end(monkeypatch):
     """Ranks answer SIGTERM; each rank gets each signal once, also those of a later start."""
     sent = []
-    monkeypatch.setattr("moe_exp.launch.agent._send", lambda pid, number: sent.append((pid, number)))
+    monkeypatch.setattr("moe_exp.launch.agent.send_signal", lambda pid, number: sent.append((pid, number)))
     agent = Agent.__new__(Agent)
     agent._received, agent._signalled, agent._parent = [signal.SIGHUP, signal.SIGUSR1], set(), os.getppid()
     agent._pcontext = SimpleNamespace(pids=lambda: {0: 11, 1: 12})

@@ -24,31 +24,20 @@ _REMOVE = "see with squeue that none of its jobs is left, and remove it"
 _LAUNCHER = "launch_pickled_pipeline"
 
 
-class _JobIds:
-    """Keeps the ids from what sbatch prints: datatrove forgets that of its last job, which merges stats."""
-
-    def __init__(self) -> None:
-        self.ids: list[str] = []
-
-    def __call__(self, printed: str) -> str:
-        found = re.search(r"\d+", printed)
-        if not found:
-            fix = "take a wrapper away that hides it"
-            raise ValueError(f"sbatch: printed {printed!r}, which has no job id. Fix: {fix}.")
-        self.ids.append(found[0])
-        return self.ids[-1]
-
-
 def check_no_jobs(folder: Path) -> None:
     """Whether SLURM jobs still work in a folder that is to be thrown away, or worked in from here.
 
     Raises:
         ValueError: they do.
     """
-    jobs_file = folder / _JOBS
-    if jobs_file.exists() and (there := still_there(read_json(jobs_file, fix=_REMOVE))):
+    if there := _jobs_there(folder):
         fix = f"scancel {' '.join(there)}, or wait for them"
         raise ValueError(f"{folder}: SLURM jobs still work in it. Fix: {fix}.")
+
+
+def _jobs_there(folder: Path) -> list[str]:
+    jobs_file = folder / _JOBS
+    return still_there(read_json(jobs_file, fix=_REMOVE)) if jobs_file.exists() else []
 
 
 def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: bool = False) -> None:
@@ -62,7 +51,7 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
         ValueError: sbatch refuses, squeue does not answer, or this is a job itself.
     """
     jobs_file = passes[-1].folder / _JOBS
-    if jobs_file.exists() and (there := still_there(read_json(jobs_file, fix=_REMOVE))):
+    if there := _jobs_there(passes[-1].folder):
         num_left = sum(len(one.left()) for one in passes)
         what = "%s: %d tasks are left; SLURM jobs %s are queued or running"
         logger.info(what, name, num_left, ", ".join(there))
@@ -76,21 +65,37 @@ def submit(passes: Sequence[Pass], execution: Execution, name: str, *, follows: 
     if not shutil.which(_LAUNCHER, path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"):
         fix = "add the folder where pip puts programs"
         raise ValueError(f"executor=slurm: datatrove's program {_LAUNCHER} is not in PATH. Fix: {fix}.")
-    job_ids, executor = _JobIds(), None
+    ids: list[str] = []
+    executor: Any = None
+
+    def keep_id(printed: str) -> str:  # datatrove forgets that of its last job, which merges stats
+        found = re.search(r"\d+", printed)
+        if not found:
+            fix = "take a wrapper away that hides it"
+            raise ValueError(f"sbatch: printed {printed!r}, which has no job id. Fix: {fix}.")
+        ids.append(found[0])
+        return found[0]
+
     try:
         for one in passes:
-            executor = slurm_executor(one, execution, name, job_ids, executor)
+            executor = slurm_executor(one, execution, name, keep_id, executor)
             executor.launch_job()
         if execution.finish_command:
-            _submit_finish(executor, execution, job_ids)
+            # One more job behind the last, in datatrove's way: it counts, publishes and shuffles.
+            from datatrove.executor.slurm import launch_slurm_job
+
+            options = {key: value for key, value in executor.get_sbatch_args().items() if key != "array"}
+            options |= {"job-name": f"{executor.job_name}_finish", "dependency": "afterok:" + ":".join(ids)}
+            script = executor.get_launch_file_contents(options, shlex.join(execution.finish_command))
+            launch_slurm_job(script, keep_id)
     except subprocess.CalledProcessError as error:
-        submitted = f", submitted are {' '.join(job_ids.ids)}" if job_ids.ids else ""
+        submitted = f", submitted are {' '.join(ids)}" if ids else ""
         rule = f"exit code {error.returncode}, its message is above{submitted}"
         raise ValueError(f"sbatch: {rule}. Fix: change what it names.") from error
     finally:
         jobs_file.parent.mkdir(parents=True, exist_ok=True)
-        write_json(jobs_file, job_ids.ids)
-    logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(job_ids.ids))
+        write_json(jobs_file, ids)
+    logger.info("%s: submitted SLURM jobs %s; `squeue --me` shows them", name, ", ".join(ids))
 
 
 def slurm_executor(
@@ -99,6 +104,8 @@ def slurm_executor(
     """datatrove's SlurmPipelineExecutor for a pass; jobs find the Python and the packages of this process."""
     from datatrove.executor import SlurmPipelineExecutor
 
+    # else what depends on a failed job waits in the queue forever
+    options = {"kill-on-invalid-dep": "yes", **dict(text.partition("=")[::2] for text in execution.sbatch)}
     return SlurmPipelineExecutor(
         list(one.pipeline),
         tasks=one.num_tasks,
@@ -110,25 +117,9 @@ def slurm_executor(
         job_name=name,
         qos=execution.qos,
         env_command=job_environment(),
-        sbatch_args=_sbatch_options(execution),
+        sbatch_args=options,
         max_array_size=execution.max_array_size,
         depends=depends,
         job_id_retriever=job_ids,
         logging_dir=str(one.folder),
     )
-
-
-def _sbatch_options(execution: Execution) -> dict[str, str]:
-    options = dict(option.partition("=")[::2] for option in execution.sbatch)
-    # else what depends on a failed job waits in the queue forever
-    return {"kill-on-invalid-dep": "yes", **options}
-
-
-def _submit_finish(executor: Any, execution: Execution, job_ids: _JobIds) -> None:
-    """Submits one more job behind the last, in datatrove's way: it counts, publishes and shuffles."""
-    from datatrove.executor.slurm import launch_slurm_job
-
-    options = {name: value for name, value in executor.get_sbatch_args().items() if name != "array"}
-    options |= {"job-name": f"{executor.job_name}_finish", "dependency": "afterok:" + ":".join(job_ids.ids)}
-    script = executor.get_launch_file_contents(options, shlex.join(execution.finish_command))
-    launch_slurm_job(script, job_ids)

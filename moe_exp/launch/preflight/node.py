@@ -12,7 +12,6 @@ No torch: it is the launcher's process.
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import signal
 import socket
@@ -26,19 +25,20 @@ from typing import Any
 from moe_exp.config import Config, ConfigError, module_arguments
 from moe_exp.config.checks.checks import check_node_rank
 from moe_exp.host.devices import count_gpus
-from moe_exp.host.processes import children_of, end_with_parent
+from moe_exp.host.files import read_json
+from moe_exp.host.processes import children_of, end_with_parent, send_signal
 from moe_exp.host.progress import progress_of
 from moe_exp.launch.preflight.gpu_health import query_gpus
 from moe_exp.launch.preflight.host_facts import host_facts, own_name, planned_hosts
 from moe_exp.launch.preflight.pairing import rounds_of_pairs
 from moe_exp.launch.preflight.reach import Door, data_address, unreached
 from moe_exp.launch.preflight.roll_call import Nodes, NotReached, Server
-from moe_exp.launch.preflight.steps import RESULTS_FOLDER, read_rank
 from moe_exp.launch.preflight.verdicts import Finding, NodeVerdict, Verdict, blame_pairs, judge
 from moe_exp.launch.torchrun_job import child_environment, port_problem, torchrun_command
 from moe_exp.planner.costs.params import checkpoint_bytes
 
 MODULE = "moe_exp.launch.preflight.rank"
+RESULTS_FOLDER = "MOE_EXP_PREFLIGHT_RESULTS"  # environment variable for the ranks
 # timeout of all steps of the ranks; normally they take a fraction of it
 _RANKS_SECONDS = 150.0
 _REACH_SECONDS = 30.0
@@ -167,8 +167,7 @@ def _run(command: list[str], environ: Mapping[str, str], log: Any) -> bool:
     finally:
         if torchrun.poll() is None:
             for pid in [torchrun.pid, *children_of(torchrun.pid)]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+                send_signal(pid, signal.SIGKILL)
             torchrun.wait()
 
 
@@ -183,14 +182,26 @@ def _showing(config: Config, folder: Path, rank: int) -> Iterator[None]:
         links = 3 + (config.nnodes > 1 and config.gpus_per_node > 1) + len(rounds_of_pairs(units))
 
     def num_done() -> int:
-        return 1 + read_rank(folder, rank).get("steps_done", -1)
+        return 1 + _read_rank(folder, rank).get("steps_done", -1)
 
     with progress_of(num_done, "preflight", 3 + links, unit="steps"):
         yield
 
 
+def rank_file(folder: Path, rank: int) -> Path:
+    """Results of a rank so far, which it writes and its launcher reads."""
+    return folder / f"rank_{rank}.json"
+
+
+def _read_rank(folder: Path, rank: int) -> dict[str, Any]:
+    try:
+        return dict(read_json(rank_file(folder, rank)))
+    except (OSError, ValueError):
+        return {}  # before its first step
+
+
 def _rank_report(folder: Path, rank: int, *, timed_out: bool, printed: list[str]) -> dict[str, Any]:
-    found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []} | read_rank(folder, rank)
+    found = {"rank": rank, "device": "no device yet", "step": "start", "pairs": []} | _read_rank(folder, rank)
     if found["step"] != "done" and not found.get("error"):
         errors = [line.strip() for line in printed if "Error" in line and "ChildFailedError" not in line]
         last = (errors or printed[-1:] or ["nothing was printed"])[0][:200]

@@ -15,7 +15,8 @@ Pair = tuple[int, int]
 
 def rounds_of_pairs(count: int) -> list[list[Pair]]:
     """At most 6 rounds of disjoint pairs (a, b), a < b < count; two or more partners each if count > 2."""
-    edges = {tuple(sorted((i, (i + stride) % count))) for stride in _strides(count) for i in range(count)}
+    strides = [] if count < 2 else [1] if count < 4 else [1, max(2, count // 2)]
+    edges = {tuple(sorted((i, (i + stride) % count))) for stride in strides for i in range(count)}
     rounds: list[list[Pair]] = []
     used: list[set[int]] = []
     for a, b in sorted(edges, key=lambda edge: ((edge[1] - edge[0]) % count not in (1, count - 1), edge)):
@@ -27,12 +28,6 @@ def rounds_of_pairs(count: int) -> list[list[Pair]]:
         rounds[place].append((a, b))
         used[place] |= {a, b}
     return rounds
-
-
-def _strides(count: int) -> list[int]:
-    if count < 2:
-        return []
-    return [1] if count < 4 else [1, max(2, count // 2)]
 
 
 def culprits(pairs: Iterable[Pair]) -> tuple[list[int], list[Pair]]:

@@ -27,8 +27,8 @@ from moe_exp.host.devices import device_label
 from moe_exp.host.files import write_json
 from moe_exp.launch.preflight.device_checks import DTYPES, bytes_to_fill, check_matmul, check_memory
 from moe_exp.launch.preflight.link_checks import described, measure_group, process_group
+from moe_exp.launch.preflight.node import RESULTS_FOLDER, rank_file
 from moe_exp.launch.preflight.pairing import rounds_of_pairs
-from moe_exp.launch.preflight.steps import RESULTS_FOLDER, rank_file
 
 _LINK_TIMEOUT = datetime.timedelta(seconds=20)
 _STEP_TIMEOUT = datetime.timedelta(seconds=60)  # how far the other ranks may be behind
@@ -105,7 +105,9 @@ def check_links(config: Config, results: _Results, rank: int, local_rank: int) -
     results.begin("join")
     store, _, _ = next(rendezvous("env://", timeout=_JOIN_TIMEOUT))
     links = _Links(store, results, rank, _device(local_rank), config.world_size)
-    units = _units(config)
+    # ranks of each node; with one node, each rank by itself
+    size = config.gpus_per_node if config.nnodes > 1 else 1
+    units = [list(range(first, first + size)) for first in range(0, config.world_size, size)]
     mine = next(number for number, ranks in enumerate(units) if rank in ranks)
     if len(units[mine]) > 1:
         results.values["node"] = links.measure("node", f"node {mine}", units[mine])
@@ -153,12 +155,6 @@ class _Links:
         """Whether any rank's group has failed; called by every rank after the last measurement."""
         self.meet("links")
         return self._store.add("failures", 0) > 0
-
-
-def _units(config: Config) -> list[list[int]]:
-    """Ranks of each node; with one node, each rank by itself."""
-    size = config.gpus_per_node if config.nnodes > 1 else 1
-    return [list(range(first, first + size)) for first in range(0, config.world_size, size)]
 
 
 if __name__ == "__main__":

@@ -74,15 +74,6 @@ def add_to_list(verdict: Verdict, path: Path) -> list[str]:
     return [host for host, reason in bad if exclude(path, host, reason)]
 
 
-def write_event(config: Config, verdict: Verdict, seconds: float, iteration: int) -> None:
-    """Adds the event `preflight` to the run's metrics.jsonl, creating it if needed."""
-    folder = RunFolder.of(config)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    details = {"grade": verdict.grade, "seconds": round(seconds, 1), "findings": findings_lines(verdict)}
-    hosts = [node.host for node in verdict.to_exclude()]
-    append_event(folder.metrics, "preflight", iteration, **details, exclude=hosts)
-
-
 _FIX = "start the job without it, or set PREFLIGHT=0 to train all the same"
 
 
@@ -104,7 +95,12 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
         path = Path(os.environ.get("EXCLUDE_FILE") or Path(config.run_dir) / EXCLUDE_NODES).expanduser()
         if added := add_to_list(verdict, path):
             complain(f"{path}: added {', '.join(added)}")
-        write_event(config, verdict, time.monotonic() - start, _iteration(config))
+        folder = RunFolder.of(config)
+        folder.path.mkdir(parents=True, exist_ok=True)
+        hosts = [node.host for node in verdict.to_exclude()]
+        details = {"grade": verdict.grade, "seconds": round(time.monotonic() - start, 1)}
+        details |= {"findings": findings_lines(verdict), "exclude": hosts}
+        append_event(folder.metrics, "preflight", _iteration(folder), **details)
         wait_for_port(config)
     if verdict.grade != "failed":
         return True
@@ -115,9 +111,8 @@ def passes(config: Config, flags: Mapping[str, Any]) -> bool:
     return False
 
 
-def _iteration(config: Config) -> int:
-    newest = RunFolder.of(config).checkpoints / LATEST
+def _iteration(folder: RunFolder) -> int:
     try:
-        return int(newest.read_text())
+        return int((folder.checkpoints / LATEST).read_text())
     except (OSError, ValueError):
         return 0

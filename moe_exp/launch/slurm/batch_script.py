@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -62,12 +62,10 @@ class RunJob:
 def batch_script(job: RunJob, *, excluded: Sequence[str] = ()) -> str:
     """The text of the sbatch file; raises ConfigError if a control character could start a new line."""
     options = [*_options(job), *([f"exclude={','.join(excluded)}"] if excluded else [])]
-    directives = [f"#SBATCH {quoted_option(f'--{option}')}" for option in options]
-    # sbatch uses the last of two
-    directives += [f"#SBATCH {quoted_option(option)}" for option in job.slurm.extra_options]
+    lines = directives([*(f"--{option}" for option in options), *job.slurm.extra_options])
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     written = f"# Written by run_slurm.sh, {now}: sbatch takes it as it is."
-    head = ["#!/bin/bash", *directives, written, "set -uo pipefail", ""]
+    head = ["#!/bin/bash", *lines, written, "set -uo pipefail", ""]
     return "\n".join([*head, *_settings(job), "", *_variables(job), "", _BODY.read_text(encoding="utf-8")])
 
 
@@ -115,11 +113,14 @@ def _shell(text: object) -> str:
     return shlex.quote(checked_line(str(text)))
 
 
-def quoted_option(option: str) -> str:
-    """Quotes a directive as sbatch parses it."""
-    checked_line(option)
-    plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
-    return option if plain else '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
+def directives(options: Iterable[str]) -> list[str]:
+    """Lines for options of the form --name=value, quoted as sbatch parses them; of two it uses the last."""
+    lines = []
+    for option in map(checked_line, options):
+        plain = all(character.isalnum() or character in "-_=./,:@%+&|[]*()" for character in option)
+        quoted = option if plain else '"' + option.replace("\\", "\\\\").replace('"', '\\"') + '"'
+        lines.append(f"#SBATCH {quoted}")
+    return lines
 
 
 def _settings(job: RunJob) -> list[str]:

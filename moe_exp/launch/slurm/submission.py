@@ -27,6 +27,9 @@ from moe_exp.watch.nodes.exclude import read_excluded
 
 # Variables with sbatch options, which override the file's; a site may set these for all users.
 _KEPT_OPTIONS = ("SBATCH_ACCOUNT", "SBATCH_PARTITION", "SBATCH_QOS", "SBATCH_RESERVATION", "SBATCH_CLUSTERS")
+_NO_SBATCH = (
+    "sbatch: there is none here. Fix: call it on a login node of the cluster, or inspect it with --dry-run."
+)
 _KEPT_OF_SLURM = ("SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT")
 
 
@@ -146,7 +149,10 @@ def submit(job: RunJob) -> list[str]:
     num_calls = 1 if job.slurm.chain == "array" else job.slurm.num_jobs
     try:
         for _ in range(num_calls):
-            ids.append(_sbatch(path, ids[-1:] or job.slurm.jobs_before))
+            before = _dependency(ids[-1:] or job.slurm.jobs_before)
+            command = ["sbatch", "--parsable", *before, str(path)]
+            fix = f"change what it names; {shlex.join(command)} tries again"
+            ids.append(sbatch(command, _NO_SBATCH, fix))
             # immediately: the first job may end before the last is submitted
             with submitted.open("a") as file:
                 file.write(f"{ids[-1]}\n")
@@ -157,31 +163,34 @@ def submit(job: RunJob) -> list[str]:
     return ids
 
 
-def _sbatch(path: Path, before: Sequence[str]) -> str:
-    command = ["sbatch", "--parsable", *_dependency(before), str(path)]
+def sbatch(command: Sequence[str], missing: str, fix: str) -> str:
+    """Calls `sbatch --parsable ...`, and returns the id of the job.
+
+    Args:
+        missing: the error where there is no sbatch.
+        fix: what to do if it refuses.
+
+    Raises:
+        ValueError: it is missing, or refuses.
+    """
+    # Without other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file.
+    others = ("SLURM_", "SBATCH_", "SRUN_")
+    environ = {
+        name: value
+        for name, value in os.environ.items()
+        if name in (*_KEPT_OPTIONS, *_KEPT_OF_SLURM) or not name.startswith(others)
+    }
     try:
-        done = subprocess.run(command, capture_output=True, text=True, env=sbatch_environment(os.environ))
+        done = subprocess.run(command, capture_output=True, text=True, env=environ)
     except FileNotFoundError:
-        fix = "call it on a login node of the cluster, or inspect it with --dry-run"
-        raise ValueError(f"sbatch: there is none here. Fix: {fix}.") from None
+        raise ValueError(missing) from None
     # --parsable prints the id, and the cluster if there are several: 123;name.
     found = re.search(r"^(\d+)(;.*)?$", done.stdout, re.MULTILINE)
     if done.returncode or not found:
         said = " ".join((done.stderr or done.stdout).split())
-        fix = f"change what it names; {shlex.join(command)} tries again"
         raise ValueError(f"sbatch: exit code {done.returncode}: {said}. Fix: {fix}.")
     return found[1]
 
 
 def _dependency(before: Sequence[str]) -> list[str]:
     return [f"--dependency=afterany:{':'.join(before)}"] if before else []
-
-
-def sbatch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Drops other jobs' variables: sbatch passes SLURM_* on, and SBATCH_* override the file."""
-    kept = (*_KEPT_OPTIONS, *_KEPT_OF_SLURM)
-    return {
-        name: value
-        for name, value in environ.items()
-        if name in kept or not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))
-    }

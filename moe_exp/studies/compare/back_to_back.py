@@ -3,33 +3,43 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import re
-import signal
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from pathlib import Path
-from types import FrameType
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
-from moe_exp.config import Config, ConfigError, problem
+from moe_exp.config import Config, ConfigError, load_config, problem
 from moe_exp.config.checks.checks import check_config
+from moe_exp.host.devices import device_name
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
-from moe_exp.host.processes import free_port, signals_handled
-from moe_exp.host.progress import progress_of
+from moe_exp.host.processes import free_port
+from moe_exp.host.progress import progress, progress_of
 from moe_exp.launch.machine_checks import check_environment, check_files
+from moe_exp.planner.estimate import cost_of
+from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.report.page import write_report
-from moe_exp.studies.child_runs import held, run_environment, run_to_end, wait_until_free
-from moe_exp.studies.compare.comparison import Comparison, Run, compare_with_before, keep, known_pace
-from moe_exp.studies.compare.pace import measured_pace, predicted_seconds
+from moe_exp.runs.records import last_records
+from moe_exp.studies.child_runs import (
+    MEASURED_ONLY,
+    Case,
+    at_work,
+    clear,
+    median_seconds,
+    records_after,
+    run_environment,
+    run_to_end,
+    wait_until_free,
+)
+from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep, known_pace
 from moe_exp.studies.compare.results import Ended, as_json, is_finished, read_ended
 from moe_exp.studies.compare.table import plan_text, result_text
+from moe_exp.studies.compare.variants import Variant
 from moe_exp.studies.failures import why_it_failed
 
 # Longer than a record of up to a few thousand experts.
 _TAIL_BYTES = 1 << 17
 PAGE = "report.html"
-_ITERATION = re.compile(rb'"kind": "train", "iteration": (\d+)')
+_PACE_ITERATIONS, _PACE_WARMUP = 12, 4
 
 
 def dry_run(comparison: Comparison) -> str:
@@ -41,10 +51,8 @@ def dry_run(comparison: Comparison) -> str:
     if comparison.options.match == "time":
         seconds = {name: value for name, value in pace.items() if value}
         if len(seconds) < len(pace):
-            return (
-                plan_text(comparison, pace, measured=False)
-                + "\niterations are chosen when the pace of each is measured"
-            )
+            text = plan_text(comparison, pace, measured=False)
+            return f"{text}\niterations are chosen when the pace of each is measured"
         comparison = comparison.paced(seconds)
     return plan_text(comparison, pace, measured=len(known) == len(pace))
 
@@ -75,15 +83,11 @@ def run_comparison(comparison: Comparison) -> int:
     check_runs(comparison.runs(), check_config)
     compare_with_before(comparison)
     _check_place(comparison)
-    with held(comparison.folder, f"RUN_NAME={comparison.folder.name}", "comparison"), stopped_by_signals():
-        try:
-            return _run_held(comparison)
-        except KeyboardInterrupt:
-            print("stopped: the same command continues with what is left", flush=True)
-            raise
+    with at_work(comparison.folder, f"RUN_NAME={comparison.folder.name}", "comparison"):
+        return _run_all(comparison)
 
 
-def _run_held(comparison: Comparison) -> int:
+def _run_all(comparison: Comparison) -> int:
     by_time = comparison.options.match == "time"
     pace = known_pace(comparison)
     if by_time:
@@ -101,45 +105,87 @@ def _run_held(comparison: Comparison) -> int:
     text, warnings = "", list[str]()
     for number, run in enumerate(runs, start=1):
         ended[run.name] = run_one(comparison, run, f"[{number}/{len(runs)}] {run.name}")
-        print(f"[{number}/{len(runs)}] {_line(ended[run.name])}", flush=True)
+        print(f"[{number}/{len(runs)}] {ended_line(ended[run.name], run.name)}", flush=True)
         text = write_tables(comparison, [ended.get(other.name) or read_ended(other) for other in runs])
-        warnings = write_page(comparison, [run.folder.path for run in runs if run.folder.metrics.exists()])
+        with_records = [other.folder.path for other in runs if other.folder.metrics.exists()]
+        if with_records:
+            page = comparison.folder / PAGE
+            warnings = write_report(with_records, page, title=comparison.folder.name)
     print("\n".join(["", text, f"{comparison.folder}/report.md", *warnings]), flush=True)
     if (comparison.folder / PAGE).exists():
         print(comparison.folder / PAGE, flush=True)
     return int(any(one.status in ("failed", "oom", "timeout") for one in ended.values()))
 
 
-def run_one(comparison: Comparison, run: Run, title: str) -> Ended:
+def run_one(comparison: Comparison, run: Case, title: str) -> Ended:
     """Trains a run to its end, unless finished."""
     if is_finished(run):
         return read_ended(run)
     before = run.log.stat().st_size if run.log.exists() else 0
     timeout = comparison.options.timeout or None
     with progress_of(lambda: _iteration(run), title, run.config.train_iters, unit="iterations"):
-        code = run_to_end(run.variant.flags, run.log, timeout=timeout, environ=run_environment(), saving=True)
+        code = run_to_end(run.flags, run.log, timeout=timeout, environ=run_environment(), saving=True)
     if code is None:
-        return read_ended(
-            run, status="timeout", reason=f"had not ended after --timeout {comparison.options.timeout:g} s"
-        )
-    if code not in (FINISHED, TO_BE_CONTINUED):
-        status, reason = why_it_failed(run.log.read_bytes()[before:].decode(errors="replace"), code)
-        return read_ended(run, status=status, reason=reason)
-    return read_ended(run)
+        reason = f"had not ended after --timeout {comparison.options.timeout:g} s"
+        return read_ended(run, status="timeout", reason=reason)
+    return ended_with(run, code, run.log.read_bytes()[before:].decode(errors="replace"))
 
 
-def _line(ended: Ended) -> str:
+def ended_with(run: Case, code: int | None, printed: str) -> Ended:
+    """State of a run whose launcher has ended with `code`, None if unknown, and has printed this."""
+    if code in (FINISHED, TO_BE_CONTINUED):
+        return read_ended(run)
+    status, reason = why_it_failed(printed, code)
+    return read_ended(run, status=status, reason=reason)
+
+
+def ended_line(ended: Ended, name: str) -> str:
     loss = f", loss {ended.final_loss:.4f}" if ended.final_loss is not None else ""
-    return f"{ended.run.name}: {ended.status}{loss}" + (f": {ended.reason}" if ended.reason else "")
+    return f"{name}: {ended.status}{loss}" + (f": {ended.reason}" if ended.reason else "")
 
 
-def _iteration(run: Run) -> int:
+def _iteration(run: Case) -> int:
     """Latest logged iteration; reads only the last lines, as it is called every second."""
-    with suppress(OSError), run.folder.metrics.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        found = [int(number) for number in _ITERATION.findall(file.read())]
-        return found[-1] if found else 0
+    with suppress(OSError):
+        records = last_records(run.folder.metrics, _TAIL_BYTES)
+        return max((record["iteration"] for record in records if record["kind"] == "train"), default=0)
     return 0
+
+
+def predicted_seconds(variant: Variant) -> float | None:
+    """The planner's prediction per iteration on this host's device; None if it has no profile."""
+    profile = profile_of(device_name())
+    if not profile:
+        return None
+    cost = cost_of(variant.config, load_hardware(profile))
+    return cost.seconds / cost.num_iterations
+
+
+def measured_pace(comparison: Comparison, known: Mapping[str, float]) -> dict[str, float]:
+    """Median seconds per iteration by variant; those in `known`, from earlier calls, are not measured again.
+
+    Raises:
+        ValueError: a variant does not run, with the reason.
+    """
+    left = [variant for variant in comparison.variants if variant.name not in known]
+    pace, folder = dict(known), comparison.folder / "pace"
+    if not left:
+        return pace
+    with progress("measuring the pace", len(left), unit="variants") as advance:
+        for variant in left:
+            place = {"run_dir": str(folder), "run_name": variant.name, "train_iters": _PACE_ITERATIONS}
+            flags = {**variant.flags, **MEASURED_ONLY, **place}
+            log = comparison.folder / "logs" / f"{variant.name}.pace.log"
+            case = Case(variant.name, flags, load_config(flags, {}), log)
+            clear(case)
+            if code := run_to_end(flags, log, timeout=None, environ=run_environment()):
+                _, reason = why_it_failed(log.read_text(encoding="utf-8", errors="replace"), code)
+                fix = f"see {log}, and fix or leave out the variant"
+                raise ValueError(f"variant={variant.name}: does not run: {reason}. Fix: {fix}.")
+            pace[variant.name] = median_seconds(records_after(case.folder, _PACE_WARMUP))
+            advance(1)
+    shutil.rmtree(folder, ignore_errors=True)
+    return pace
 
 
 def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
@@ -148,11 +194,6 @@ def write_tables(comparison: Comparison, ended: Sequence[Ended]) -> str:
     write_atomically(comparison.folder / "report.md", text)
     write_json(comparison.folder / "results.json", as_json(comparison, ended))
     return text
-
-
-def write_page(comparison: Comparison, runs: Sequence[Path]) -> list[str]:
-    """Writes report.html of these run folders, if any; returns warnings to read first."""
-    return write_report(runs, comparison.folder / PAGE, title=comparison.folder.name) if runs else []
 
 
 def _settings_and_environment(config: Config) -> list[str]:
@@ -168,24 +209,21 @@ def need_packages(field: str, *packages: str) -> None:
 
 
 def check_runs(
-    runs: Sequence[Run], problems_of: Callable[[Config], list[str]] = _settings_and_environment
+    runs: Sequence[Case], problems_of: Callable[[Config], list[str]] = _settings_and_environment
 ) -> None:
     """Raises ConfigError, a line per problem, if any run cannot start; names the runs unless all fail."""
-    found = {}
+    named: dict[str, list[str]] = {}
     in_folders = len({run.folder.path.parent for run in runs}) > 1
     for run in runs:
+        name = f"{run.folder.path.parent.name}/{run.name}" if in_folders else run.name
         # every run gets a free port when it starts
-        config = run.config.model_copy(update={"master_port": free_port()})
-        found[f"{run.folder.path.parent.name}/{run.name}" if in_folders else run.name] = problems_of(config)
-    lines: dict[str, list[str]] = {}
-    for name, problems in found.items():
-        for line in problems:
-            lines.setdefault(line, []).append(name)
-    if lines:
+        for line in problems_of(run.config.model_copy(update={"master_port": free_port()})):
+            named.setdefault(line, []).append(name)
+    if named:
         raise ConfigError(
             [
-                line if len(names) == len(found) else f"{', '.join(names)}: {line}"
-                for line, names in lines.items()
+                line if len(names) == len(runs) else f"{', '.join(names)}: {line}"
+                for line, names in named.items()
             ]
         )
 
@@ -194,28 +232,9 @@ def _check_place(comparison: Comparison) -> None:
     """Raises ConfigError if the folder cannot be created or the environment does not fit."""
     folder = comparison.folder
     if (folder / "config.yaml").exists() or (folder / "metrics.jsonl").exists():
-        raise ConfigError(
-            [
-                problem(
-                    "run_name",
-                    folder.name,
-                    f"{folder} is the folder of a run, not of a comparison",
-                    "give another RUN_NAME",
-                )
-            ]
-        )
+        rule = f"{folder} is the folder of a run, not of a comparison"
+        raise ConfigError([problem("run_name", folder.name, rule, "give another RUN_NAME")])
     first = comparison.runs()[0]
     config = first.config.model_copy(update={"run_name": ".new", "master_port": free_port()})
     if problems := check_environment(config):
         raise ConfigError(problems)
-
-
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """Inside the block, SIGTERM and SIGHUP raise KeyboardInterrupt."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    with signals_handled(interrupt, signals=(signal.SIGTERM, signal.SIGHUP)):
-        yield

@@ -10,15 +10,14 @@ $RUN_DIR/NAME/
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_exp.config import TRAITS, Config, ConfigError, load_config, problem
+from moe_exp.config import TRAITS, ConfigError, load_config, problem
 from moe_exp.host.files import read_json, write_json
-from moe_exp.runs.run_folder import RunFolder
-from moe_exp.studies.child_runs import given_settings
+from moe_exp.studies.child_runs import Case, given_settings
 from moe_exp.studies.compare.matching import MATCHES, Match, iterations_of_time, match_sizes, with_iterations
 from moe_exp.studies.compare.variants import Variant, make_variants, reference_of
 
@@ -43,68 +42,23 @@ class Options:
     seconds: float = 0.0
     timeout: float = 0.0
 
-    @classmethod
-    def of(cls, texts: Mapping[str, str], variants: Sequence[str]) -> Options:
-        """Parses options from text by field name, and --variant values; ConfigError for bad numbers."""
-        values: dict[str, Any] = dict(texts)
-        problems = []
-        for name, kind, what in (
-            ("repeats", int, "a whole number"),
-            ("seconds", float, "a number"),
-            ("timeout", float, "a number"),
-        ):
-            try:
-                values[name] = kind(texts[name])
-            except ValueError:
-                problems.append(
-                    problem(name, texts[name], f"must be {what}", f"give {what}, or leave --{name} out")
-                )
-        if problems:
-            raise ConfigError(problems)
-        return cls(variants=tuple(variants), **values)
-
     def problems(self) -> list[str]:
         """Invalid options."""
         found = []
         if self.match not in MATCHES:
-            found.append(
-                problem("match", self.match, "is nothing to match by", f"use one of {', '.join(MATCHES)}")
-            )
+            fix = f"use one of {', '.join(MATCHES)}"
+            found.append(problem("match", self.match, "is nothing to match by", fix))
         if self.repeats < 1:
-            found.append(
-                problem(
-                    "repeats", self.repeats, "must be at least 1", "give the number of runs of each variant"
-                )
-            )
+            fix = "give the number of runs of each variant"
+            found.append(problem("repeats", self.repeats, "must be at least 1", fix))
         for name in ("seconds", "timeout"):
             if not 0 <= getattr(self, name) < math.inf:
-                found.append(
-                    problem(name, getattr(self, name), "must be a number from 0 on", "leave it out for none")
-                )
+                rule = "must be a number from 0 on"
+                found.append(problem(name, getattr(self, name), rule, "leave it out for none"))
         if self.seconds > 0 and self.match != "time":
-            found.append(
-                problem(
-                    "seconds",
-                    self.seconds,
-                    f"is a budget of time, but --match is {self.match}",
-                    "add --match time",
-                )
-            )
+            rule = f"is a budget of time, but --match is {self.match}"
+            found.append(problem("seconds", self.seconds, rule, "add --match time"))
         return found
-
-
-@dataclass(frozen=True)
-class Run:
-    """One run of a variant: one seed, in its own folder."""
-
-    name: str
-    variant: Variant
-    folder: RunFolder
-    log: Path
-
-    @property
-    def config(self) -> Config:
-        return self.variant.config
 
 
 @dataclass(frozen=True)
@@ -130,19 +84,16 @@ class Comparison:
         Raises:
             ConfigError: lists all problems.
         """
-        problems = options.problems()
-        if problems:
+        if problems := options.problems():
             raise ConfigError(problems)
         given = given_settings(flags, environ)
         base = load_config(given, {})
         if base.nnodes > 1:
-            raise ConfigError(
-                [problem("nnodes", base.nnodes, "runs are started on this node alone", "set NNODES=1")]
-            )
+            rule = "runs are started on this node alone"
+            raise ConfigError([problem("nnodes", base.nnodes, rule, "set NNODES=1")])
         variants = match_sizes(make_variants(options.runs, options.variants, given), options.match)
-        name = base.run_name or "_".join(
-            ["compare", base.preset, options.match, *(variant.name for variant in variants)]
-        )
+        names = [variant.name for variant in variants]
+        name = base.run_name or "_".join(["compare", base.preset, options.match, *names])
         return cls(options, Path(base.run_dir).expanduser() / name, tuple(variants))
 
     @property
@@ -154,18 +105,17 @@ class Comparison:
     def names(self) -> list[str]:
         return [variant.name for variant in self.variants]
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[Case]:
         """All runs: every variant with one seed, then with the next, so that each round is complete."""
-        return [
-            self._run(variant, number) for number in range(self.options.repeats) for variant in self.variants
-        ]
+        return [self._run(one, number) for number in range(self.options.repeats) for one in self.variants]
 
-    def _run(self, variant: Variant, number: int) -> Run:
+    def _run(self, variant: Variant, number: int) -> Case:
         seed = variant.config.seed + number
         name = variant.name if number == 0 else f"{variant.name}_seed_{seed}"
         remote = variant.config.remote_dir and f"{variant.config.remote_dir}/{self.folder.name}"
         placed = variant.having(run_dir=str(self.folder), run_name=name, seed=seed, remote_dir=remote)
-        return Run(name, placed, RunFolder(self.folder / name), self.folder / "logs" / f"{name}.log")
+        log = self.folder / "logs" / f"{name}.log"
+        return Case(name, placed.flags, placed.config, log, variant=variant.name)
 
     def paced(self, seconds: Mapping[str, float]) -> Comparison:
         """The comparison with equal training time for all, given seconds per iteration by variant name."""
@@ -189,10 +139,8 @@ def keep(comparison: Comparison, pace: Mapping[str, float]) -> None:
     """Writes compare.json, keeping variants of earlier calls."""
     entries = _kept(comparison)
     for variant in comparison.variants:
-        entries[variant.name] = {
-            "settings": _settings(variant),
-            "seconds_per_iteration": pace.get(variant.name),
-        }
+        seconds = pace.get(variant.name)
+        entries[variant.name] = {"settings": _settings(variant), "seconds_per_iteration": seconds}
     options = {"match": comparison.options.match, "seconds": comparison.options.seconds}
     write_json(comparison.folder / "compare.json", {**options, "variants": entries})
 
@@ -206,27 +154,20 @@ def compare_with_before(comparison: Comparison) -> None:
     path = comparison.folder / "compare.json"
     if not path.exists():
         return
-    kept = _read(path)
+    kept, options = _read(path), comparison.options
     fix = "set it as it was, or give another RUN_NAME"
     problems = [
-        problem(
-            name,
-            getattr(comparison.options, name),
-            f"{comparison.folder} was made with {kept.get(name)}",
-            fix,
-        )
-        for name in ("match", "seconds")
-        if kept.get(name) != getattr(comparison.options, name)
+        problem(name, value, f"{comparison.folder} was made with {kept.get(name)}", fix)
+        for name, value in {"match": options.match, "seconds": options.seconds}.items()
+        if kept.get(name) != value
     ]
     for variant in comparison.variants:
         before = kept["variants"].get(variant.name, {}).get("settings", {})
-        changed = {
-            name: value
+        problems += [
+            problem(name, value, f"{comparison.folder} holds a {variant.name} with {before[name]}", fix)
             for name, value in _settings(variant).items()
             if name in before and before[name] != value
-        }
-        where = f"{comparison.folder} holds a {variant.name} with"
-        problems += [problem(name, value, f"{where} {before[name]}", fix) for name, value in changed.items()]
+        ]
     if problems:
         raise ConfigError(problems)
 

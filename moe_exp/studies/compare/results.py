@@ -10,30 +10,18 @@ from typing import Any, Literal
 import numpy as np
 
 from moe_exp.host.files import read_json
-from moe_exp.report.comparison import (
-    NATS,
-    Group,
-    Parity,
-    parity,
-    smoothed,
-    why_not_compared,
-    window_of,
-)
+from moe_exp.report.comparison import NATS, Group, Parity, parity, smoothed, why_not_compared, window_of
 from moe_exp.report.overview import Overview, overview
 from moe_exp.report.run_data import Run as Recorded
 from moe_exp.report.run_data import read_run
 from moe_exp.runs.records import json_value
-from moe_exp.studies.compare.comparison import Comparison, Run
+from moe_exp.studies.child_runs import Case
+from moe_exp.studies.compare.comparison import Comparison
 from moe_exp.studies.compare.variants import differences
 
 Axis = Literal["tokens", "flops", "seconds"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "seconds")
-_KEYS: dict[Axis, str] = {
-    "tokens": "consumed_tokens",
-    "flops": "consumed_flops",
-    "seconds": "training_seconds",
-}
-
+_KEYS = {"tokens": "consumed_tokens", "flops": "consumed_flops", "seconds": "training_seconds"}
 _REPORTED = ("final_loss", "valid_loss", "tokens", "flops", "seconds", "tokens_per_second")
 
 
@@ -48,7 +36,7 @@ class Ended:
         reason: why it failed.
     """
 
-    run: Run
+    run: Case
     status: str
     recorded: Recorded
     numbers: Overview
@@ -60,20 +48,20 @@ class Ended:
         return self.numbers.final_loss if math.isfinite(self.numbers.final_loss) else None
 
 
-def is_finished(run: Run) -> bool:
+def is_finished(run: Case) -> bool:
     """Whether the run's summary says that it was trained to its end."""
     summary = _summary(run)
     return summary.get("status") == "finished" and summary.get("iteration", 0) >= run.config.train_iters
 
 
-def read_ended(run: Run, *, status: str = "", reason: str = "") -> Ended:
+def read_ended(run: Case, *, status: str = "", reason: str = "") -> Ended:
     """Reads a run's state from its folder; `status` and `reason` say why it did not finish, if known."""
     recorded = read_run(run.folder.path)
     numbers = overview(recorded, float("nan"), None, 0.0)
     return Ended(run, status or str(_summary(run).get("status") or "left"), recorded, numbers, reason)
 
 
-def _summary(run: Run) -> dict[str, Any]:
+def _summary(run: Case) -> dict[str, Any]:
     try:
         return dict(read_json(run.folder.summary))
     except (OSError, ValueError):
@@ -115,7 +103,7 @@ def as_json(comparison: Comparison, ended: Sequence[Ended]) -> dict[str, Any]:
                     **{name: json_value(getattr(one.numbers, name)) for name in _REPORTED},
                 }
                 for one in ended
-                if one.run.variant.name == variant.name
+                if one.run.variant == variant.name
             ],
         }
         for index, variant in enumerate(comparison.variants)

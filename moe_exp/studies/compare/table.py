@@ -35,20 +35,17 @@ def plan_text(comparison: Comparison, seconds: Mapping[str, float | None], *, me
     head = f"{comparison.folder}: {', '.join(comparison.names)}, matched by {options.match}"
     head += f", {options.repeats} runs of each with seeds from {config.seed}" if options.repeats > 1 else ""
     rows = {**_size_rows(comparison), "iterations": [f"{one.config.train_iters:,}" for one in variants]}
-    rows["tokens"] = [
-        count_text(one.config.train_iters * one.config.gbsz * one.config.seq_len) for one in variants
-    ]
+    tokens = [one.config.train_iters * one.config.gbsz * one.config.seq_len for one in variants]
+    rows["tokens"] = [*map(count_text, tokens)]
     times = [(pace := seconds.get(one.name)) and pace * one.config.train_iters for one in variants]
-    rows[f"training time, {'measured pace' if measured else 'predicted roughly'}"] = [
-        _duration(time) for time in times
-    ]
+    how = "measured pace" if measured else "predicted roughly"
+    rows[f"training time, {how}"] = [*map(_duration, times)]
     lines = [head, "", *_table(comparison.names, rows), "", *_difference_lines(variants)]
     known = [time for time in times if time]
     if len(known) == len(times):
-        lines.append(
-            f"all {options.repeats * len(variants)} runs: {_duration(options.repeats * sum(known))}, and"
-            " their starts and evaluations"
-        )
+        total = _duration(options.repeats * sum(known))
+        number = options.repeats * len(variants)
+        lines.append(f"all {number} runs: {total}, and their starts and evaluations")
         lines += [f"times are {_percent(max(known) / min(known) - 1)} apart"] if measured else []
     return "\n".join(lines)
 
@@ -90,7 +87,7 @@ def _shown(value: object) -> str:
 
 def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
     """The Markdown report: sizes, losses at equal tokens, FLOPs and time, failures, comparisons of pairs."""
-    by_name = {name: [one for one in ended if one.run.variant.name == name] for name in comparison.names}
+    by_name = {name: [one for one in ended if one.run.variant == name] for name in comparison.names}
     rows = {"status": [_statuses(runs) for runs in by_name.values()], **_size_rows(comparison)}
     for label, value, text in _RESULTS:
         rows[label] = [_spread([value(one) for one in _counted(runs)], text) for runs in by_name.values()]
@@ -100,12 +97,8 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
             losses = {one.run.name: loss for one, loss in zip(ended, found[1], strict=True)}
             row = [_spread([losses[one.run.name] for one in runs], _loss) for runs in by_name.values()]
             rows[f"loss at {_AXIS_WORDS[axis](found[0])}"] = row
-    lines = [
-        f"# {comparison.folder.name}: matched by {comparison.options.match}",
-        "",
-        *_table(list(by_name), rows),
-        "",
-    ]
+    head = f"# {comparison.folder.name}: matched by {comparison.options.match}"
+    lines = [head, "", *_table(list(by_name), rows), ""]
     times = [one.numbers.seconds for one in ended if one.status == "finished" and one.numbers.seconds > 0]
     if comparison.options.match == "time" and len(times) > 1:
         lines.append(f"- training times came out {_percent(max(times) / min(times) - 1)} apart")
@@ -115,14 +108,7 @@ def result_text(comparison: Comparison, ended: Sequence[Ended]) -> str:
         "Losses are of training, nats per token: means over the last 5% of a run's tokens, where runs are"
         " compared of the shortest run's; times are without evaluation and saves."
     )
-    return "\n".join(
-        [
-            *lines,
-            "",
-            note + (_OF_SEEDS if comparison.options.repeats > 1 else ""),
-            "",
-        ]
-    )
+    return "\n".join([*lines, "", note + (_OF_SEEDS if comparison.options.repeats > 1 else ""), ""])
 
 
 def _counted(runs: Sequence[Ended]) -> list[Ended]:
@@ -176,14 +162,10 @@ def _parity_lines(by_name: Mapping[str, Sequence[Ended]], reference: str) -> Ite
 
 def _parity_of_seeds(found: Sequence[Parity]) -> str:
     """Summarizes comparisons of the same two variants over seeds."""
-    shares = {what: [getattr(one, axis) for one in found] for axis, what in _SHARES.items()}
-    cost = in_words(
-        [
-            f"{text} of {what}"
-            for what, values in shares.items()
-            if (text := _with_interval(values, _whole_percent))
-        ]
-    )
+    words: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
+    shares = {what: [getattr(one, axis) for one in found] for axis, what in words.items()}
+    texts = {what: _with_interval(values, _whole_percent) for what, values in shares.items()}
+    cost = in_words([f"{text} of {what}" for what, text in texts.items() if text])
     loss = _spread([one.loss for one in found], _loss)
     what = VALIDATION if found[0].what == VALIDATION else "loss"
     run = Group(tuple(run for one in found for run in one.run.runs))
@@ -194,9 +176,6 @@ def _parity_of_seeds(found: Sequence[Parity]) -> str:
         f"{found[0].run.name} against {found[0].other.name}, means of {len(found)} seeds: to the lowest"
         f" {what} that both reach, {loss}, it needed {cost}{'.' if opposite else ''}{opposite}"
     )
-
-
-_SHARES: dict[Axis, str] = {"flops": "the FLOPs", "seconds": "the time", "tokens": "the tokens"}
 
 
 def _statuses(runs: Sequence[Ended]) -> str:
@@ -221,22 +200,13 @@ def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ""
-    mean = statistics.fmean(known)
-    if len(known) < 2:
+    mean, degrees = statistics.fmean(known), len(known) - 1
+    if not degrees:
         return text(mean)
-    half = half_interval(statistics.stdev(known), len(known), len(known) - 1)
-    return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
-
-
-def half_interval(deviation: float, count: int, degrees: int) -> float:
-    """Half the width of the 90% interval of a mean of `count` values, by Student's t.
-
-    Args:
-        deviation: standard deviation of the values, estimated with `degrees` of freedom.
-    """
     from scipy.stats import t
 
-    return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)
+    half = float(t.ppf(0.95, degrees)) * statistics.stdev(known) / math.sqrt(len(known))
+    return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
 
 
 def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
@@ -265,21 +235,12 @@ def _duration(seconds: float | None) -> str:
     return "unknown" if seconds is None else str(timedelta(seconds=round(seconds)))
 
 
-def _seconds(seconds: float) -> str:
-    return f"{seconds:.1f} s"
-
-
-def _loss(loss: float) -> str:
-    return f"{loss:.4f}"
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
-
-
-def _whole_percent(share: float) -> str:
-    return f"{share:.0%}"
-
+_seconds, _loss, _percent, _whole_percent = (
+    "{:.1f} s".format,
+    "{:.4f}".format,
+    "{:.1%}".format,
+    "{:.0%}".format,
+)
 
 _AXIS_WORDS: dict[Axis, Callable[[float], str]] = {
     "tokens": lambda end: f"{count_text(end)} tokens",

@@ -15,23 +15,22 @@ from moe_exp.config.checks.checks import check_config
 from moe_exp.host.exit_codes import FINISHED, TO_BE_CONTINUED
 from moe_exp.host.files import write_atomically, write_json
 from moe_exp.host.quantities import duration
-from moe_exp.studies.child_runs import held, wait_until_free
+from moe_exp.studies.child_runs import Case, at_work, wait_until_free
 from moe_exp.studies.compare.back_to_back import (
     check_planned_files,
     check_runs,
+    ended_line,
+    ended_with,
     need_packages,
     run_one,
-    stopped_by_signals,
 )
-from moe_exp.studies.compare.comparison import Comparison, Run, compare_with_before, keep
+from moe_exp.studies.compare.comparison import Comparison, compare_with_before, keep
 from moe_exp.studies.compare.results import Ended, is_finished, read_ended
-from moe_exp.studies.failures import why_it_failed
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
 from moe_exp.studies.ladder.results import as_json, predict, results_of, run_name
 from moe_exp.studies.ladder.table import page, plan_text, result_text
-from moe_exp.studies.sweep import slurm_cases
-from moe_exp.studies.sweep.cases import Case
 from moe_exp.studies.sweep.outcome import TIME_LIMIT
+from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
 
 EXECUTORS = ("local", "slurm")
 _DAY_SECONDS = 86_400
@@ -102,21 +101,16 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
         for run in left:
             wait_until_free(run.folder)
         check_runs(left)
-    with held(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder"), stopped_by_signals():
+    with at_work(ladder.folder, f"RUN_NAME={ladder.folder.name}", "ladder", executor=executor.name):
         print(plan_text(ladder), end="\n\n", flush=True)
-        try:
-            reasons = _climb(ladder, executor, left)
-        except KeyboardInterrupt:
-            jobs = "; its SLURM jobs continue" if executor.name == "slurm" else ""
-            print(f"stopped{jobs}: the same command continues with what is left", flush=True)
-            raise
+        reasons = _climb(ladder, executor, left)
         text = write_reports(ladder, reasons)
     print(f"\n{text}\n{ladder.folder}/report.md, report.html, ladder.json", flush=True)
     results = results_of(ladder, reasons)
     return 1 if results.left_out else TO_BE_CONTINUED if results.num_left else FINISHED
 
 
-def _climb(ladder: Ladder, executor: Executor, left: Sequence[Run]) -> dict[str, str]:
+def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str, str]:
     """Runs what is left; returns why runs failed, by name."""
     reasons: dict[str, str] = {}
     clock = _Clock(left, with_time=executor.name == "local")
@@ -135,71 +129,51 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Run]) -> dict[str,
             comparison.folder.mkdir(exist_ok=True)
             keep(comparison, {})
         for ended in _ended(executor, ladder, waiting):
+            name = run_name(ended.run)
             if ended.reason:
-                reasons[run_name(ended)] = f"{ended.status}: {ended.reason}"
+                reasons[name] = f"{ended.status}: {ended.reason}"
             if ended.status not in ("finished", "failed", "oom"):
-                stopped.append(run_name(ended))
+                stopped.append(name)
             clock.finished(ended.run)
-            print(f"{clock.done}/{clock.total} {_line(ended)}{clock.left_text()}", flush=True)
+            print(f"{clock.done}/{clock.total} {ended_line(ended, name)}{clock.left_text()}", flush=True)
             write_reports(ladder, reasons)
     return reasons
 
 
-def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Comparison, Run]]) -> Iterator[Ended]:
-    if executor.name == "slurm":
-        yield from _slurm_runs(executor, ladder, [run for _, run in waiting])
+def _ended(executor: Executor, ladder: Ladder, waiting: Sequence[tuple[Comparison, Case]]) -> Iterator[Ended]:
+    """Runs them here, or submits all without a job of an earlier call, and yields them as they end."""
+    if executor.name == "local":
+        for comparison, run in waiting:
+            yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
         return
-    for comparison, run in waiting:
-        wait_until_free(run.folder)
-        yield run_one(comparison, run, f"{comparison.folder.name}/{run.name}")
-
-
-def _slurm_runs(executor: Executor, ladder: Ladder, runs: Sequence[Run]) -> Iterator[Ended]:
-    """Submits all runs without a job of an earlier call, and yields them as their jobs end."""
     seconds = math.ceil(executor.timeout) or _DAY_SECONDS
     on_gpus = ladder.rungs[0].reference.config.preset != "cpu"
-    options = slurm_cases.JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
-    by_name = {f"{run.folder.path.parent.name}_{run.name}": run for run in runs}
-    files = {name: slurm_cases.JobFiles.of(ladder.folder / "jobs", name) for name in by_name}
-    jobs = {}
-    for name, run in by_name.items():
-        if files[name].job_id.exists():
-            jobs[name] = files[name].job_id.read_text()
-        else:
-            flags = {key: str(value) for key, value in run.variant.flags.items()}
-            jobs[name] = slurm_cases.submit(Case(name, flags, run.config, ()), files[name], run.log, options)
-    for name in slurm_cases.ended_jobs(jobs):
-        code = files[name].exit_code()
-        files[name].forget()
-        yield _ended_job(by_name[name], code)
+    options = JobOptions(executor.sbatch, seconds, on_gpus=on_gpus)
+    by_name = {run_name(run).replace("/", "_"): run for _, run in waiting}
+    for run, code in run_jobs(by_name, ladder.folder / "jobs", options):
+        yield _ended_job(run, code)
 
 
-def _ended_job(run: Run, code: int | None) -> Ended:
-    if code in (FINISHED, TO_BE_CONTINUED) or is_finished(run):
-        return read_ended(run)
+def _ended_job(run: Case, code: int | None) -> Ended:
     text = run.log.read_text(encoding="utf-8", errors="replace") if run.log.exists() else ""
+    if is_finished(run):
+        return read_ended(run)
     if code is None and (ended := _ENDED_BY_SLURM.search(text)):
         cut = "timeout" if TIME_LIMIT.search(text) else "stopped"
         return read_ended(run, status=cut, reason=f"SLURM has ended its job: {ended[0].strip()}")
-    status, reason = why_it_failed(text, code)
-    return read_ended(run, status=status, reason=reason)
-
-
-def _line(ended: Ended) -> str:
-    loss = f", loss {ended.final_loss:.4f}" if ended.final_loss is not None else ""
-    return f"{run_name(ended)}: {ended.status}{loss}" + (f": {ended.reason}" if ended.reason else "")
+    return ended_with(run, code, text)
 
 
 class _Clock:
     """Runs done and left, and the time left by the FLOPs of both if they run one after another."""
 
-    def __init__(self, left: Sequence[Run], *, with_time: bool):
+    def __init__(self, left: Sequence[Case], *, with_time: bool):
         self._with_time = with_time
         self.total, self.done = len(left), 0
         self._flops_left = sum(compute_of(run.config) for run in left)
         self._flops_done, self._started = 0.0, time.monotonic()
 
-    def finished(self, run: Run) -> None:
+    def finished(self, run: Case) -> None:
         self.done += 1
         self._flops_done += compute_of(run.config)
 

@@ -10,7 +10,7 @@ $RUN_DIR/NAME/
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -115,21 +115,19 @@ class Definition:
     def problems(self) -> list[str]:
         """Why these are no rungs."""
         found = []
-        if bool(self.rungs) == bool(self.sizes):
-            if self.rungs:
-                found.append(problem("sizes", self.sizes, "rungs are given, too", "leave one of them out"))
-            else:
-                found.append(problem("sizes", "", "a ladder needs rungs", "set --sizes, such as 16,24,32,48"))
-        elif len(self.rungs or self.sizes) < 2:
-            number = len(self.rungs or self.sizes)
+        number = len(self.rungs or self.sizes)
+        if self.rungs and self.sizes:
+            found.append(problem("sizes", self.sizes, "rungs are given, too", "leave one of them out"))
+        elif not number:
+            found.append(problem("sizes", "", "a ladder needs rungs", "set --sizes, such as 16,24,32,48"))
+        elif number < 2:
             fix = "add larger ones: four give laws and a prediction"
             found.append(problem("sizes", number, "one size is no ladder", fix))
         if any(size < 1 for size in self.sizes):
             found.append(problem("sizes", self.sizes, "must be widths above 0", "correct it"))
-        unknown = sorted({name for name in self.settings if name.lower() not in Config.model_fields})
-        for name in unknown:
-            rule = "is no setting"
-            found.append(problem(name, self.settings[name], rule, "correct it in the definition's settings"))
+        for name in sorted({name for name in self.settings if name.lower() not in Config.model_fields}):
+            fix = "correct it in the definition's settings"
+            found.append(problem(name, self.settings[name], "is no setting", fix))
         if self.asymptote is not None and not 0 <= self.asymptote < math.inf:
             rule = "must be a loss in nats per token, 0 or more"
             found.append(problem("asymptote", self.asymptote, rule, "leave it out to have it fitted"))
@@ -173,23 +171,26 @@ class Ladder:
         nodes = Nodes(gpus=0 if on_cpus else None) if executor == "slurm" else None
         given = given_settings(given, {}, nodes)
         base = load_config(given, {})
-        rungs = [_rung_settings(rung) for rung in definition.rungs] or [
-            scaled(base, width) for width in definition.sizes
-        ]
+        listed = [{name.lower(): value for name, value in rung.items()} for rung in definition.rungs]
         asked = {name for name, value in flags.items() if value is not None}
-        if doubly := sorted(asked & {name for rung in definition.rungs for name in _rung_settings(rung)}):
+        if doubly := sorted(asked & {name for rung in listed for name in rung}):
             rule = "is what the rungs of the definition set"
             raise ConfigError([problem(name, flags[name], rule, "leave it out") for name in doubly])
         name = base.run_name or "_".join(filter(None, ("ladder", definition.name, base.preset)))
         folder = Path(base.run_dir).expanduser() / name
         options = Options(definition.runs, definition.variants, repeats=definition.repeats, timeout=timeout)
         comparisons = []
-        for number, rung in enumerate(rungs, start=1):
-            place = {"run_dir": str(folder), "run_name": f"rung_{number}"}
-            place["remote_dir"] = base.remote_dir and f"{base.remote_dir}/{name}"
-            own = _validating(load_config({**given, **rung}, {}))
-            comparisons.append(Comparison.of(options, {**given, **rung, **own, **place}, {}))
-        ladder = cls(definition, folder, tuple(comparisons), _baseline(definition, comparisons[0].variants))
+        for number, rung in enumerate(listed or [scaled(base, width) for width in definition.sizes], start=1):
+            settings = {**given, **rung}
+            config = load_config(settings, {})
+            if config.eval_interval and config.train_iters % config.eval_interval:
+                settings["eval_interval"] = config.train_iters  # a validation after the last iteration
+            settings |= {"run_dir": str(folder), "run_name": f"rung_{number}"}
+            settings["remote_dir"] = base.remote_dir and f"{base.remote_dir}/{name}"
+            comparisons.append(Comparison.of(options, settings, {}))
+        variants = comparisons[0].variants
+        dense = next((one.name for one in variants if not one.config.use_moe), variants[0].name)
+        ladder = cls(definition, folder, tuple(comparisons), definition.baseline or dense)
         if problems := ladder.problems():
             raise ConfigError(problems)
         return ladder
@@ -199,9 +200,8 @@ class Ladder:
         found = []
         names = self.rungs[0].names
         if self.baseline not in names:
-            found.append(
-                problem("baseline", self.baseline, "is no variant", f"use one of {', '.join(names)}")
-            )
+            fix = f"use one of {', '.join(names)}"
+            found.append(problem("baseline", self.baseline, "is no variant", fix))
         if ramp := self.rungs[0].reference.config.rampup_batch_size:
             rule = "makes the FLOPs of a run differ from those of its iterations"
             found.append(problem("rampup_batch_size", ramp, rule, "leave it empty"))
@@ -211,10 +211,11 @@ class Ladder:
                 rule = f"needs {after:.3g} FLOPs, the one before {before:.3g}"
                 found.append(problem("rungs", f"rung {number}", rule, "list them in ascending order"))
         for number, comparison in enumerate(self.rungs, start=1):
+            reference = comparison.reference
             for variant in comparison.variants:
-                share = apart(variant.config, comparison.reference.config, "flops")
+                share = apart(variant.config, reference.config, "flops")
                 if abs(share) > _LARGEST_APART:
-                    rule = f"has {share:+.1%} FLOPs per token against {comparison.reference.name}"
+                    rule = f"has {share:+.1%} FLOPs per token against {reference.name}"
                     fix = "leave its MLP width to the ladder, or choose one that matches"
                     found.append(problem("variant", f"{variant.name} of rung {number}", rule, fix))
         return found
@@ -228,22 +229,6 @@ class Ladder:
         """Whether the models grow from rung to rung, not only the number of tokens."""
         first, *others = ([count_parameters(one.config) for one in rung.variants] for rung in self.rungs)
         return any(other != first for other in others)
-
-
-def _baseline(definition: Definition, variants: Sequence[Variant]) -> str:
-    dense = next((one.name for one in variants if not one.config.use_moe), variants[0].name)
-    return definition.baseline or dense
-
-
-def _rung_settings(rung: Mapping[str, Any]) -> dict[str, Any]:
-    return {name.lower(): value for name, value in rung.items()}
-
-
-def _validating(rung: Config) -> dict[str, Any]:
-    """Settings by which a run with validations has one after its last iteration."""
-    if not rung.eval_interval or not rung.train_iters % rung.eval_interval:
-        return {}
-    return {"eval_interval": rung.train_iters}
 
 
 def compute_of(config: Config) -> float:

@@ -13,18 +13,10 @@ import numpy as np
 
 from moe_exp.host.files import read_json, write_json
 from moe_exp.runs.records import json_value
+from moe_exp.studies.child_runs import Case
 from moe_exp.studies.compare.results import Ended, read_ended
 from moe_exp.studies.ladder.ladder import Ladder, compute_of
-from moe_exp.studies.ladder.laws import (
-    Estimate,
-    Fit,
-    Noise,
-    Points,
-    Speedup,
-    fit_laws,
-    fit_problem,
-    speedups,
-)
+from moe_exp.studies.ladder.laws import Estimate, Fit, Noise, Points, Speedup, fit_laws, fit_problem, speedups
 
 _DIVERGED = 1.1  # times the loss of guessing; a run that has hardly begun is close to that
 
@@ -112,8 +104,12 @@ def _compute(ladder: Ladder, rung: int, name: str) -> float:
 
 
 def _losses(rung: Sequence[Ended], name: str, *, validated: bool) -> list[float]:
-    own = [one for one in rung if one.run.variant.name == name]
-    return [math.nan if _is_bad(one, validated) else _loss(one, validated) for one in own]
+    """NaN for a run that is not finished, or has diverged."""
+    return [
+        math.nan if one.status != "finished" or _has_diverged(one, validated) else _loss(one, validated)
+        for one in rung
+        if one.run.variant == name
+    ]
 
 
 def _loss(ended: Ended, validated: bool) -> float:
@@ -130,10 +126,6 @@ def _validated(ended: Ended) -> float | None:
     return float(table["lm_loss"][-1])
 
 
-def _is_bad(ended: Ended, validated: bool) -> bool:
-    return ended.status != "finished" or _has_diverged(ended, validated)
-
-
 def _has_diverged(ended: Ended, validated: bool) -> bool:
     """Whether the loss is no number, or well above that of guessing."""
     limit = _DIVERGED * math.log(ended.run.config.vocab_size)
@@ -141,7 +133,7 @@ def _has_diverged(ended: Ended, validated: bool) -> bool:
 
 
 def _why_left_out(ended: Ended, reasons: dict[str, str], validated: bool) -> str:
-    name = run_name(ended)
+    name = run_name(ended.run)
     if _has_diverged(ended, validated):
         return f"{name} diverged: its loss is {_loss(ended, validated):.4g}"
     if name in reasons:
@@ -149,8 +141,9 @@ def _why_left_out(ended: Ended, reasons: dict[str, str], validated: bool) -> str
     return f"{name} {ended.status}" if ended.status in ("failed", "oom", "timeout") else ""
 
 
-def run_name(ended: Ended) -> str:
-    return f"{ended.run.folder.path.parent.name}/{ended.run.name}"
+def run_name(run: Case) -> str:
+    """RUNG/RUN."""
+    return f"{run.folder.path.parent.name}/{run.name}"
 
 
 # The prediction.

@@ -27,25 +27,18 @@ from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.host.progress import progress
 from moe_exp.launch.machine_checks import check_files
 from moe_exp.planner.hardware import load_hardware, profile_of
-from moe_exp.runs.run_folder import RunFolder
-from moe_exp.studies.child_runs import given_settings, held
-from moe_exp.studies.sweep import slurm_cases
-from moe_exp.studies.sweep.cases import Case, clear, default_lists, make_cases, run_case
+from moe_exp.studies.child_runs import Case, at_work, clear, given_settings, run_environment, run_to_end
+from moe_exp.studies.sweep.cases import case_of, default_lists, make_cases
 from moe_exp.studies.sweep.outcome import Result, result_of
 from moe_exp.studies.sweep.picture import draw_sweep
 from moe_exp.studies.sweep.settings import AXES, SweepSettings, load_sweep_settings
+from moe_exp.studies.sweep.slurm_cases import JobOptions, run_jobs
 from moe_exp.studies.sweep.table import CPU, Row, by_rule, is_oom, prediction_of, to_csv, to_markdown
 
 # Settings that may differ between two calls of one sweep: layout, and those that affect no measurement.
 _OWN_OF_CASE = {
-    *AXES.values(),
-    "node_rank",
-    "master_addr",
-    "master_port",
-    "run_dir",
-    "run_name",
-    "num_workers",
-}
+    *AXES.values(), "node_rank", "master_addr", "master_port", "run_dir", "run_name", "num_workers",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,17 +67,16 @@ class Sweep:
             ConfigError: lists every value that cannot be read.
         """
         flags = with_file(flags, environ)
-        mine = {
-            name: value
-            for name, value in flags.items()
-            if name in SweepSettings.model_fields and value is not None
-        }
-        others = {name: value for name, value in flags.items() if name not in SweepSettings.model_fields}
+        fields = SweepSettings.model_fields
+        mine = {name: value for name, value in flags.items() if name in fields and value is not None}
+        others = {name: value for name, value in flags.items() if name not in fields}
         problems: list[str] = []
         settings = nodes = None
         try:
             settings = load_sweep_settings(mine, environ)
-            nodes = _nodes(settings)
+            if settings.executor == "slurm":
+                nodes = Nodes(next(iter(settings.gpus), None))
+                nodes = load_hardware(settings.gpu).nodes if settings.gpu else nodes
         except ConfigError as error:
             problems += error.problems
         try:
@@ -97,36 +89,24 @@ class Sweep:
         if not any(getattr(settings, name) for name in AXES):
             lists = {name: text for name, text in default_lists(base).items() if AXES[name] not in given}
             settings = load_sweep_settings(lists | mine, environ)
-        on_cpus = bool(settings.gpu) and load_hardware(settings.gpu).is_cpu
-        name = (
-            settings.sweep_name
-            or f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}"
-            f"_{_kind(base)}_GBS_{base.gbsz}"
-        )
+        kind = f"experts_{base.num_experts}" if base.use_moe else "dense"
+        model = f"{base.preset}_layers_{base.num_layers}_hidden_{base.hidden_size}_{kind}_GBS_{base.gbsz}"
+        folder = Path(settings.sweep_dir).expanduser() / (settings.sweep_name or model)
         # With SLURM this may be a login node.
         device = "" if settings.executor == "slurm" else device_name()
-        return cls(
-            settings,
-            given,
-            Path(settings.sweep_dir).expanduser() / name,
-            CPU if on_cpus else device,
-        )
+        if settings.gpu and load_hardware(settings.gpu).is_cpu:
+            device = CPU
+        return cls(settings, given, folder, device)
 
     @property
     def name(self) -> str:
         return self.folder.name
 
-    def run_folder(self, case: str) -> RunFolder:
-        return RunFolder(self.folder / "runs" / case)
-
-    def log(self, case: str) -> Path:
-        return self.folder / "logs" / f"{case}.log"
-
     def result(self, case: str) -> Path:
         return self.folder / "results" / f"{case}.json"
 
     def cases(self) -> list[Case]:
-        return make_cases(self.given, self.settings, self.folder / "runs")
+        return make_cases(self.given, self.settings, self.folder)
 
     def rows(self, *, retry_failed: bool = False) -> list[Row]:
         """Rows of the lists' cases, then of other cases that have a result from an earlier call.
@@ -138,7 +118,7 @@ class Sweep:
         earlier = [
             path for path in sorted((self.folder / "results").glob("*.json")) if path.stem not in names
         ]
-        others = [Case.of(Result.read(path).flags, local=False) for path in earlier]
+        others = [case_of(Result.read(path).flags, self.folder, local=False) for path in earlier]
         return [
             *(self.row(case, retry_failed=retry_failed) for case in cases),
             *(self.row(case) for case in others),
@@ -164,17 +144,6 @@ class Sweep:
         return Row(case, status, reason, result, prediction, device, gpu)
 
 
-def _nodes(settings: SweepSettings) -> Nodes | None:
-    """Where the cases run, if not on this machine."""
-    if settings.executor == "local":
-        return None
-    return load_hardware(settings.gpu).nodes if settings.gpu else Nodes(next(iter(settings.gpus), None))
-
-
-def _kind(base: Any) -> str:
-    return f"experts_{base.num_experts}" if base.use_moe else "dense"
-
-
 def dry_run_text(sweep: Sweep, *, retry_failed: bool = False) -> str:
     """Describes what `run_sweep` would do, a line per case. Touches nothing.
 
@@ -198,26 +167,18 @@ def _check_files(rows: Sequence[Row], *, with_space: bool = True) -> list[Case]:
     return left
 
 
-def plan_text(sweep: Sweep, rows: Sequence[Row]) -> str:
-    """Plan of a sweep: a line per valid case, and one per rule that the others break."""
-    layouts = [row for row in rows if row.status != "rejected"]
-    rejected = [
-        f"  rejected: {len(broken)} case{'s' if len(broken) > 1 else ''}, {rule}"
-        for rule, broken in by_rule(rows).items()
-    ]
-    return "\n".join([_head(sweep, rows), *_case_lines(layouts), *rejected])
-
-
 def _head(sweep: Sweep, rows: Sequence[Row]) -> str:
     settings, counts = sweep.settings, Counter(row.status for row in rows)
-    said = ", ".join(
-        f"{number} {'to run' if status == 'left' else status}" for status, number in counts.items()
-    )
-    cases = f"{len(rows)} case{'s' if len(rows) > 1 else ''}"
+    words = {"left": "to run"}
+    said = ", ".join(f"{number} {words.get(status, status)}" for status, number in counts.items())
     return (
-        f"{sweep.folder}: {cases} of {settings.sweep_iters} iterations, {settings.sweep_warmup} of them"
-        f" warm-up: {said}; {main_settings(rows[0].case.config)}"
+        f"{sweep.folder}: {_cases_text(len(rows))} of {settings.sweep_iters} iterations,"
+        f" {settings.sweep_warmup} of them warm-up: {said}; {main_settings(rows[0].case.config)}"
     )
+
+
+def _cases_text(number: int) -> str:
+    return f"{number} case{'s' if number > 1 else ''}"
 
 
 def _case_lines(rows: Sequence[Row]) -> list[str]:
@@ -253,12 +214,15 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
     rows = sweep.rows(retry_failed=retry_failed)
     cases = [row.case for row in rows]
     left = _check_files(rows)
-    with held(sweep.folder, f"SWEEP_NAME={sweep.name}", "sweep"):
+    executor = sweep.settings.executor
+    with at_work(sweep.folder, f"SWEEP_NAME={sweep.name}", "sweep", executor=executor):
         _compare(sweep)
         write_json(sweep.folder / "sweep.json", _shared_settings(sweep))
         for case in left:
             sweep.result(case.name).unlink(missing_ok=True)
-        print(plan_text(sweep, rows), flush=True)
+        valid = [row for row in rows if row.status != "rejected"]
+        rejected = [f"  rejected: {_cases_text(len(some))}, {rule}" for rule, some in by_rule(rows).items()]
+        print(_head(sweep, rows), *_case_lines(valid), *rejected, sep="\n", flush=True)
         write_tables(sweep, cases)
         if left:
             _run(sweep, left, cases)
@@ -268,79 +232,42 @@ def run_sweep(sweep: Sweep, *, retry_failed: bool = False) -> int:
 
 
 def _run(sweep: Sweep, left: Sequence[Case], cases: Sequence[Case]) -> None:
-    try:
-        _prepare_data(sweep, left[0])
-        with progress("sweep", len(left), unit="cases") as advance:
-            for number, (case, result) in enumerate(_results(sweep, left, partial(advance, 0)), start=1):
-                result.write(sweep.result(case.name))
-                write_tables(sweep, cases)
-                print(
-                    f"[{number}/{len(left)}] {case.name}: {result.status}, {_about(sweep.row(case))}",
-                    flush=True,
-                )
-                advance(1)
-    except KeyboardInterrupt:
-        jobs = "; its SLURM jobs continue" if sweep.settings.executor == "slurm" else ""
-        print(f"stopped{jobs}: the same command continues with what is left", flush=True)
-        raise
-
-
-def _prepare_data(sweep: Sweep, case: Case) -> None:
-    """Creates the embedded corpus if cases here need it, so that the first case is not charged for it."""
-    if sweep.settings.executor == "local" and not case.config.train_data:
-        ensure_embedded_corpus(Path(case.config.data_dir))
-
-
-def _results(
-    sweep: Sweep, left: Sequence[Case], report: Callable[[str], None]
-) -> Iterator[tuple[Case, Result]]:
-    """Yields cases as they end; reports progress to `report`."""
-    return (
-        _slurm_results(sweep, left, report)
-        if sweep.settings.executor == "slurm"
-        else _local_results(sweep, left, report)
-    )
-
-
-def _local_results(
-    sweep: Sweep, left: Sequence[Case], report: Callable[[str], None]
-) -> Iterator[tuple[Case, Result]]:
-    timeout = sweep.settings.case_timeout
-    for case in left:
-        report(case.name)
-        clear(sweep.run_folder(case.name), sweep.log(case.name))
-        code = run_case(case, sweep.log(case.name), timeout)
-        yield case, _result(sweep, case, code, timeout if code is None else 0)
-
-
-def _slurm_results(
-    sweep: Sweep, left: Sequence[Case], report: Callable[[str], None]
-) -> Iterator[tuple[Case, Result]]:
-    """Submits all cases without a job from an earlier call, and yields cases as their jobs end."""
     settings = sweep.settings
-    options = slurm_cases.JobOptions(
-        shlex.split(settings.sbatch), settings.case_timeout, on_gpus=sweep.device != CPU
-    )
-    files = {case.name: slurm_cases.JobFiles.of(sweep.folder / "jobs", case.name) for case in left}
-    waiting = {}
-    for case in left:
-        if files[case.name].job_id.exists():
-            waiting[case.name] = files[case.name].job_id.read_text()
+    is_local = settings.executor == "local"
+    if is_local and not left[0].config.train_data:  # else the first case is charged for it
+        ensure_embedded_corpus(Path(left[0].config.data_dir))
+    with progress("sweep", len(left), unit="cases") as advance:
+        if is_local:
+            ended = _local_cases(left, settings.case_timeout, partial(advance, 0))
         else:
-            clear(sweep.run_folder(case.name), sweep.log(case.name))
-            waiting[case.name] = slurm_cases.submit(case, files[case.name], sweep.log(case.name), options)
-    report("SLURM jobs")
-    by_name = {case.name: case for case in left}
-    for name in slurm_cases.ended_jobs(waiting):
-        yield by_name[name], _result(sweep, by_name[name], files[name].exit_code(), 0)
-        files[name].forget()
+            options = JobOptions(shlex.split(settings.sbatch), settings.case_timeout, sweep.device != CPU)
+            ended = run_jobs({case.name: case for case in left}, sweep.folder / "jobs", options, clear)
+            advance(0, "SLURM jobs")
+        for number, (case, code) in enumerate(ended, start=1):
+            result = result_of(
+                case,
+                code,
+                timeout=settings.case_timeout if is_local else 0,
+                num_warmup=settings.sweep_warmup,
+                num_iterations=settings.sweep_iters,
+            )
+            result.write(sweep.result(case.name))
+            write_tables(sweep, cases)
+            about = _about(sweep.row(case))
+            print(f"[{number}/{len(left)}] {case.name}: {result.status}, {about}", flush=True)
+            advance(1)
 
 
-def _result(sweep: Sweep, case: Case, code: int | None, timeout: int) -> Result:
-    numbers = {"num_warmup": sweep.settings.sweep_warmup, "num_iterations": sweep.settings.sweep_iters}
-    return result_of(
-        sweep.run_folder(case.name), sweep.log(case.name), case.flags, code=code, timeout=timeout, **numbers
-    )
+def _local_cases(
+    cases: Sequence[Case], timeout: int, report: Callable[[str], None]
+) -> Iterator[tuple[Case, int | None]]:
+    """Runs the cases, and yields them as they end, with the launcher's exit code, None after a timeout."""
+    # a sweep's lists would look like misspelt settings of a run
+    environ = run_environment(also_without=SweepSettings.model_fields)
+    for case in cases:
+        report(case.name)
+        clear(case)
+        yield case, run_to_end(case.flags, case.log, timeout=timeout, environ=environ)
 
 
 def write_tables(sweep: Sweep, cases: Sequence[Case]) -> None:

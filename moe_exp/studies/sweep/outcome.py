@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from moe_exp.host.files import read_json, write_json
-from moe_exp.runs.records import read_metrics
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.child_runs import Case, median_seconds, records_after
 from moe_exp.studies.failures import LONGEST, last_line, why_it_failed
 
 Status = Literal["ok", "failed", "oom", "timeout"]
@@ -54,51 +53,34 @@ class Result:
 
 
 def result_of(
-    folder: RunFolder,
-    log: Path,
-    flags: dict[str, str],
-    *,
-    code: int | None,
-    timeout: int = 0,
-    num_warmup: int,
-    num_iterations: int,
+    case: Case, code: int | None, *, timeout: int = 0, num_warmup: int, num_iterations: int
 ) -> Result:
     """The result of a case whose processes are gone.
 
     Args:
-        code: exit code of its launcher; None if unknown.
-        timeout: seconds after which it was ended; 0: it ended by itself.
+        code: exit code of its launcher; None if it timed out, or ended without one.
+        timeout: seconds after which it was ended here; 0: its SLURM job has another limit.
         num_warmup: iterations at the start that are not measured.
         num_iterations: that it had to run.
     """
-    text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    device = _device(folder)
-    if timeout or (code is None and TIME_LIMIT.search(text)):
+    text = case.log.read_text(encoding="utf-8", errors="replace") if case.log.exists() else ""
+    status: Status
+    measured: dict[str, float] = {}
+    if code is None and (timeout or TIME_LIMIT.search(text)):
         limit = f"CASE_TIMEOUT={timeout} s" if timeout else "the time limit of its job"
-        return Result(
-            "timeout",
-            f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST],
-            device=device,
-            flags=flags,
-        )
-    if code == 0:
-        records = [record for record in _records(folder) if record["iteration"] > num_warmup]
+        status, reason = "timeout", f"had not ended after {limit}; its last line: {last_line(text)}"[:LONGEST]
+    elif code != 0:
+        status, reason = why_it_failed(text, code)
+    else:
+        records = records_after(case.folder, num_warmup)
         if len(records) == num_iterations - num_warmup:
-            memory = max((record["peak_memory_bytes"] for record in records), default=None)
-            seconds = statistics.median(record["elapsed_time_per_iteration_ms"] for record in records) / 1e3
-            return Result("ok", seconds=seconds, memory_bytes=memory, device=device, flags=flags)
-        reason = f"ended with {len(records) + num_warmup} of {num_iterations} iterations measured"
-        return Result("failed", reason, device=device, flags=flags)
-    status, reason = why_it_failed(text, code)
-    return Result(status, reason, device=device, flags=flags)
-
-
-def _records(folder: RunFolder) -> list[dict[str, Any]]:
-    return (
-        [record for record in read_metrics(folder.metrics) if record["kind"] == "train"]
-        if folder.metrics.exists()
-        else []
-    )
+            memory = max(record["peak_memory_bytes"] for record in records)
+            status, reason = "ok", ""
+            measured = {"seconds": median_seconds(records), "memory_bytes": memory}
+        else:
+            status = "failed"
+            reason = f"ended with {len(records) + num_warmup} of {num_iterations} iterations measured"
+    return Result(status, reason, device=_device(case.folder), flags=dict(case.flags), **measured)
 
 
 def _device(folder: RunFolder) -> str:

@@ -56,14 +56,8 @@ def _draw_times(axes: Any, rows: Sequence[Row]) -> None:
         if row.predicted_seconds is not None
     ]
     if known:
-        axes.plot(
-            *zip(*known, strict=True),
-            color=_PREDICTED,
-            linestyle="none",
-            marker="D",
-            markersize=5,
-            label="predicted",
-        )
+        style = {"linestyle": "none", "marker": "D", "markersize": 5, "label": "predicted"}
+        axes.plot(*zip(*known, strict=True), color=_PREDICTED, **style)
     for place, row in zip(places, rows, strict=True):
         axes.text(row.seconds, place, f" {row.seconds:.3g} s", va="center", fontsize=8, color=_TEXT)
     axes.set_yticks(places, [row.case.name.replace("_", " ") for row in rows], fontsize=8)

@@ -74,14 +74,6 @@ def load_sweep_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) ->
         raise ConfigError(explain(error, SweepSettings)) from None
     if settings.sweep_warmup >= settings.sweep_iters:
         fix = f"set SWEEP_ITERS to at least {settings.sweep_warmup + 1}"
-        raise ConfigError(
-            [
-                problem(
-                    "sweep_iters",
-                    settings.sweep_iters,
-                    f"are all warm-up with SWEEP_WARMUP={settings.sweep_warmup}",
-                    fix,
-                )
-            ]
-        )
+        rule = f"are all warm-up with SWEEP_WARMUP={settings.sweep_warmup}"
+        raise ConfigError([problem("sweep_iters", settings.sweep_iters, rule, fix)])
     return settings

@@ -1,26 +1,22 @@
 """Runs each case as a SLURM job, one launcher per node.
 
-Jobs outlive the sweep: repeating its command collects their results. No torch.
+Jobs outlive the sweep or ladder: repeating its command collects their results. No torch.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import re
 import shlex
-import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_exp.host.files import write_atomically
 from moe_exp.host.slurm_queue import job_environment, still_there
-from moe_exp.launch.slurm.batch_script import quoted_option
-from moe_exp.launch.slurm.submission import sbatch_environment
-from moe_exp.studies.child_runs import train_command
-from moe_exp.studies.sweep.cases import Case
+from moe_exp.launch.slurm.batch_script import directives
+from moe_exp.launch.slurm.submission import sbatch
+from moe_exp.studies.child_runs import Case, train_command
 
 logger = logging.getLogger(__name__)
 
@@ -30,30 +26,8 @@ _FIRST_PORT, _NUM_PORTS = 20000, 10000  # a port derived from the job id, as job
 
 
 @dataclass(frozen=True)
-class JobFiles:
-    """Files of a case's job, in the folder of the sweep."""
-
-    script: Path
-    job_id: Path
-    code: Path
-
-    @classmethod
-    def of(cls, jobs: Path, case: str) -> JobFiles:
-        return cls(jobs / f"{case}.sh", jobs / f"{case}.id", jobs / f"{case}.code")
-
-    def exit_code(self) -> int | None:
-        """Exit code of the launchers; None before the job's end."""
-        return int(self.code.read_text()) if self.code.exists() else None
-
-    def forget(self) -> None:
-        """Deletes files of an earlier attempt."""
-        for path in (self.job_id, self.code):
-            path.unlink(missing_ok=True)
-
-
-@dataclass(frozen=True)
 class JobOptions:
-    """sbatch options of all jobs of a sweep.
+    """sbatch options of all jobs of a study.
 
     Attributes:
         sbatch: the user's options.
@@ -64,75 +38,85 @@ class JobOptions:
     time_limit_seconds: int
     on_gpus: bool
 
-    def gpus(self, number: int) -> dict[str, int]:
-        """The option that requests GPUs."""
-        is_asked = any(option.startswith(("--gpus", "--gres", "-G")) for option in self.sbatch)
-        return {"gpus-per-node": number} if self.on_gpus and not is_asked else {}
+
+def run_jobs(
+    cases: Mapping[str, Case],
+    jobs: Path,
+    options: JobOptions,
+    prepare: Callable[[Case], None] = lambda case: None,
+) -> Iterator[tuple[Case, int | None]]:
+    """Submits all cases without a job from an earlier call, and yields them as their jobs end.
+
+    Args:
+        cases: by name of their jobs.
+        jobs: folder of NAME.sh, the script, NAME.id, the job id, and NAME.code, the exit code.
+        prepare: called before a case is submitted.
+
+    Yields:
+        The case, and the exit code of its launchers: None if the job ended without one.
+    """
+    waiting = {}
+    for name, case in cases.items():
+        id_file = jobs / f"{name}.id"
+        if not id_file.exists():
+            prepare(case)
+            submit(name, case, jobs, options)
+        waiting[name] = id_file.read_text()
+    for name in ended_jobs(waiting):
+        code = jobs / f"{name}.code"
+        yield cases[name], int(code.read_text()) if code.exists() else None
+        _forget(jobs, name)
 
 
-def submit(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
-    """Submits the job of a case; returns its id. ValueError if sbatch is missing, or refuses."""
-    files.script.parent.mkdir(parents=True, exist_ok=True)
-    log.parent.mkdir(parents=True, exist_ok=True)
-    files.forget()
-    write_atomically(files.script, batch_script(case, files, log, options))
-    try:
-        environ = sbatch_environment(os.environ)
-        done = subprocess.run(["sbatch", str(files.script)], capture_output=True, text=True, env=environ)
-    except FileNotFoundError:
-        raise ValueError(
-            "EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local."
-        ) from None
-    found = re.search(r"\d+", done.stdout)
-    if done.returncode or not found:
-        said = " ".join((done.stderr or done.stdout).split())
-        raise ValueError(
-            f"sbatch: exit code {done.returncode}: {said}. Fix: change SBATCH={shlex.join(options.sbatch)},"
-            " or what it names."
-        )
-    write_atomically(files.job_id, found[0])
-    return found[0]
+def submit(name: str, case: Case, jobs: Path, options: JobOptions) -> None:
+    """Submits the job of a case, and keeps its id; ValueError if sbatch is missing, or refuses."""
+    script = jobs / f"{name}.sh"
+    for path in (script, case.log):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    _forget(jobs, name)
+    write_atomically(script, batch_script(name, case, jobs, options))
+    missing = "EXECUTOR=slurm: there is no sbatch here. Fix: call it on a login node, or set EXECUTOR=local."
+    fix = f"change SBATCH={shlex.join(options.sbatch)}, or what it names"
+    write_atomically(jobs / f"{name}.id", sbatch(["sbatch", "--parsable", str(script)], missing, fix))
 
 
-def batch_script(case: Case, files: JobFiles, log: Path, options: JobOptions) -> str:
+def _forget(jobs: Path, name: str) -> None:
+    for suffix in ("id", "code"):
+        (jobs / f"{name}.{suffix}").unlink(missing_ok=True)
+
+
+def batch_script(name: str, case: Case, jobs: Path, options: JobOptions) -> str:
     """The sbatch script: environment, first node as master, a launcher per node, exit code in a file."""
+    num_nodes = case.config.nnodes
     # a single node takes a free one
-    port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))" if case.config.nnodes > 1 else "0"
-    launcher = shlex.join(train_command(_fixed(case.flags)))
+    port = f"$(({_FIRST_PORT} + SLURM_JOB_ID % {_NUM_PORTS}))" if num_nodes > 1 else "0"
+    by_job = ("node_rank", "master_addr", "master_port")
+    launcher = shlex.join(train_command({key: case.flags[key] for key in case.flags if key not in by_job}))
     launcher += ' --node-rank="${SLURM_NODEID:-0}" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT"'
+    asks_for_gpus = any(option.startswith(("--gpus", "--gres", "-G")) for option in options.sbatch)
     settings = {
-        "job-name": case.name, "nodes": case.config.nnodes, "ntasks-per-node": 1,
-        "time": -(-options.time_limit_seconds // 60), "output": log.resolve(), "chdir": Path.cwd(),
-        **options.gpus(case.config.gpus_per_node), "mem": 0,
+        "job-name": name, "nodes": num_nodes, "ntasks-per-node": 1,
+        "time": -(-options.time_limit_seconds // 60), "output": case.log.resolve(), "chdir": Path.cwd(),
+        **({"gpus-per-node": case.config.gpus_per_node} if options.on_gpus and not asks_for_gpus else {}),
+        "mem": 0,
     }  # fmt: skip
     # Whole nodes: by default a task has one core, and other jobs take time.
-    own = [*(f"--{name}={value}" for name, value in settings.items()), "--exclusive"]
-    code = shlex.quote(str(files.code.resolve()))
+    own = [*(f"--{key}={value}" for key, value in settings.items()), "--exclusive"]
+    code = shlex.quote(str((jobs / f"{name}.code").resolve()))
+    srun = f"srun --nodes={num_nodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1"
     return "\n".join(
         [
             "#!/bin/bash",
-            # sbatch uses the last of duplicates
-            *(f"#SBATCH {quoted_option(option)}" for option in [*own, *options.sbatch]),
+            *directives([*own, *options.sbatch]),
             job_environment(),
             'MASTER_ADDR="$(scontrol show hostnames "${SLURM_JOB_NODELIST:-$SLURM_NODELIST}" | head -n 1)"',
             f'MASTER_PORT="{port}"',
             "export MASTER_ADDR MASTER_PORT",
-            (
-                f"srun --nodes={case.config.nnodes} --ntasks-per-node=1 --cpu-bind=none --kill-on-bad-exit=1"
-                f" bash -c {shlex.quote('exec ' + launcher)}"
-            ),
+            f"{srun} bash -c {shlex.quote('exec ' + launcher)}",
             f"echo $? >{code}.partial && mv {code}.partial {code}",
             "",
         ]
     )
-
-
-def _fixed(flags: Mapping[str, str]) -> dict[str, str]:
-    return {
-        name: value
-        for name, value in flags.items()
-        if name not in ("node_rank", "master_addr", "master_port")
-    }
 
 
 def ended_jobs(waiting: Mapping[str, str]) -> Iterator[str]:

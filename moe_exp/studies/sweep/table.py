@@ -17,7 +17,7 @@ from moe_exp.planner.costs.params import count_parameters
 from moe_exp.planner.fit.measured import GIBIBYTE, row_of_job
 from moe_exp.planner.hardware import load_hardware
 from moe_exp.planner.prediction import Prediction, predict
-from moe_exp.studies.sweep.cases import Case
+from moe_exp.studies.child_runs import Case
 from moe_exp.studies.sweep.outcome import Result
 
 CPU = "CPU"
@@ -145,16 +145,13 @@ def to_markdown(rows: Sequence[Row], title: str) -> str:
     rejected = [
         f"- {rule}: {', '.join(row.case.name for row in broken)}" for rule, broken in by_rule(rows).items()
     ]
-    parts = [
-        [f"# {title}"],
-        _table(layouts) if layouts else [],
-        (
-            ["Rejected, by the first rule that each breaks (sweep.csv has all):", "", *rejected]
-            if rejected
-            else []
-        ),
-    ]
-    return "\n\n".join("\n".join(part) for part in parts if part) + "\n"
+    text = f"# {title}\n"
+    if layouts:
+        text += "\n" + "\n".join(_table(layouts)) + "\n"
+    if rejected:
+        head = "Rejected, by the first rule that each breaks (sweep.csv has all):"
+        text += "\n".join(["", head, "", *rejected, ""])
+    return text
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -163,21 +160,9 @@ def _table(rows: Sequence[Row]) -> list[str]:
         for name in ("etp", "cp", "vpp")
         if any(getattr(row.case.config, name) not in (1, None) for row in rows)
     ]
-    heads = [
-        "nodes",
-        "GPUs",
-        "size",
-        "DP",
-        "TP",
-        "PP",
-        "EP",
-        *map(str.upper, optional),
-        "MBS",
-        "GBS",
-        "memory GiB",
-        "predicted GiB",
-    ]
-    heads += ["s per iteration", "predicted s", "TFLOP/s per GPU", "status", "reason"]
+    heads = ["nodes", "GPUs", "size", "DP", "TP", "PP", "EP", *map(str.upper, optional), "MBS", "GBS"]
+    heads += ["memory GiB", "predicted GiB", "s per iteration", "predicted s", "TFLOP/s per GPU"]
+    heads += ["status", "reason"]
     lines = [[*_layout_cells(row, optional), *_result_cells(row)] for row in rows]
     ruler = ["---" if head in ("status", "reason") else "---:" for head in heads]
     return ["| " + " | ".join(line) + " |" for line in [heads, ruler, *lines]]
@@ -203,26 +188,16 @@ def _order(row: Row) -> tuple[int, int, float]:
 
 def _layout_cells(row: Row, optional: Sequence[str]) -> list[str]:
     c = row.case.config
-    more = [getattr(c, name) for name in optional]
-    sizes = [
-        c.data_parallel_size,
-        c.tp,
-        c.pp,
-        c.ep,
-        *("none" if value is None else value for value in more),
-        c.mbsz,
-        c.gbsz,
-    ]
+    more = ("none" if (value := getattr(c, name)) is None else value for name in optional)
+    sizes = [c.data_parallel_size, c.tp, c.pp, c.ep, *more, c.mbsz, c.gbsz]
     return [str(c.nnodes), str(c.world_size), count_text(count_parameters(c).total), *map(str, sizes)]
 
 
 def _result_cells(row: Row) -> list[str]:
-    numbers = [
-        (row.memory_gib, ".2f"),
-        (row.predicted_gib, ".2f"),
-        (row.seconds, ".4g"),
-        (row.predicted_seconds, ".4g"),
-        (row.tflops, ".3g"),
-    ]
-    texts = ["" if value is None else format(value, form) for value, form in numbers]
+    numbers = {
+        "memory_gib": ".2f", "predicted_gib": ".2f", "seconds": ".4g", "predicted_seconds": ".4g",
+        "tflops": ".3g",
+    }  # fmt: skip
+    values = {name: getattr(row, name) for name in numbers}
+    texts = ["" if value is None else format(value, numbers[name]) for name, value in values.items()]
     return [*texts, row.status, row.short_reason.replace("|", "\\|")]

@@ -271,7 +271,11 @@ def test_a_working_folder_with_a_line_feed_is_refused(chain, tmp_path, monkeypat
     assert re.fullmatch(r"moe-exp slurm: PWD='.*': has a line break, .*\n", printed.err)
 
 
-@pytest.mark.parametrize("quote", [batch_script.quoted_option, batch_script._shell, batch_script._word])
+def directive(option):
+    return batch_script.directives([option])
+
+
+@pytest.mark.parametrize("quote", [directive, batch_script._shell, batch_script._word])
 def test_quoting_refuses_control_characters(quote):
     for character in "\x00\n\r\x7f\u2028":
         with pytest.raises(ValueError, match="has a line break, or a character that cannot be printed"):

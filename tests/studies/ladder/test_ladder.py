@@ -56,12 +56,12 @@ def write_rungs(ladder, rungs):
     for comparison in rungs:
         for run in comparison.runs():
             offset = OFFSETS[run.config.seed - comparison.reference.config.seed]
-            write_run(run, LAWS[run.variant.name].loss(compute_of(run.config)) + offset)
+            write_run(run, LAWS[run.variant].loss(compute_of(run.config)) + offset)
 
 
 def write_one_seed(rungs):
     for run in (run for comparison in rungs for run in comparison.runs()):
-        write_run(run, LAWS[run.variant.name].loss(compute_of(run.config)))
+        write_run(run, LAWS[run.variant].loss(compute_of(run.config)))
 
 
 def test_every_rung_has_equal_flops_and_every_variant_each_seed(ladder):

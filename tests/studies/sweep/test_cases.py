@@ -13,10 +13,10 @@ from helpers.whole_runs import ROOT, SMALL
 from moe_exp.cli import main
 from moe_exp.config import Config, ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
-from moe_exp.studies.sweep.cases import case_environment
+from moe_exp.studies.child_runs import run_environment
 from moe_exp.studies.sweep.driver import Sweep
 from moe_exp.studies.sweep.settings import SweepSettings
-from moe_exp.studies.sweep.slurm_cases import JobFiles, JobOptions, batch_script
+from moe_exp.studies.sweep.slurm_cases import JobOptions, batch_script
 
 CPU = {name.upper(): str(value) for name, value in SMALL.items()} | {
     "GPUS_PER_NODE": "2",
@@ -227,26 +227,27 @@ def test_the_script_explains_itself():
 
 def test_a_batch_script_for_two_nodes(tmp_path):
     (case,) = cases(EXECUTOR="slurm", NODES="2", GPUS="8", MBSZS="1")
-    files, log = JobFiles.of(tmp_path / "jo bs", case.name), tmp_path / "log"
-    text = batch_script(case, files, log, JobOptions(["--account=mine"], 61, on_gpus=True))
+    jobs = tmp_path / "jo bs"
+    text = batch_script(case.name, case, jobs, JobOptions(["--account=mine"], 61, on_gpus=True))
     directives = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH ")]
     assert directives == [
-        f"--job-name={case.name}", "--nodes=2", "--ntasks-per-node=1", "--time=2", f"--output={log}",
+        f"--job-name={case.name}", "--nodes=2", "--ntasks-per-node=1", "--time=2",
+        f"--output={case.log.resolve()}",
         f"--chdir={Path.cwd()}", "--gpus-per-node=8", "--mem=0", "--exclusive", "--account=mine",
     ]  # fmt: skip
     assert "--nnodes=2" in text and "--gpus-per-node=8" in text and "--node-rank=0" not in text
     assert " --cpu-bind=none " in text
     assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     for options in (JobOptions(["--gres=gpu:8"], 60, on_gpus=True), JobOptions([], 60, on_gpus=False)):
-        assert "#SBATCH --gpus-per-node" not in batch_script(case, files, log, options)
+        assert "#SBATCH --gpus-per-node" not in batch_script(case.name, case, jobs, options)
 
 
 def test_paths_with_spaces_and_options_in_quotes(tmp_path, monkeypatch):
     monkeypatch.chdir((tmp_path / "my runs").mkdir() or tmp_path / "my runs")
     (case,) = cases(EXECUTOR="slurm", MBSZS="1")
-    files, log = JobFiles.of(Path("jobs"), case.name), Path("log")
-    text = batch_script(case, files, log, JobOptions(["--comment=a b"], 60, on_gpus=False))
-    for option in (f"--chdir={tmp_path}/my runs", f"--output={tmp_path}/my runs/log", "--comment=a b"):
+    text = batch_script(case.name, case, Path("jobs"), JobOptions(["--comment=a b"], 60, on_gpus=False))
+    log = f"{tmp_path}/my runs/{case.log}"
+    for option in (f"--chdir={tmp_path}/my runs", f"--output={log}", "--comment=a b"):
         assert f'#SBATCH "{option}"\n' in text
 
 
@@ -254,4 +255,5 @@ def test_cases_do_not_see_the_lists(monkeypatch):
     monkeypatch.setenv("MBSZS", "1 2")
     monkeypatch.setenv("NUM_LAYERS", "3")
     monkeypatch.setenv("SOMETHING_ELSE", "1")
-    assert {"MBSZS", "NUM_LAYERS", "SOMETHING_ELSE"} & set(case_environment()) == {"SOMETHING_ELSE"}
+    environ = run_environment(also_without=SweepSettings.model_fields)
+    assert {"MBSZS", "NUM_LAYERS", "SOMETHING_ELSE"} & set(environ) == {"SOMETHING_ELSE"}

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from moe_exp.config import load_config
 from moe_exp.runs.run_folder import RunFolder
+from moe_exp.studies.child_runs import Case
 from moe_exp.studies.failures import why_it_failed
 from moe_exp.studies.sweep import slurm_cases
 from moe_exp.studies.sweep.outcome import Result, result_of
@@ -141,7 +143,10 @@ def written_run(path: Path, times: list[float], memory: list[int]) -> RunFolder:
 
 
 def result(folder: RunFolder, log: Path, **more) -> Result:
-    return result_of(folder, log, {"tp": "2"}, **{"code": 0, "num_warmup": 2, "num_iterations": 5} | more)
+    place = {"run_dir": str(folder.path.parent), "run_name": folder.path.name}
+    config = load_config({"preset": "cpu", **place}, {})
+    case = Case("case", {"tp": "2"}, config, log)
+    return result_of(case, **{"code": 0, "num_warmup": 2, "num_iterations": 5} | more)
 
 
 def test_the_median_after_the_warm_up(tmp_path):

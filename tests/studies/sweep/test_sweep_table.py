@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import csv
 from dataclasses import fields, replace
+from pathlib import Path
 
 import pytest
 
+from moe_exp.config import load_config
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.memory import StageMemory
 from moe_exp.planner.costs.timing import IterationTime
 from moe_exp.planner.fit.measured import read_runs
 from moe_exp.planner.hardware import load_hardware, profile_of
 from moe_exp.planner.prediction import Prediction, predict
-from moe_exp.studies.sweep.cases import Case
+from moe_exp.studies.sweep.cases import case_of
 from moe_exp.studies.sweep.outcome import Result
 from moe_exp.studies.sweep.picture import draw_sweep
 from moe_exp.studies.sweep.table import (
@@ -48,7 +50,7 @@ def row(
     **layout: object,
 ) -> Row:
     flags = {"preset": "reference", "gpus_per_node": "8"} | layout
-    case = Case.of(flags, local=False)
+    case = case_of(flags, Path("sweep"), local=False)
     return Row(case, status, reason or " ".join(case.problems), result, predicted, A100, profile_of(A100))
 
 
@@ -183,7 +185,7 @@ def test_out_of_memory_by_prediction():
 
 
 def test_processes_on_a_cpu_share_its_memory():
-    config = Case.of({"preset": "cpu", "gpus_per_node": 1}, local=False).config
+    config = load_config({"preset": "cpu", "gpus_per_node": 1}, {})
     many = config.model_copy(update={"gpus_per_node": 64, "gbsz": 64 * config.gbsz})
     assert is_oom(config, CPU, CPU) == ""
     assert is_oom(many, CPU, CPU).startswith(
