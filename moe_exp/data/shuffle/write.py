@@ -99,12 +99,14 @@ class _Writer:
         """Writes the documents of a bucket, whose first has the rank, that belong to the outputs."""
         first, end = outputs[0].first, outputs[-1].end
         for placed in self.scattered.pieces(bucket):
+            count = len(placed.records)
             order = np.argsort(placed.records["key"])[max(0, first - rank) : max(0, end - rank)]
-            if len(order):
+            if len(order) < count:  # the others belong to other tasks
                 chosen = np.sort(order)
-                of_chosen = np.searchsorted(chosen, order)
-                self._write_piece(placed.take(chosen), of_chosen, max(first, rank), outputs)
-            rank += len(placed.records)
+                placed, order = placed.take(chosen), np.searchsorted(chosen, order)
+            if len(order):
+                self._write_piece(placed, order, max(first, rank), outputs)
+            rank += count
 
     def _write_piece(
         self, placed: Placed, order: NDArray[np.int64], rank: int, outputs: Sequence[_Output]
