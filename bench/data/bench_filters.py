@@ -44,8 +44,9 @@ PLAIN_FILTERS = (
     + """
 from datatrove.pipeline.filters import GopherQualityFilter, GopherRepetitionFilter
 from datatrove.pipeline.formatters import PIIFormatter
-from moe_exp.data.convert.named_filters import spaced_words
-words = spaced_words()
+from moe_exp.data.convert.filters import word_tokenizer
+from moe_exp.data.convert.named_filters import sentences_of
+words = word_tokenizer(sentences=sentences_of)
 filters = GopherRepetitionFilter(language=words), GopherQualityFilter(language=words), PIIFormatter()
 run("all", ParquetReader(source), *filters, writer)
 """
@@ -58,7 +59,7 @@ from datatrove.pipeline.dedup import MinhashDedupSignature
 from datatrove.pipeline.dedup.minhash import MinhashConfig
 from datatrove.utils.hashing import HashConfig
 from moe_exp.data.convert.near_duplicates import _WORD
-from moe_exp.data.convert.words import word_tokenizer
+from moe_exp.data.convert.filters import word_tokenizer
 words = word_tokenizer(_WORD.findall)
 config = MinhashConfig(num_buckets=14, hashes_per_bucket=11, hash_config=HashConfig(hash_fc="sha1"))
 run("sign", ParquetReader(source), MinhashDedupSignature(f"{output}/sign", config, language=words))

@@ -21,8 +21,7 @@ from moe_exp.data.documents import check_apart, compression_ratio
 from moe_exp.data.download.hub import download
 from moe_exp.data.download.sources import Source, python_stdlib_documents, resolve_source
 from moe_exp.data.kinds import PARQUET_SUFFIX, is_compressed
-from moe_exp.data.shuffle.by_tasks import shuffle_documents
-from moe_exp.data.shuffle.shuffle import check_settings
+from moe_exp.data.shuffle.shuffle import check_settings, shuffle_documents
 from moe_exp.data.stage import check_free_disk, free_disk, is_older, is_stale, run_stage
 from moe_exp.data.tasks.execution import Execution, num_workers
 from moe_exp.host.files import bytes_text, ending
@@ -34,8 +33,7 @@ logger = logging.getLogger(__name__)
 # rounded down: for estimates alone.
 _CONVERT_RATE = 50e6
 _SHUFFLE_RATE = 80e6
-_DISK_RATIO = 2.1  # chunks, and once more what the shuffle makes, whose buckets go as its shards come
-_DISK_RATIO_BY_TASKS = 3.1  # whose scattered lines stay until the shards are complete
+_DISK_RATIO = 3.1  # chunks, the scattered lines of the shuffle, which stay until its shards are complete
 _TYPICAL_RATIO = 2.5  # of JSONL to Parquet or .zst
 _NUM_SAMPLED = 8
 _LARGE_BYTES = 50e9  # minutes for one process
@@ -108,7 +106,7 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         settings = replace(settings, tasks=min(settings.tasks, len(inputs)))
     if not chunks.exists():
         there = _size(list(chunks.with_name(f"{chunks.name}.partial").glob("*.jsonl")))
-        needed_bytes = round(_disk_ratio(wanted, expected_bytes(inputs)) * expected_bytes(inputs))
+        needed_bytes = round(_DISK_RATIO * expected_bytes(inputs))
         check_free_disk(wanted.data_dir, needed_bytes - there, "converting and shuffling")
     converted = convert(inputs, chunks, settings, wanted.execution, start_over=start_over)
     if converted is None:
@@ -128,11 +126,6 @@ def prepare(wanted: Preparation) -> dict[str, Any] | None:
         execution=wanted.execution if tasks > 1 else None,
         **wanted.shuffle,
     )
-
-
-def _disk_ratio(wanted: Preparation, num_bytes: float) -> float:
-    """Disk of chunks and shuffle, relative to the JSONL."""
-    return _DISK_RATIO if _shuffle_tasks(wanted, int(num_bytes), 2) == 1 else _DISK_RATIO_BY_TASKS
 
 
 def _shuffle_tasks(wanted: Preparation, num_bytes: int, num_chunks: int) -> int:
@@ -208,7 +201,7 @@ def plan(wanted: Preparation) -> None:
     execution = wanted.execution
     at_once = num_workers(execution) if execution.executor == "local" else execution.workers
     width = min(num_tasks, at_once or num_tasks)
-    disk_bytes = (0 if source.path else raw_bytes) + _disk_ratio(wanted, text_bytes) * text_bytes
+    disk_bytes = (0 if source.path else raw_bytes) + _DISK_RATIO * text_bytes
     (folder, shuffled), num_shards = _made(source, wanted), wanted.shuffle.get("num_shards", 32)
     rows: dict[str, object] = {
         "input": f"{num_files:,} files, {_about(raw_bytes)}, in {source.path or raw_folder(source, wanted)}",

@@ -301,7 +301,7 @@ def test_disk_too_small_is_known_before(tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(prepare, "expected_bytes", lambda _: 10**18)
     assert main("prepare", [str(local_folder(tmp_path)), "--data-dir", str(tmp_path / "data"), *SMALL]) == 1
-    assert "converting and shuffling needs 2.1 EB. Fix: free some space" in capsys.readouterr().err
+    assert "converting and shuffling needs 3.1 EB. Fix: free some space" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
 
 

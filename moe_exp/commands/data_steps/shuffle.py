@@ -99,8 +99,12 @@ def _shuffle(arguments: argparse.Namespace) -> int:
     # before numpy: no matrices here, and its idle threads spin
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     from moe_exp.data.kinds import TextRule
-    from moe_exp.data.shuffle.by_tasks import disk_bytes, shuffle_documents
-    from moe_exp.data.shuffle.shuffle import check_shuffle, estimate_shuffle, shuffle_summary
+    from moe_exp.data.shuffle.shuffle import (
+        check_shuffle,
+        estimate_shuffle,
+        shuffle_documents,
+        shuffle_summary,
+    )
     from moe_exp.host.progress import print_summary
 
     first = arguments.inputs[0].absolute()
@@ -116,7 +120,7 @@ def _shuffle(arguments: argparse.Namespace) -> int:
         files = check_shuffle(arguments.inputs, output, **options)
         estimate = estimate_shuffle(files, arguments.memory)
         if (arguments.tasks or 1) > 1:
-            estimate |= {"tasks": arguments.tasks, "disk_bytes": disk_bytes(files)}
+            estimate |= {"tasks": arguments.tasks}
         print_summary(f"shuffle to {output}, dry run", estimate)
         return 0
     options |= {name: getattr(arguments, name) for name in ("seed", "tasks", *_COMMON)}

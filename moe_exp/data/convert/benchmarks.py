@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.filters import Filter
-from moe_exp.data.convert.words import word_tokenizer
+from moe_exp.data.convert.filters import Filter, word_tokenizer
 from moe_exp.data.documents import Tally, read_documents
 from moe_exp.data.stage import MAKE_AGAIN, fingerprint
 from moe_exp.host.files import expanded, read_json, write_json

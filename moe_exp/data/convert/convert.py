@@ -14,19 +14,20 @@ import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from moe_exp.data.convert.benchmarks import Benchmark, ContaminationFilter, write_contamination_index
-from moe_exp.data.convert.dedup import DuplicateFilter, FindDuplicates, SignDocuments
+from moe_exp.data.convert.dedup import BlockStep, DuplicateFilter, find_duplicates, sign_documents
 from moe_exp.data.convert.filters import Counts, FieldFilter, Filter, LengthFilter
 from moe_exp.data.convert.named_filters import BlockFilter, NamedFilter
 from moe_exp.data.convert.near_duplicates import (
     ClusterNearDuplicates,
     NearDuplicateFilter,
     NearDuplicates,
-    PairNearDuplicates,
     SignNearDuplicates,
+    pair_near_duplicates,
 )
 from moe_exp.data.convert.steps import ReadFiles, WriteChunk
 from moe_exp.data.documents import check_apart
@@ -219,15 +220,17 @@ def _passes(
     if settings.dedup:
         signatures, duplicates = str(temporary / "exact_signed"), str(temporary / "exact_found")
         finders = min(num_tasks, _MOST_FINDERS)
-        sign = [reader("sign"), *filters, SignDocuments(signatures, finders)]
+        sign = [reader("sign"), *filters, BlockStep(partial(sign_documents, signatures, finders))]
         passes.append(Pass(sign, num_tasks, logs / "exact_sign"))
-        passes.append(Pass([FindDuplicates(signatures, duplicates)], finders, logs / "exact_find"))
+        find = [BlockStep(partial(find_duplicates, signatures, duplicates))]
+        passes.append(Pass(find, finders, logs / "exact_find"))
         filters = [*filters, DuplicateFilter("duplicate", duplicates)]
     if settings.near_dedup:
         how, folder = settings.near_dedup, str(temporary / "near")
         sign = [reader("near"), *filters, SignNearDuplicates(how, folder)]
         passes.append(Pass(sign, num_tasks, logs / "near_signatures"))
-        passes.append(Pass([PairNearDuplicates(how, folder)], how.num_buckets, logs / "near_pairs"))
+        pair = [BlockStep(partial(pair_near_duplicates, how, folder))]
+        passes.append(Pass(pair, how.num_buckets, logs / "near_pairs"))
         passes.append(Pass([ClusterNearDuplicates(folder, num_tasks)], 1, logs / "near_clusters"))
         filters = [*filters, NearDuplicateFilter("near duplicate", folder)]
     if settings.decontaminate:

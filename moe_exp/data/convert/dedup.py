@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,41 +22,32 @@ def _dedup_config() -> Any:
 
 
 @dataclass
-class SignDocuments:
-    """Last step of the first pass: hashes every text by ExactDedupSignature, for `num_finders` tasks."""
+class BlockStep:
+    """A step of a pass that runs a block of datatrove's, which is built where it runs."""
 
-    folder: str
-    num_finders: int
-
-    def __post_init__(self) -> None:
-        self.stats: Any = None
-
-    def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> None:
-        from datatrove.pipeline.dedup.exact_dedup import ExactDedupSignature
-
-        block = ExactDedupSignature(self.folder, _dedup_config(), finder_workers=self.num_finders)
-        self.stats = block.stats
-        block.run(data, rank, world_size)
-
-
-@dataclass
-class FindDuplicates:
-    """The second pass: which documents have a text that stands before them, by ExactFindDedups."""
-
-    signatures_folder: str
-    duplicates_folder: str
-
-    def __post_init__(self) -> None:
-        self.stats: Any = None
+    build: Callable[[], Any]
+    stats: Any = None
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        from datatrove.pipeline.dedup.exact_dedup import ExactFindDedups
-
         allow_open_files()
-        Path(self.duplicates_folder).mkdir(parents=True, exist_ok=True)  # there may be no duplicate
-        block = ExactFindDedups(self.signatures_folder, self.duplicates_folder, _dedup_config())
+        block = self.build()
         self.stats = block.stats
         block.run(data, rank, world_size)
+
+
+def sign_documents(folder: str, num_finders: int) -> Any:
+    """Hashes every text, at the end of the first pass, for `num_finders` tasks: ExactDedupSignature."""
+    from datatrove.pipeline.dedup.exact_dedup import ExactDedupSignature
+
+    return ExactDedupSignature(folder, _dedup_config(), finder_workers=num_finders)
+
+
+def find_duplicates(signatures_folder: str, duplicates_folder: str) -> Any:
+    """The second pass: which documents have a text that stands before them, by ExactFindDedups."""
+    from datatrove.pipeline.dedup.exact_dedup import ExactFindDedups
+
+    Path(duplicates_folder).mkdir(parents=True, exist_ok=True)  # there may be no duplicate
+    return ExactFindDedups(signatures_folder, duplicates_folder, _dedup_config())
 
 
 @dataclass

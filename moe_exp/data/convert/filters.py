@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -262,3 +262,20 @@ class LengthFilter(RuleFilter):
         """Whether it stays."""
         num_chars = len(document.text)
         return self.min_chars <= num_chars and (self.max_chars is None or num_chars <= self.max_chars)
+
+
+def word_tokenizer(
+    words: Callable[[str], list[str]] = str.split,
+    sentences: Callable[[str], list[str]] = lambda text: [text],
+) -> Any:
+    """datatrove's WordTokenizer with these functions, as its own for English need spaCy; by default words are
+    what stands between spaces.
+    """
+    from datatrove.utils.word_tokenizers import WordTokenizer
+
+    methods = {
+        "word_tokenize": lambda _, text: words(text),
+        "sent_tokenize": lambda _, text: sentences(text),
+        "span_tokenize": lambda _, text: [(0, len(text))],
+    }
+    return type("Words", (WordTokenizer,), methods)()

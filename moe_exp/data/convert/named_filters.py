@@ -16,8 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from moe_exp.data.convert.filters import Filter
-from moe_exp.data.convert.words import word_tokenizer
+from moe_exp.data.convert.filters import Filter, word_tokenizer
 from moe_exp.data.stage import fingerprint
 
 # Name to module and class of datatrove's filters and formatters, and the packages that they need.
@@ -107,7 +106,7 @@ class NamedFilter:
         block = getattr(importlib.import_module(f"datatrove.{module}"), class_name)
         known = [one for one in inspect.signature(block.__init__).parameters if one not in _NOT_OPTIONS]
         self._check_options(known)
-        more = {"language": spaced_words()} if "language" in known else {}
+        more = {"language": word_tokenizer(sentences=sentences_of)} if "language" in known else {}
         built = block(**more | self.options)
         if self.name == "url":
             from tldextract import TLDExtract
@@ -219,10 +218,5 @@ def langid_block(languages: list[str], threshold: float) -> Any:
     return LambdaFilter(keeps)
 
 
-def spaced_words() -> Any:
-    """Words between spaces and sentences by their punctuation."""
-
-    def sentences(text: str) -> list[str]:
-        return [one for one in _SENTENCE_END.split(text) if one.strip()]
-
-    return word_tokenizer(sentences=sentences)
+def sentences_of(text: str) -> list[str]:
+    return [one for one in _SENTENCE_END.split(text) if one.strip()]

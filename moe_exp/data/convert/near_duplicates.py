@@ -20,11 +20,9 @@ import xxhash
 import yaml
 from numpy.typing import NDArray
 
-from moe_exp.data.convert.filters import Filter
-from moe_exp.data.convert.words import word_tokenizer
+from moe_exp.data.convert.filters import Filter, word_tokenizer
 from moe_exp.data.tasks.execution import complete_files, task_stats
 from moe_exp.host.files import read_json, write_json
-from moe_exp.host.processes import allow_open_files
 
 # Of each document, where only those count that have a signature.
 _RANK = np.dtype([("num_chars", "<u4"), ("hash", "<u8")])
@@ -142,22 +140,12 @@ def _ranks(folder: str, task: int) -> Path:
     return Path(folder, "ranks", f"{task:05d}")
 
 
-@dataclass
-class PairNearDuplicates:
+def pair_near_duplicates(how: NearDuplicates, folder: str) -> Any:
     """Second pass, a task for each bucket: MinhashDedupBuckets."""
+    from datatrove.pipeline.dedup import MinhashDedupBuckets
 
-    how: NearDuplicates
-    folder: str
-    stats: Any = None
-
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        from datatrove.pipeline.dedup import MinhashDedupBuckets
-
-        allow_open_files()
-        folders = f"{self.folder}/signatures", f"{self.folder}/pairs"
-        block = MinhashDedupBuckets(*folders, config=self.how.config(), lines_to_buffer=_LINES_AT_ONCE)
-        self.stats = block.stats
-        block.run(None, rank, world_size)
+    folders = f"{folder}/signatures", f"{folder}/pairs"
+    return MinhashDedupBuckets(*folders, config=how.config(), lines_to_buffer=_LINES_AT_ONCE)
 
 
 @dataclass

@@ -2,22 +2,21 @@
 
 huggingface_hub moves the bytes. What it accepts and this does not: a pattern that matches nothing, a file of
 another size than listed, a server that fails while the folder holds something. Its own retries are few, so
-failures that pass are waited out here. Files are checked as they are on disk: their size, and the SHA-256 (or
-git's SHA-1 of small ones) that the hub has for them.
+failures that pass are waited out here. When all files are there, one pass compares each with the SHA-256 (or
+git's SHA-1 of small ones) that the hub has for it.
 """
 
 from __future__ import annotations
 
 import glob
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,23 +25,23 @@ import xxhash
 
 from moe_exp.data.download.from_store import download_from_store
 from moe_exp.data.download.hub_errors import check_online, endpoint, explained, patiently
-from moe_exp.data.download.hub_progress import silent_bar, watch
 from moe_exp.data.download.names import check_inside, check_names, refused
 from moe_exp.data.download.sources import Source, chosen_files, local_files
 from moe_exp.data.stage import RUNNING, Stage, check_free_disk, free_disk, read_json, run_stage
 from moe_exp.host.files import bytes_text, ending, write_json
-from moe_exp.host.progress import print_summary, progress
+from moe_exp.host.progress import print_summary, progress, progress_of
 
 logger = logging.getLogger(__name__)
 
 _MANY_FILES = 500
 _CHUNK_BYTES = 2**22
-_LISTING, _CHECKED = ".listing.json", ".checked"
+_LISTING = ".listing.json"
+_CHECKED = ".checked"  # of earlier versions
 # what the library and this keep beside the files of the hub
 RESERVED = frozenset({"manifest.json", RUNNING, _LISTING, _CHECKED, ".cache", ".huggingface"})
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
-_Entry = dict[str, Any]  # of a file that was checked: name, bytes, mtime_ns, hash (XXH3-128), sha256
+_Hashes = tuple[str, str]  # of a file: XXH3-128 and SHA-256
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ def download(
         hub = _Fetcher(source, listing, stage.folder, max_workers, max_failures)
         if stage.manifest is None:
             _finish(stage, source, listing, hub.fetch(listing.files))
-        elif missing := hub.missing():
+        elif missing := hub.missing(listing.files):
             logger.warning("%s: %d files are gone or have another size, fetching them", folder, len(missing))
             hub.fetch(missing)
         _remove_traces(stage.output)
@@ -170,14 +169,13 @@ def _listing_of_manifest(manifest: dict[str, Any]) -> Listing:
     return Listing(manifest["commit"], tuple(files))
 
 
-def _finish(stage: Stage, source: Source, listing: Listing, entries: dict[str, _Entry]) -> None:
+def _finish(stage: Stage, source: Source, listing: Listing, hashes: dict[str, _Hashes]) -> None:
     names = [file.name for file in listing.files]
     facts: dict[str, Any] = {"commit": listing.commit, "endpoint": endpoint(), "licence": source.licence}
     facts |= {"text_field": source.text_field, "num_files": len(names), "num_bytes": listing.num_bytes}
-    facts |= {"sha256": {name: entries[name]["sha256"] for name in names}}
-    paths = [stage.folder / name for name in names]
-    hashes = {path: entries[name]["hash"] for path, name in zip(paths, names, strict=True)}
-    manifest = stage.finish_folder(paths, hashes=hashes, **facts)
+    facts |= {"sha256": {name: hashes[name][1] for name in names}}
+    places = {stage.folder / name: hashes[name][0] for name in names}
+    manifest = stage.finish_folder(list(places), hashes=places, **facts)
     rows: dict[str, object] = {"dataset": source.repository, "commit": listing.commit, "files": len(names)}
     rows |= {"bytes": listing.num_bytes, "licence": source.licence, "folder": stage.output}
     print_summary(f"Downloaded {source.name}", rows | {"seconds": manifest["seconds"]})
@@ -265,17 +263,18 @@ class _Fetcher:
         self.source, self.listing, self.folder = source, listing, folder
         self.max_workers, self.max_failures = max_workers, max_failures
 
-    def missing(self) -> list[HubFile]:
-        return [file for file in self.listing.files if not _has_size(self.folder, file)]
+    def missing(self, files: Sequence[HubFile]) -> list[HubFile]:
+        return [file for file in files if not _has_size(self.folder, file)]
 
-    def fetch(self, files: Sequence[HubFile]) -> dict[str, _Entry]:
-        """Gets the missing ones of `files`, checks all, and returns what is known of each by name."""
+    def fetch(self, files: Sequence[HubFile]) -> dict[str, _Hashes]:
+        """Gets the missing ones of `files`, compares all with the listing, and returns their hashes."""
         for attempt in (1, 2):
-            if missing := [file for file in files if not _has_size(self.folder, file)]:
+            if missing := self.missing(files):
                 self._get(missing)
-            entries, wrong = self._check(files)
+            hashes = self._hash(files)
+            wrong = [file for file, found in zip(files, hashes, strict=True) if found is None]
             if not wrong:
-                return entries
+                return {file.name: found for file, found in zip(files, hashes, strict=True) if found}
             for file in wrong:
                 (self.folder / file.name).unlink()
             if attempt == 1:
@@ -293,21 +292,23 @@ class _Fetcher:
             leftover.unlink()
         for file in missing:  # a file of another size would be taken for complete
             (self.folder / file.name).unlink(missing_ok=True)
-        left_bytes = sum(file.bytes for file in missing)
-        check_free_disk(self.folder, left_bytes, f"the download of {self.source.name}")
-        repository, revision = self.source.repository or "", self.source.revision
         sizes = {file.name: file.bytes for file in missing}
-        with explained(repository, revision), watch(self.folder, sizes):
-            patiently(self._get_once, self.max_failures, lambda: len(self.missing()))
+        check_free_disk(self.folder, sum(sizes.values()), f"the download of {self.source.name}")
+        repository, revision = self.source.repository or "", self.source.revision
+        bar = progress_of(lambda: _bytes_so_far(self.folder, sizes), "download", sum(sizes.values()))
+        with explained(repository, revision), bar:
+            patiently(lambda: self._get_once(missing), self.max_failures, lambda: len(self.missing(missing)))
 
-    def _get_once(self) -> None:
+    def _get_once(self, files: Sequence[HubFile]) -> None:
         from huggingface_hub import snapshot_download
+        from huggingface_hub.utils.tqdm import disable_progress_bars
 
-        names = [file.name for file in self.missing()]
+        names = [file.name for file in self.missing(files)]
         patterns = [glob.escape(name) for name in names]
         if len(names) > _MANY_FILES:  # it compares each with each file of the repository
             suffixes = {name[-len(ending(name)) :] for name in names}
             patterns = list(self.source.patterns) or [f"*{suffix}" for suffix in sorted(suffixes)]
+        disable_progress_bars()  # of each file
         snapshot_download(
             self.source.repository or "",
             repo_type="dataset",
@@ -316,9 +317,8 @@ class _Fetcher:
             allow_patterns=patterns,
             max_workers=self.max_workers,
             endpoint=endpoint(),
-            tqdm_class=silent_bar(),
         )
-        missing = self.missing()
+        missing = self.missing(files)
         there = [file for file in missing if (self.folder / file.name).is_file()]
         if there:
             size = (self.folder / there[0].name).stat().st_size
@@ -326,39 +326,21 @@ class _Fetcher:
             rule = f"has {size:,} bytes, {endpoint()} lists {there[0].bytes:,} at {self.listing.commit}"
             raise ValueError(f"{there[0].name}: {rule}. Fix: try again later, or another HF_ENDPOINT.")
         if missing:  # the library returns the folder as it is where it cannot list the files
-            raise _IncompleteError(f"{len(missing)} files did not come, such as {missing[0].name}")
+            raise ConnectionError(f"{len(missing)} files did not come, such as {missing[0].name}")
 
-    def _check(self, files: Sequence[HubFile]) -> tuple[dict[str, _Entry], list[HubFile]]:
-        """Hashes what has no journal entry yet. Returns (name to what is known, wrong files)."""
-        journal = self.folder / _CHECKED
-        entries = _read_journal(journal, self.folder)
-        todo = [file for file in files if file.name not in entries]
-        wrong, lock = [], threading.Lock()
+    def _hash(self, files: Sequence[HubFile]) -> list[_Hashes | None]:
         workers = min(self.max_workers, os.cpu_count() or 1)
-        num_bytes = sum(file.bytes for file in todo)
-        with progress("check", num_bytes) as advance, journal.open("a", encoding="utf-8") as log:
-
-            def count(num_bytes: int) -> None:
-                with lock:
-                    advance(num_bytes)
-
-            with ThreadPoolExecutor(workers) as pool:
-                hashing = {
-                    pool.submit(_hash_file, self.folder / file.name, file, count): file for file in todo
-                }
-                for future in as_completed(hashing):
-                    file, entry = hashing[future], future.result()
-                    if entry is None:
-                        wrong.append(file)
-                        continue
-                    entries[file.name] = entry
-                    log.write(json.dumps(entry) + "\n")
-                    log.flush()
-        return entries, wrong
-
-
-class _IncompleteError(ConnectionError):
-    """The library came back without all files."""
+        found = []
+        with (
+            progress("check", sum(file.bytes for file in files)) as advance,
+            ThreadPoolExecutor(workers) as pool,
+        ):
+            for file, hashes in zip(
+                files, pool.map(lambda one: _hash_file(self.folder, one), files), strict=True
+            ):
+                found.append(hashes)
+                advance(file.bytes)
+        return found
 
 
 def _has_size(folder: Path, file: HubFile) -> bool:
@@ -368,34 +350,28 @@ def _has_size(folder: Path, file: HubFile) -> bool:
         return False
 
 
-def _hash_file(path: Path, file: HubFile, count: Callable[[int], None]) -> _Entry | None:
-    """Facts of a file from one pass; None if its hash differs from the listing."""
+def _hash_file(folder: Path, file: HubFile) -> _Hashes | None:
+    """Hashes of a file from one pass; None if they are not what the listing says."""
     content, whole = hashlib.sha256(), xxhash.xxh3_128()
     blob = hashlib.sha1(f"blob {file.bytes}\0".encode(), usedforsecurity=False)
-    mtime_ns = path.stat().st_mtime_ns
-    with path.open("rb") as opened:
+    with (folder / file.name).open("rb") as opened:
         while chunk := opened.read(_CHUNK_BYTES):
             content.update(chunk)
             whole.update(chunk)
             if file.sha256 is None:
                 blob.update(chunk)
-            count(len(chunk))
     found, listed = (content, file.sha256) if file.sha256 else (blob, file.blob)
-    if found.hexdigest() != listed:
-        return None
-    entry = {"name": file.name, "bytes": file.bytes, "mtime_ns": mtime_ns}
-    return entry | {"hash": whole.hexdigest(), "sha256": content.hexdigest()}
+    return (whole.hexdigest(), content.hexdigest()) if found.hexdigest() == listed else None
 
 
-def _read_journal(journal: Path, folder: Path) -> dict[str, _Entry]:
-    """Entries of files that are still what they were when they were hashed."""
-    found: dict[str, _Entry] = {}
-    for line in journal.read_text(encoding="utf-8").splitlines() if journal.exists() else ():
-        try:
-            entry = json.loads(line)
-            stat = (folder / entry["name"]).stat()
-        except (ValueError, FileNotFoundError):  # half a line of a killed process; a file that is gone
-            continue
-        if (stat.st_mtime_ns, stat.st_size) == (entry["mtime_ns"], entry["bytes"]):
-            found[entry["name"]] = entry
-    return found
+def _bytes_so_far(folder: Path, sizes: dict[str, int]) -> int:
+    """Bytes of finished files, which have a .metadata file, and of files that still grow."""
+    root = folder / ".cache" / "huggingface" / "download"
+    total = 0
+    for path in root.rglob("*"):
+        if path.suffix == ".metadata":
+            total += sizes.get(path.relative_to(root).as_posix().removesuffix(".metadata"), 0)
+        elif path.suffix == ".incomplete":
+            with suppress(FileNotFoundError):
+                total += path.stat().st_size
+    return total

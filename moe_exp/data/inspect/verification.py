@@ -7,7 +7,7 @@ about 50 a document of both sides.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -179,45 +179,31 @@ def _document_findings(manifest: Manifest) -> list[Finding]:
     if not names:
         return []
     expected = manifest.content.get("num_documents")
-    reader = _Documents(manifest.text_field)
-    found = []
+    found, total, valid, num_shared = list[Finding](), Tally(), Hashes(), 0
     num_bytes = sum((manifest.folder / name).stat().st_size for name in names)
     with progress("reading the documents", num_bytes) as advance:
         # Those for validation first, as the others are compared with them.
-        for name in sorted(names, key=lambda name: not is_validation_file(Path(name))):
-            count = reader.read(manifest.folder / name, advance)
-            listed = expected.get(name, count) if isinstance(expected, dict) else count
-            wrong = f"has {count:,} documents, the manifest says {listed:,}" if count != listed else ""
-            found.append(Finding(name, wrong, f"{count:,} documents"))
+        for is_validation in (True, False):
+            valid_words = valid.sorted_words()
+            for name in [one for one in names if is_validation_file(Path(one)) == is_validation]:
+                tally = Tally()
+                for hashes in hash_blocks(manifest.folder / name, tally, advance, manifest.text_field):
+                    if is_validation:
+                        valid.extend(hashes)
+                    else:
+                        num_shared += int(hashes.is_in(*valid_words).sum())
+                total += tally
+                count = tally.num_documents
+                listed = expected.get(name, count) if isinstance(expected, dict) else count
+                wrong = f"has {count:,} documents, the manifest says {listed:,}" if count != listed else ""
+                found.append(Finding(name, wrong, f"{count:,} documents"))
     if not manifest.only:
-        found.append(_total_finding(manifest, reader.total))
-    if len(reader.valid) and len(names) > 1:
-        wrong = f"{reader.num_shared:,} training documents are equal to one for validation"
-        facts = f"none of {len(reader.valid):,} is in training"
-        found.append(Finding("validation against training", wrong if reader.num_shared else "", facts))
+        found.append(_total_finding(manifest, total))
+    if len(valid) and len(names) > 1:
+        wrong = f"{num_shared:,} training documents are equal to one for validation"
+        facts = f"none of {len(valid):,} is in training"
+        found.append(Finding("validation against training", wrong if num_shared else "", facts))
     return found
-
-
-class _Documents:
-    """Counts documents, and those of training that are also for validation, which is read first."""
-
-    def __init__(self, text_field: str):
-        self.text_field = text_field
-        self.total, self.valid, self.num_shared = Tally(), Hashes(), 0
-        self._valid_words = self.valid.sorted_words()
-
-    def read(self, path: Path, advance: Callable[[int], None]) -> int:
-        """Reads a file and returns its number of documents."""
-        tally, is_validation = Tally(), is_validation_file(path)
-        for hashes in hash_blocks(path, tally, advance, self.text_field):
-            if is_validation:
-                self.valid.extend(hashes)
-            else:
-                self.num_shared += int(hashes.is_in(*self._valid_words).sum())
-        if is_validation:
-            self._valid_words = self.valid.sorted_words()
-        self.total += tally
-        return tally.num_documents
 
 
 def _total_finding(manifest: Manifest, total: Tally) -> Finding:
@@ -298,14 +284,10 @@ def _is_prefix(path: Path) -> bool:
 def _all_hashes(path: Path, text_field: str) -> Hashes:
     if _is_prefix(path):
         return token_hashes(TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path))
-    return _document_hashes(data_files(path, text_field), text_field)
-
-
-def _document_hashes(paths: Sequence[Path], text_field: str) -> Hashes:
-    hashes = Hashes()
-    with progress("reading", sum(path.stat().st_size for path in paths)) as advance:
-        for path in paths:
-            for part in hash_blocks(path, Tally(), advance, text_field):
+    hashes, paths = Hashes(), data_files(path, text_field)
+    with progress("reading", sum(one.stat().st_size for one in paths)) as advance:
+        for one in paths:
+            for part in hash_blocks(one, Tally(), advance, text_field):
                 hashes.extend(part)
     return hashes
 

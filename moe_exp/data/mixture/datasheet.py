@@ -71,9 +71,7 @@ def datasheet(name: str, parts: Sequence[Part], *, total_tokens: float | None, t
     lines += ["## Documents removed", ""]
     for part in parts:
         lines += [f"### {part.name}", "", *_table(("what", "documents", "text"), _removed(part))]
-    lines += ["## Tokens per document", ""]
-    lines += _table(("source", "smallest", "median", "mean", "largest"), map(_length_row, parts))
-    lines += _table(*_histogram(parts))
+    lines += ["## Tokens per document", "", *_lengths(parts)]
     lines += ["## Languages", "", _languages_note(), ""]
     lines += _table(("source", "languages"), [(part.name, _languages(part)) for part in parts])
     lines += ["## Documents in two sources", "", *_overlaps(parts)]
@@ -114,24 +112,22 @@ def _removed(part: Part) -> list[tuple[str, str, str]]:
     return [*rows, row("of these for validation", part.shuffled["valid"])]
 
 
-def _lengths(part: Part) -> dict[str, Any]:
-    bounds = TokenFiles(part.prefix).document_bounds
-    return length_summary(np.diff(bounds))
-
-
-def _length_row(part: Part) -> tuple[str, ...]:
-    lengths = _lengths(part)
-    middle = f"{lengths['median']:,.0f}", f"{lengths['mean']:,.0f}"
-    return part.name, f"{lengths['min']:,}", *middle, f"{lengths['max']:,}"
-
-
-def _histogram(parts: Sequence[Part]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    by_part = [{begin: (end, count) for begin, end, count in _lengths(part)["histogram"]} for part in parts]
+def _lengths(parts: Sequence[Part]) -> list[str]:
+    """Tokens per document, and how many documents there are of each length."""
+    bounds = [TokenFiles(part.prefix).document_bounds for part in parts]
+    names, found = [part.name for part in parts], [length_summary(np.diff(one)) for one in bounds]
     rows = []
-    for begin in sorted({begin for one in by_part for begin in one}):
-        end = next(one[begin][0] for one in by_part if begin in one)
-        rows.append((f"{begin:,} to {end:,}", *(f"{one.get(begin, (0, 0))[1]:,}" for one in by_part)))
-    return ("tokens", *(part.name for part in parts)), rows
+    for name, one in zip(names, found, strict=True):
+        middle = f"{one['median']:,.0f}", f"{one['mean']:,.0f}"
+        rows.append((name, f"{one['min']:,}", *middle, f"{one['max']:,}"))
+    ends = {begin: end for one in found for begin, end, _ in one["histogram"]}
+    counts = [{begin: count for begin, _, count in one["histogram"]} for one in found]
+    histogram = [
+        (f"{begin:,} to {ends[begin]:,}", *(f"{one.get(begin, 0):,}" for one in counts))
+        for begin in sorted(ends)
+    ]
+    lines = _table(("source", "smallest", "median", "mean", "largest"), rows)
+    return lines + _table(("tokens", *names), histogram)
 
 
 def _languages_note() -> str:

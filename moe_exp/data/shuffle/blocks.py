@@ -61,7 +61,7 @@ class LineBlocks:
 
         Args:
             path: a file of any kind; the BOM of JSONL is left out.
-            start: bytes of its lines to leave out, as many as some blocks had.
+            start: where a line begins, in bytes of a file that is no stream.
             end: where to stop: the end of a line, in bytes of the file; None for all of it.
 
         Raises:
@@ -69,8 +69,7 @@ class LineBlocks:
             One of `documents.DAMAGE`: a compressed file is damaged or ends early.
         """
         kept, at_start = 0, start == 0
-        with _open(path, self.text_field, self.rule) as (readinto, skip):
-            skip(start)
+        with _open(path, start, self.text_field, self.rule) as readinto:
             if end is not None:
                 readinto = _limited(readinto, end - start)
             while num_bytes := self._fill(readinto, kept):
@@ -120,13 +119,12 @@ def _limited(readinto: Callable[[memoryview], int], num_bytes: int) -> Callable[
 
 
 @contextmanager
-def _open(
-    path: Path, text_field: str, rule: TextRule
-) -> Iterator[tuple[Callable[[memoryview], int], Callable[[int], object]]]:
-    """Functions that read into memory, as `io.RawIOBase.readinto` does, and that leave bytes out."""
+def _open(path: Path, start: int, text_field: str, rule: TextRule) -> Iterator[Callable[[memoryview], int]]:
+    """A function that reads into memory, as `io.RawIOBase.readinto` does."""
     if not is_stream(path):
         with path.open("rb", buffering=0) as file:
-            yield file.readinto, file.seek
+            file.seek(start)
+            yield file.readinto
         return
     chunks, rest = read_chunks(path, text_field=text_field, rule=rule), memoryview(b"")
 
@@ -141,12 +139,7 @@ def _open(
         view[:num_bytes], rest = rest[:num_bytes], rest[num_bytes:]
         return num_bytes
 
-    def skip(num_bytes: int) -> None:
-        scratch = memoryview(bytearray(2**20))
-        while num_bytes and (skipped := readinto(scratch[:num_bytes])):
-            num_bytes -= skipped
-
-    yield readinto, skip
+    yield readinto
 
 
 @dataclass
@@ -200,21 +193,18 @@ class DocumentBlocks:
         self.lines, self.tally, self.most_lines = lines, tally, most_lines
         self.text_field, self.skip_bad = text_field, skip_bad
 
-    def read(
-        self, path: Path, *, start: int = 0, num_lines: int = 0, end: int | None = None
-    ) -> Iterator[Documents]:
+    def read(self, path: Path, *, start: int = 0, end: int | None = None) -> Iterator[Documents]:
         """Yields the documents of each block, in parts if it has more than `most_lines`.
 
         Args:
             path: a file of any kind.
-            start: bytes of the decompressed file that were read before; a sum of `Documents.num_bytes`.
-            num_lines: that these were.
-            end: as of `LineBlocks.read`.
+            start, end: as of `LineBlocks.read`.
 
         Raises:
             BadDocument: at the first line that is no document, or if a compressed file is damaged.
             ValueError: a line is longer than the memory for it.
         """
+        num_lines = 0
         try:
             for begin, lines_end in self.lines.read(path, start=start, end=end):
                 position = 0  # what is before `begin` counts as read

@@ -1,4 +1,4 @@
-"""The outputs of a shuffle, by one process or by tasks: their names, how they are checked and published."""
+"""The outputs of a shuffle: their names, how they are checked and published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import xxhash
 
 from moe_exp.data.documents import Tally
-from moe_exp.data.kinds import TextRule
 from moe_exp.data.shuffle.blocks import LineBlocks, sum_digests
 from moe_exp.data.stage import Stage
 
@@ -19,20 +18,6 @@ logger = logging.getLogger(__name__)
 
 _READ_BACK_BYTES = 2**18
 _CHANGED = "The disk, or another program, has changed it. Fix: give --start-over."
-
-
-def stage_settings(
-    name: str,
-    seed: int,
-    num_shards: int,
-    valid_fraction: float,
-    text_field: str,
-    skip_bad: bool,
-    rule: TextRule,
-) -> dict[str, Any]:
-    """Everything that the bytes depend on besides the inputs: either way finds what the other has made."""
-    settings = {"name": name, "seed": seed, "num_shards": num_shards, "valid_fraction": valid_fraction}
-    return settings | {"text_field": text_field, "skip_bad": skip_bad, **rule.facts()}
 
 
 def output_paths(folder: Path, name: str, num_shards: int) -> list[Path]:

@@ -1,10 +1,10 @@
-"""First two passes of a shuffle by tasks: find the documents, then put them into files sorted by bucket.
+"""First passes of a shuffle: find the documents, and put them into files sorted by bucket.
 
-A key depends on how many documents there are before, so `IndexDocuments` finds, checks and hashes them first.
-`ScatterDocuments` then copies lines: it reads a block of its inputs, and appends the lines, sorted by bucket,
-to one file, and their records to a second. A bucket is a range of keys, of training or of validation
-documents; `Scattered` finds one in the files of all tasks. So a task has two files open, however many buckets
-there are.
+A key depends on how many documents there are before, so `index` finds, checks and hashes them first.
+`scatter` then copies lines: it reads a block of its inputs, and appends the lines, sorted by bucket, to one
+file, and their records to a second. A task that is alone does both at once (`index_and_scatter`). A bucket is
+a range of keys, of training or of validation documents; `Scattered` finds one in the files of all tasks. So a
+task has two files open, however many buckets there are.
 
     indexed/      00003.documents   00003.json
     scattered/    00003.lines       00003.records   00003.index   00003.json
@@ -27,7 +27,6 @@ from moe_exp.data.documents import Tally
 from moe_exp.data.kinds import TextRule
 from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks, sum_digests, write_all
 from moe_exp.data.shuffle.buckets import (
-    DOCUMENT_BYTES,
     NUM_KEYS,
     Keys,
     ValidTally,
@@ -38,18 +37,24 @@ from moe_exp.data.shuffle.buckets import (
 )
 from moe_exp.data.shuffle.slices import Slice, read_slice
 from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tasks.execution import Through, complete_files, task_stats
+from moe_exp.data.tasks.execution import Through, complete_files
 from moe_exp.host.files import read_json, write_json
 
 TEMPORARY = "temporary"
+# Of memory per document while a piece is put in order: its record, three places, its part of the sort, and a
+# slice of the buffer now and then.
+DOCUMENT_BYTES = 96
+BUCKET_FILL = 0.85  # random keys: buckets differ
 
 _DOCUMENT = np.dtype([("begin", "<u8"), ("num_bytes", "<u8"), ("choice", "<u8")])
 _RECORD = np.dtype([("key", "<u8"), ("num_bytes", "<u8")])
-BUCKET_FILL = 0.85  # random keys: buckets differ
 _FEW_BUCKETS = 256
 _BLOCK_BYTES = 2**21  # small enough for a core's cache
 _BYTES_PER_SEGMENT = 2**15  # of a bucket in a block, on average
 _LF = 10
+
+# Documents of a block (_DOCUMENT), where their lines begin in the buffer, and the buffer.
+_Block = tuple[NDArray[Any], NDArray[np.int64], memoryview]
 
 
 def most_buckets(longest_bytes: int) -> int:
@@ -71,6 +76,7 @@ class TaskShuffle:
         piece_bytes: of the documents that a task puts in order at once.
         bucket_bytes: that a bucket may have on average, unless there would be more than `most_buckets`.
         most_buckets: of training documents, and of validation documents.
+        num_buckets: of both, if they are known before the documents are.
     """
 
     folder: Path
@@ -82,16 +88,22 @@ class TaskShuffle:
     piece_bytes: int
     bucket_bytes: int
     most_buckets: int
+    num_buckets: tuple[int, int] | None = None
 
     @property
     def num_tasks(self) -> int:
-        """Tasks of the first two passes."""
+        """Tasks that read the inputs."""
         return len(self.slices)
 
     @property
     def threshold(self) -> int:
         """Documents with a smaller choice are for validation, if there are any."""
         return int(self.settings["valid_fraction"] * NUM_KEYS)
+
+    @property
+    def most_lines(self) -> int:
+        """Lines of a block: as much memory for short ones as two buffers."""
+        return max(1, 2 * self.longest_bytes // LINE_BYTES)
 
     @property
     def temporary(self) -> Path:
@@ -111,41 +123,87 @@ class TaskShuffle:
         how = {"text_field": self.settings["text_field"], "rule": self.rule}
         return LineBlocks(block_bytes, self.longest_bytes, **how)
 
+    def buckets_for(self, num_bytes: float, valid_share: float) -> tuple[int, int]:
+        """Buckets of training, and of validation documents that take so much memory together."""
+        num_full = num_bytes / (BUCKET_FILL * self.bucket_bytes)
+        train, valid = (max(1, math.ceil(share * num_full)) for share in (1, valid_share))
+        return min(self.most_buckets, train), min(self.most_buckets, valid)
 
-@dataclass
-class IndexDocuments:
-    """First pass: where each document of a task's slices is, and its choice; counts and hashes of all."""
 
-    job: TaskShuffle
-    stats: Any = None
+@dataclass(frozen=True)
+class Buckets:
+    """Those of the training documents come first; `limit` is above the choices of the others."""
 
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats = task_stats("🔢 - SHUFFLE: index")
-        job, settings = self.job, self.job.settings
-        read, valid = Tally(), ValidTally(job.threshold)
-        line_hash, num_bytes, counts, through = 0, 0, list[int](), job.through("indexed", rank)
-        most_lines = max(1, 2 * job.longest_bytes // LINE_BYTES)
+    num_train: int
+    num_valid: int
+    limit: int
+
+    @property
+    def number(self) -> int:
+        """Both."""
+        return self.num_train + self.num_valid
+
+    def block_bytes(self, longest_bytes: int) -> int:
+        """Size of blocks that are worth being sorted."""
+        return min(longest_bytes, max(_BLOCK_BYTES, _BYTES_PER_SEGMENT * self.number))
+
+    @cached_property
+    def _bounds(self) -> tuple[Keys, Keys]:
+        return bucket_bounds(self.num_train), bucket_bounds(self.num_valid)
+
+    def of(self, keys: Keys, choices: Keys) -> NDArray[np.int64]:
+        """Bucket of each document."""
+        train, valid = (np.searchsorted(bounds, keys, side="right") - 1 for bounds in self._bounds)
+        # the limit is at most 2**64, which no uint64 holds
+        is_valid = choices <= np.uint64(self.limit - 1)
+        return np.where(is_valid, self.num_train + valid, train)
+
+
+class _Found:
+    """The documents of a task's slices, which are counted and hashed as `blocks` yields them."""
+
+    def __init__(self, job: TaskShuffle, rank: int):
+        self.job, self.rank = job, rank
+        self.read, self.valid = Tally(), ValidTally(job.threshold)
+        self.line_hash, self.num_bytes, self.of_slices = 0, 0, list[int]()
+
+    def blocks(self, block_bytes: int) -> Iterator[_Block]:
+        """Yields blocks of documents."""
+        settings, through = self.job.settings, self.job.through("indexed", self.rank)
         options = {name: settings[name] for name in ("text_field", "skip_bad")}
-        reader = DocumentBlocks(job.lines(_BLOCK_BYTES), read, **options, most_lines=most_lines)
-        with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
-            for one in job.slices[rank]:
-                before = read.num_documents
-                for documents in read_slice(one, reader):
-                    found = np.empty(len(documents.ends), dtype=_DOCUMENT)
-                    found["begin"] = documents.begins + documents.start
-                    found["num_bytes"] = documents.ends - documents.begins
-                    found["choice"] = text_choices(settings["seed"], documents.text_digests)
-                    file.write(found.tobytes())
-                    valid.add(found["choice"], documents)
-                    read += documents.tally()
-                    line_hash += sum_digests(documents.line_digests)
-                    num_bytes += int(found["num_bytes"].sum())
-                    through.advance(documents.num_bytes)
-                through.end_file(one.num_bytes)
-                counts.append(read.num_documents - before)
-        self.stats["documents"].update(read.num_documents)
-        facts = {"slices": counts, "num_bytes": num_bytes, "read": read.to_json(), "valid": valid.to_json()}
-        write_json(job.place("indexed", rank), facts | {"line_hash": f"{line_hash % 2**128:032x}"})
+        lines = self.job.lines(block_bytes)
+        reader = DocumentBlocks(lines, self.read, **options, most_lines=self.job.most_lines)
+        for one in self.job.slices[self.rank]:
+            before = self.read.num_documents
+            for documents in read_slice(one, reader):
+                found = np.empty(len(documents.ends), dtype=_DOCUMENT)
+                found["begin"] = documents.begins + documents.start
+                found["num_bytes"] = documents.ends - documents.begins
+                found["choice"] = text_choices(settings["seed"], documents.text_digests)
+                self.valid.add(found["choice"], documents)
+                self.read += documents.tally()
+                self.line_hash += sum_digests(documents.line_digests)
+                self.num_bytes += int(found["num_bytes"].sum())
+                yield found, documents.begins, lines.view
+                through.advance(documents.num_bytes)
+            through.end_file(one.num_bytes)
+            self.of_slices.append(self.read.num_documents - before)
+
+    def save(self) -> None:
+        """Writes what `Indexed` reads."""
+        facts = {"slices": self.of_slices, "num_bytes": self.num_bytes, "read": self.read.to_json()}
+        facts |= {"valid": self.valid.to_json(), "line_hash": f"{self.line_hash % 2**128:032x}"}
+        write_json(self.job.place("indexed", self.rank), facts)
+
+
+def index(job: TaskShuffle, rank: int) -> int:
+    """First pass: where each document of a task's slices is, and its choice; returns how many there are."""
+    found = _Found(job, rank)
+    with complete_files([job.place("indexed", rank, ".documents")]) as (path,), path.open("wb") as file:
+        for documents, _, _ in found.blocks(_BLOCK_BYTES):
+            file.write(documents.tobytes())
+    found.save()
+    return found.read.num_documents
 
 
 class Indexed:
@@ -165,102 +223,97 @@ class Indexed:
             self.line_hash = (self.line_hash + int(facts["line_hash"], 16)) % 2**128
             self.num_bytes += facts["num_bytes"]
             self.firsts.append(self.firsts[-1] + sum(facts["slices"]))
-        needed_bytes = self.num_bytes + DOCUMENT_BYTES * self.firsts[-1]
-        num_full = needed_bytes / (BUCKET_FILL * job.bucket_bytes)
-        self.num_train_buckets = min(job.most_buckets, max(1, math.ceil(num_full)))
         valid = self.valid.total()
         share = valid.num_documents / max(1, self.read.num_documents)
         share = max(share, valid.num_text_bytes / max(1, self.read.num_text_bytes))
-        self.num_valid_buckets = min(job.most_buckets, max(1, math.ceil(share * num_full)))
-
-    @property
-    def num_buckets(self) -> int:
-        """Number of buckets; those of training come first."""
-        return self.num_train_buckets + self.num_valid_buckets
-
-    @cached_property
-    def _bounds(self) -> tuple[Keys, Keys]:
-        return bucket_bounds(self.num_train_buckets), bucket_bounds(self.num_valid_buckets)
-
-    def buckets_of(self, keys: Keys, choices: Keys) -> NDArray[np.int64]:
-        """Bucket of each document."""
-        train, valid = (np.searchsorted(bounds, keys, side="right") - 1 for bounds in self._bounds)
-        # limit() is at most 2**64, which no uint64 holds
-        is_valid = choices <= np.uint64(self.valid.limit() - 1)
-        return np.where(is_valid, self.num_train_buckets + valid, train)
+        needed_bytes = self.num_bytes + DOCUMENT_BYTES * self.firsts[-1]
+        numbers = job.num_buckets or job.buckets_for(needed_bytes, share)
+        self.buckets = Buckets(*numbers, self.valid.limit())
 
 
-@dataclass
-class ScatterDocuments:
+def scatter(job: TaskShuffle, rank: int) -> int:
     """Second pass: copies the lines of a task's slices in blocks, each sorted by bucket."""
+    indexed = Indexed(job)
+    blocks = _indexed_blocks(job, rank, indexed.buckets.block_bytes(job.longest_bytes))
+    return _scatter(job, rank, indexed.firsts[rank], indexed.buckets, blocks)
 
-    job: TaskShuffle
-    stats: Any = None
 
-    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
-        self.stats = task_stats("🪣 - SHUFFLE: scatter")
-        job, indexed = self.job, Indexed(self.job)
-        first, written = indexed.firsts[rank], np.zeros(2, dtype=np.int64)
-        block_bytes = min(job.longest_bytes, max(_BLOCK_BYTES, _BYTES_PER_SEGMENT * indexed.num_buckets))
-        paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
-        total = np.zeros((indexed.num_buckets, 2), dtype=np.int64)
-        with (
-            complete_files(paths, is_durable=False) as (lines_path, records_path, index_path),
-            lines_path.open("wb", buffering=0) as lines,
-            records_path.open("wb", buffering=0) as rest,
-            index_path.open("wb") as index,
-        ):
-            for found, begins, view in self._blocks(rank, block_bytes):
-                records = np.empty(len(found), dtype=_RECORD)
-                records["key"] = document_keys(job.settings["seed"], first, len(found))
-                records["num_bytes"] = found["num_bytes"]
-                buckets = indexed.buckets_of(records["key"], found["choice"])
-                order = np.argsort(buckets, kind="stable")
-                ends = (begins + records["num_bytes"].astype(np.int64))[order].tolist()
-                places = zip(begins[order].tolist(), ends, strict=True)
-                write_all(lines.fileno(), [view[begin:end] for begin, end in places], lines_path)
-                write_all(rest.fileno(), [records[order].tobytes()], records_path)
-                sizes = _sizes(buckets, records["num_bytes"], indexed.num_buckets)
-                after = written + sizes.cumsum(axis=0)
-                index.write(np.stack([after - sizes, sizes], axis=-1).tobytes())
-                written, total = after[-1], total + sizes
-                first += len(found)
-        self.stats["documents"].update(first - indexed.firsts[rank])
-        write_json(job.place("scattered", rank), total.tolist())
+def index_and_scatter(job: TaskShuffle) -> int:
+    """Both passes of the only task, which parses and copies each line while it is in the cache."""
+    assert job.num_buckets is not None
+    limit, is_known = max(1, job.threshold), False
+    while not is_known:
+        found, buckets = _Found(job, 0), Buckets(*job.num_buckets, limit)
+        blocks = found.blocks(buckets.block_bytes(job.longest_bytes))
+        num_documents = _scatter(job, 0, 0, buckets, blocks)
+        # if no document is under the threshold, the smallest one is for validation, which is known by now
+        is_known = not num_documents or found.valid.limit() == limit
+        limit = found.valid.limit()
+    found.save()
+    return num_documents
 
-    def _blocks(
-        self, rank: int, block_bytes: int
-    ) -> Iterator[tuple[NDArray[Any], NDArray[np.int64], memoryview]]:
-        """Yields the documents of each block, where their lines begin in the buffer, and the buffer."""
-        job, lines, through = self.job, self.job.lines(block_bytes), self.job.through("scattered", rank)
-        counts = read_json(job.place("indexed", rank), fix=MAKE_AGAIN)["slices"]
-        path, most = job.place("indexed", rank, ".documents"), max(1, 2 * job.longest_bytes // LINE_BYTES)
-        check_size(path, sum(counts) * _DOCUMENT.itemsize)
-        with path.open("rb") as file:
-            for one, count in zip(job.slices[rank], counts, strict=True):
-                start, end = one.bounds()
-                left = np.empty(0, dtype=_DOCUMENT)
-                for _, lines_end in lines.read(one.path, start=start, end=end):
-                    bytes_of = np.frombuffer(lines.buffer, dtype=np.uint8)
-                    while True:
-                        if not len(left) and count:
-                            left = np.fromfile(file, dtype=_DOCUMENT, count=min(most, count))
-                            count -= len(left)
-                        found = left[: np.searchsorted(left["begin"], np.uint64(start + lines_end))]
-                        if not len(found):
-                            break
-                        begins = found["begin"].astype(np.int64) - start
-                        # there may be a CR, as in the index
-                        bytes_of[begins + found["num_bytes"].astype(np.int64) - 1] = _LF
-                        yield found, begins, lines.view
-                        left = left[len(found) :]
-                    del bytes_of  # of a buffer that may grow
-                    start += lines_end
-                    through.advance(lines_end)
-                if count or len(left):
-                    fix = "leave it alone, and give --start-over"
-                    raise ValueError(f"{one.path}: changed while shuffle read it. Fix: {fix}.")
-                through.end_file(one.num_bytes)
+
+def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: Iterator[_Block]) -> int:
+    """Copies the lines of blocks, the first of whose documents is number `first` of all."""
+    num_documents, written = 0, np.zeros(2, dtype=np.int64)
+    paths = [job.place("scattered", rank, suffix) for suffix in (".lines", ".records", ".index")]
+    total = np.zeros((buckets.number, 2), dtype=np.int64)
+    with (
+        complete_files(paths, is_durable=False) as (lines_path, records_path, index_path),
+        lines_path.open("wb", buffering=0) as lines,
+        records_path.open("wb", buffering=0) as rest,
+        index_path.open("wb") as index,
+    ):
+        for found, begins, view in blocks:
+            records = np.empty(len(found), dtype=_RECORD)
+            records["key"] = document_keys(job.settings["seed"], first + num_documents, len(found))
+            records["num_bytes"] = found["num_bytes"]
+            of_bucket = buckets.of(records["key"], found["choice"])
+            order = np.argsort(of_bucket, kind="stable")
+            ends = (begins + records["num_bytes"].astype(np.int64))[order].tolist()
+            places = zip(begins[order].tolist(), ends, strict=True)
+            write_all(lines.fileno(), [view[begin:end] for begin, end in places], lines_path)
+            write_all(rest.fileno(), [records[order].tobytes()], records_path)
+            sizes = _sizes(of_bucket, records["num_bytes"], buckets.number)
+            after = written + sizes.cumsum(axis=0)
+            index.write(np.stack([after - sizes, sizes], axis=-1).tobytes())
+            written, total = after[-1], total + sizes
+            num_documents += len(found)
+    write_json(job.place("scattered", rank), total.tolist())
+    return num_documents
+
+
+def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_Block]:
+    """Yields blocks of the documents that `index` has found."""
+    lines, through = job.lines(block_bytes), job.through("scattered", rank)
+    counts = read_json(job.place("indexed", rank), fix=MAKE_AGAIN)["slices"]
+    path = job.place("indexed", rank, ".documents")
+    check_size(path, sum(counts) * _DOCUMENT.itemsize)
+    with path.open("rb") as file:
+        for one, count in zip(job.slices[rank], counts, strict=True):
+            start, end = one.bounds()
+            left = np.empty(0, dtype=_DOCUMENT)
+            for _, lines_end in lines.read(one.path, start=start, end=end):
+                bytes_of = np.frombuffer(lines.buffer, dtype=np.uint8)
+                while True:
+                    if not len(left) and count:
+                        left = np.fromfile(file, dtype=_DOCUMENT, count=min(job.most_lines, count))
+                        count -= len(left)
+                    found = left[: np.searchsorted(left["begin"], np.uint64(start + lines_end))]
+                    if not len(found):
+                        break
+                    begins = found["begin"].astype(np.int64) - start
+                    # there may be a CR, as in the index
+                    bytes_of[begins + found["num_bytes"].astype(np.int64) - 1] = _LF
+                    yield found, begins, lines.view
+                    left = left[len(found) :]
+                del bytes_of  # of a buffer that may grow
+                start += lines_end
+                through.advance(lines_end)
+            if count or len(left):
+                fix = "leave it alone, and give --start-over"
+                raise ValueError(f"{one.path}: changed while shuffle read it. Fix: {fix}.")
+            through.end_file(one.num_bytes)
 
 
 def _sizes(buckets: NDArray[np.int64], num_bytes: Keys, num_buckets: int) -> NDArray[np.int64]:
@@ -295,7 +348,7 @@ class Scattered:
 
     def __init__(self, job: TaskShuffle):
         self.job, self.indexed = job, Indexed(job)
-        total = np.zeros((self.indexed.num_buckets, 2), dtype=np.int64)
+        total = np.zeros((self.indexed.buckets.number, 2), dtype=np.int64)
         for task in range(job.num_tasks):
             sizes = np.array(read_json(job.place("scattered", task), fix=MAKE_AGAIN), dtype=np.int64)
             num_documents, num_bytes = sizes.sum(axis=0).tolist()
@@ -304,24 +357,38 @@ class Scattered:
             total += sizes
         self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
 
-    def buckets(self, *, is_valid: bool) -> list[int]:
+    def buckets(self, *, is_valid: bool) -> range:
         """Buckets of validation, or training, documents in the order of the keys."""
-        first = self.indexed.num_train_buckets
-        return list(range(first, self.indexed.num_buckets) if is_valid else range(first))
+        buckets = self.indexed.buckets
+        return range(buckets.num_train, buckets.number) if is_valid else range(buckets.num_train)
 
-    def parts(self, bucket: int, memory_bytes: int) -> list[tuple[int, int]]:
-        """Ranges of keys (low, end) that a bucket is cut into, whose documents fit the memory."""
-        first = self.indexed.num_train_buckets
-        number, count = bucket, first
-        if bucket >= first:
-            number, count = bucket - first, self.indexed.num_valid_buckets
+    def pieces(self, bucket: int) -> Iterator[Placed]:
+        """Documents of a bucket, in ranges of keys that follow one another and fit the memory.
+
+        A single document is a piece, however large it is.
+        """
+        buckets, memory_bytes = self.indexed.buckets, self.job.piece_bytes
+        is_valid = bucket >= buckets.num_train
+        number, count = (
+            bucket - is_valid * buckets.num_train,
+            (buckets.num_train, buckets.num_valid)[is_valid],
+        )
         num_documents, num_bytes = self.sizes[bucket]
         needed = num_bytes + DOCUMENT_BYTES * num_documents
         num_parts = 1 if needed <= memory_bytes else math.ceil(needed / (BUCKET_FILL * memory_bytes))
         bounds = [first_key(number * num_parts + part, count * num_parts) for part in range(num_parts + 1)]
-        return list(pairwise(bounds))
+        ranges = list(pairwise(bounds))[::-1]
+        while ranges:
+            low, end = ranges.pop()
+            placed = self._documents(bucket, low, end)
+            needed = int(placed.records["num_bytes"].sum()) + DOCUMENT_BYTES * len(placed.records)
+            if needed > memory_bytes and len(placed.records) > 1:
+                middle = (low + end) // 2
+                ranges += [(middle, end), (low, middle)]
+            else:
+                yield placed
 
-    def documents(self, bucket: int, low: int, end: int) -> Placed:
+    def _documents(self, bucket: int, low: int, end: int) -> Placed:
         """Documents of a bucket with a key in [low, end)."""
         parts = [Placed(np.empty(0, _RECORD), np.empty(0, np.int32), np.empty(0, np.int64))]
         for task in range(self.job.num_tasks):
@@ -341,7 +408,7 @@ class Scattered:
         path = self.job.place("scattered", task, ".index")
         if not path.stat().st_size:  # a task without documents
             return []
-        index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.num_buckets, 4)
+        index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.buckets.number, 4)
         of_bucket = np.array(index[:, bucket])
         segments: list[list[int]] = of_bucket[of_bucket[:, 1] > 0].tolist()
         return segments

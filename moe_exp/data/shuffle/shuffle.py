@@ -1,46 +1,62 @@
 """Global shuffle: JSONL files -> shards in random order and a validation file, within a memory budget.
 
 The order depends on the seed and on each document's place in the inputs, in their order, and on nothing else:
-the same bytes for every memory budget, on every machine, after any interruption (`buckets` says how). Shards
-are ranges of that order; they differ by one document at most. A document is for validation if a hash of
-seed and text is under the wanted fraction, or, if that holds for none, smallest: duplicates stay together,
-and there is always one. Lines are written as they were read, without BOM and CR, each with an LF.
+the same bytes for every memory budget, by one process or by many tasks, on every machine, after any
+interruption. Shards are ranges of that order; they differ by one document at most. A document is for
+validation if a hash of seed and text is under the wanted fraction, or, if that holds for none, smallest:
+duplicates stay together, and there is always one. Lines are written as they were read, without BOM and CR,
+each with an LF.
 
     <name>.chunk.00.jsonl ... <name>.chunk.31.jsonl   <name>.val.jsonl   manifest.json
+
+Three passes: index, scatter (scatter.py) and write (write.py), by tasks of datatrove's executors; one process
+is one task, which does the first two at once. A pass begins when the one before is done, a task that was
+killed begins anew, one that is done is not run again. On the disk are at most the inputs, the scattered lines
+and the outputs.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from shutil import rmtree
 from typing import Any
 
 from moe_exp.data.documents import check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
-from moe_exp.data.shuffle.blocks import LINE_BYTES, DocumentBlocks, LineBlocks
-from moe_exp.data.shuffle.buckets import NUM_KEYS, Dealer, State, ValidTally, spread
-from moe_exp.data.shuffle.outputs import Shard, check_split, finish, output_paths, stage_settings
+from moe_exp.data.shuffle.outputs import Shard, finish
+from moe_exp.data.shuffle.scatter import (
+    BUCKET_FILL,
+    TEMPORARY,
+    Indexed,
+    TaskShuffle,
+    check_size,
+    index,
+    index_and_scatter,
+    most_buckets,
+    scatter,
+)
+from moe_exp.data.shuffle.slices import cut_inputs
+from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
+from moe_exp.data.tasks.execution import Execution, Pass, bytes_through, num_workers, task_stats
+from moe_exp.data.tasks.jobs import run_stage_passes
+from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.host.files import bytes_text, read_json, write_json
 from moe_exp.host.memory import available_memory_bytes
-from moe_exp.host.progress import progress
+from moe_exp.host.progress import progress_of
 
-logger = logging.getLogger(__name__)
-
-TASKS = "tasks.json"  # in the working folder of a shuffle by tasks
+TASKS = "tasks.json"  # in the working folder
 SMALLEST_MEMORY_BYTES = 16 * 2**20
 DEFAULT_VALID_FRACTION = 0.005
-_MOST_BUCKETS = 256  # two open files each
-_BUCKET_FILL = 0.85  # random keys: buckets differ
-_BLOCK_BYTES = 2**21
 _FIXED_BYTES = 2**22  # of small objects, and of what the allocator keeps: the same for every budget
-_MOST_LINES = 2**16
-_SAVE_BYTES = 2**29
 _BYTES_PER_SECOND = 120e6  # one core of 2023, a disk that keeps up
+_PASSES = ("indexed", "scattered", "written")
+_BYTES_PER_WORKER = 2**29  # two seconds of work, a process takes 0.6 s to start
+_MEMORY_SHARE = 0.75  # of what a SLURM job or Ray task has
 
 
 @dataclass(frozen=True)
@@ -49,13 +65,11 @@ class Memory:
 
     Args:
         budget_bytes: all of it.
-        block_bytes: of the buffer that the inputs are read into, at most.
-        longest_bytes: of a line: parsing takes up to six times as much.
+        longest_bytes: of a line, and of the buffer that inputs are read into; parsing takes six times that.
         piece_bytes: of the documents that are put in order at once.
     """
 
     budget_bytes: int
-    block_bytes: int
     longest_bytes: int
     piece_bytes: int
 
@@ -63,14 +77,23 @@ class Memory:
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
         piece_bytes = (budget_bytes - _FIXED_BYTES) * 3 // 4
-        return cls(budget_bytes, budget_bytes // 16, budget_bytes // 8, piece_bytes)
+        return cls(budget_bytes, budget_bytes // 8, piece_bytes)
 
 
-def shuffle(
+def shuffle(inputs: Sequence[Path], output: Path, **options: Any) -> dict[str, Any]:
+    """Shuffles in this process; arguments, result and errors as of `shuffle_documents`."""
+    manifest = shuffle_documents(inputs, output, **options, tasks=1)
+    assert manifest is not None  # no SLURM jobs
+    return manifest
+
+
+def shuffle_documents(
     inputs: Sequence[Path],
     output: Path,
     *,
     name: str,
+    tasks: int | None = None,
+    execution: Execution | None = None,
     seed: int = 0,
     num_shards: int = 32,
     valid_fraction: float = DEFAULT_VALID_FRACTION,
@@ -79,80 +102,202 @@ def shuffle(
     skip_bad: bool = False,
     start_over: bool = False,
     rule: TextRule = FILES,
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     """Shuffles the documents of files into shards and a validation file, and returns the manifest.
 
-    An interrupted call continues where it was when it is made again, with another budget too.
+    An interrupted call continues with the pass and the tasks where it was when it is made again, with another
+    budget too.
 
     Args:
         inputs: files of the kinds of `moe_exp.data.kinds`, and folders of them. Their order counts.
         output: folder to make.
         name: what the names of the files in it begin with.
+        tasks: that read; those that write are as many, but at most one per output file. A call that resumes
+            needs the same number. Default: as many as `execution` has workers here, else one, which is this
+            process.
+        execution: where the tasks run; default: this machine.
         seed: of the order and of the choice of validation documents.
         num_shards: training files. If there are fewer documents, some are empty.
         valid_fraction: of the distinct texts, for validation; at least one.
-        memory_bytes: the budget; a quarter of what the machine, or the container, has left by default.
+        memory_bytes: budget of each task; by default they have a quarter of what the machine, or the
+            container, has left, or most of what a job has.
         text_field: name of the field with the text.
         skip_bad: skip and count lines that are no documents instead of stopping at the first.
         start_over: see `run_stage`.
         rule: what a document of a text file is.
 
+    Returns:
+        The manifest; None while SLURM jobs are under way. Call again to see how far they are, and to publish
+        what they have made.
+
     Raises:
         ValueError: a setting or an input cannot be used, too little disk, no document is left for training;
-            see `run_stage`, `LineBlocks`.
+            the output was begun with another number of tasks; see `run_stage`, `LineBlocks`.
         BadDocument: a line is no document, or a compressed file is damaged.
+        ChildProcessError: a task's process died.
     """
+    execution = execution or Execution()
+    is_local = execution.executor == "local"
+    if tasks is None:
+        tasks = execution.workers or 1 if is_local else 1
+    if tasks < 1:
+        raise ValueError(f"tasks={tasks}: must be at least 1. Fix: give the number of cores.")
     sizes = {"num_shards": num_shards, "valid_fraction": valid_fraction, "memory_bytes": memory_bytes}
     inputs = check_shuffle(inputs, output, text_field=text_field, name=name, **sizes)
-    memory = Memory.of(checked_memory(memory_bytes))
-    settings = stage_settings(name, seed, num_shards, valid_fraction, text_field, skip_bad, rule)
+    if is_local and not execution.workers:
+        worth = 1 + sum(path.stat().st_size for path in inputs) // _BYTES_PER_WORKER
+        execution = replace(execution, workers=min(worth, num_workers(execution)))
+    memory = Memory.of(memory_bytes or _default_memory(execution, tasks))
+    if start_over or is_local:
+        check_no_jobs(output.with_name(f"{output.name}.partial") / "datatrove" / _PASSES[-1])
+    settings: dict[str, Any] = {"name": name, "seed": seed, "num_shards": num_shards}
+    settings |= {"valid_fraction": valid_fraction, "text_field": text_field, "skip_bad": skip_bad}
+    settings |= rule.facts()
     with run_stage("shuffle", output, settings=settings, inputs=inputs, start_over=start_over) as stage:
         if stage.was_done:
+            _clean(stage.output)
             return stage.manifest or {}
-        if (stage.folder / TASKS).exists():
-            num_tasks = read_json(stage.folder / TASKS, fix=MAKE_AGAIN)["tasks"]
-            fix = f"give --tasks {num_tasks} (in prepare: --shuffle-tasks), or --start-over"
-            raise ValueError(f"tasks=1: {output} was begun by {num_tasks} tasks. Fix: {fix}.")
-        shuffling = Shuffling(stage, inputs, memory, rule=rule)
-        estimate = estimate_shuffle(inputs, memory.budget_bytes)
-        check_free_disk(stage.folder, estimate["disk_bytes"] - shuffling.bytes_on_disk(), "the shuffle")
-        return shuffling.run(estimate["line_bytes"])
+        job = _begin(stage, settings, rule, inputs, tasks, memory, is_alone=is_local and tasks == 1)
+        needed_bytes = disk_bytes(inputs)
+        needed_bytes -= sum(path.stat().st_size for path in stage.folder.rglob("*") if path.is_file())
+        check_free_disk(stage.folder, needed_bytes, "the shuffle")
+        num_writing = min(tasks, num_shards + 1)
+        if is_local and job.num_buckets:
+            _run_here(job)
+        elif not _run_passes(job, execution, stage, num_writing):
+            return None
+        manifest = _publish(job, stage, num_writing)
+        _clean(stage.output)
+        return manifest
+
+
+def _default_memory(execution: Execution, tasks: int) -> int:
+    """Budget of a task: a quarter of what this machine has left for all, or most of what its job has."""
+    if execution.executor == "local":
+        all_bytes = available_memory_bytes() // 4
+        return max(SMALLEST_MEMORY_BYTES, all_bytes // min(tasks, num_workers(execution)))
+    num_bytes = int(_MEMORY_SHARE * execution.mem_per_cpu_gb * execution.cpus_per_task * 2**30)
+    _check_memory(num_bytes)
+    return num_bytes
+
+
+def _check_memory(num_bytes: int) -> None:
+    if num_bytes < SMALLEST_MEMORY_BYTES:
+        fix = "give 256MB or more"
+        raise ValueError(f"memory={num_bytes / 2**20:g}MB: must be at least 16 MB. Fix: {fix}.")
+
+
+def _begin(
+    stage: Stage,
+    settings: dict[str, Any],
+    rule: TextRule,
+    inputs: Sequence[Path],
+    tasks: int,
+    memory: Memory,
+    *,
+    is_alone: bool,
+) -> TaskShuffle:
+    """The shuffle, with the number of tasks and of buckets that it was begun with, whatever its memory."""
+    path, most = stage.folder / TASKS, most_buckets(memory.longest_bytes)
+    if (stage.folder / "state.json").exists():
+        rule_text = "was begun by one process of an earlier version of moe_exp"
+        raise ValueError(f"tasks={tasks}: {stage.output} {rule_text}. Fix: give --start-over.")
+    # without most_buckets: begun by an earlier version
+    begun: dict[str, Any] = {"most_buckets": most}
+    begun |= read_json(path, fix=MAKE_AGAIN) if path.exists() else {"tasks": tasks}
+    if begun["tasks"] != tasks:
+        rule_text = f"{stage.output} was begun by {begun['tasks']} tasks"
+        fix = f"give --tasks {begun['tasks']} (in prepare: --shuffle-tasks), or --start-over"
+        raise ValueError(f"tasks={tasks}: {rule_text}. Fix: {fix}.")
+    begun.setdefault("bucket_bytes", memory.piece_bytes)
+    cut, limits = cut_inputs(inputs, tasks), (begun["bucket_bytes"], begun["most_buckets"])
+    buffers = memory.longest_bytes, memory.piece_bytes
+    job = TaskShuffle(
+        stage.folder, settings, rule, inputs[0], cut, *buffers, *limits, begun.get("num_buckets")
+    )
+    if not path.exists():
+        if is_alone:
+            numbers = job.buckets_for(estimate_line_bytes(inputs), settings["valid_fraction"])
+            begun["num_buckets"], job = numbers, replace(job, num_buckets=numbers)
+        write_json(path, begun)
+    return job
+
+
+def _run_here(job: TaskShuffle) -> None:
+    """Runs the only task in this process."""
+    steps: dict[str, Callable[[], int]] = {}
+    steps["indexed"], steps["written"] = partial(index_and_scatter, job), partial(write, job, 1, 0)
+    through = [job.temporary / folder / "through" for folder in steps]
+    total = len(steps) * sum(one.num_bytes for one in job.slices[0])
+    with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
+        for folder, step in steps.items():
+            if not job.place(folder, 0).exists():
+                step()
+
+
+@dataclass
+class _Step:
+    """A pass as datatrove runs it."""
+
+    name: str
+    run: Callable[[int], int]
+    stats: Any = None
+
+    def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> None:
+        self.stats = task_stats(self.name)
+        self.stats["documents"].update(self.run(rank))
+
+
+def _run_passes(job: TaskShuffle, execution: Execution, stage: Stage, num_writing: int) -> bool:
+    """Runs all tasks by an executor; whether they are done."""
+    numbers = job.num_tasks, job.num_tasks, num_writing
+    steps = [
+        _Step("🔢 - SHUFFLE: index", partial(index, job)),
+        _Step("🪣 - SHUFFLE: scatter", partial(scatter, job)),
+        _Step("💾 - SHUFFLE: write", partial(write, job, num_writing)),
+    ]
+    passes = [
+        Pass([step], num, stage.folder / "datatrove" / folder)
+        for step, num, folder in zip(steps, numbers, _PASSES, strict=True)
+    ]
+    through = [job.temporary / folder / "through" for folder in _PASSES]
+    return run_stage_passes(passes, execution, stage, "shuffle", through)
+
+
+def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]:
+    indexed, shards = Indexed(job), list[Shard]()
+    for task in range(num_writing):
+        for name, facts in read_json(job.place("written", task), fix=MAKE_AGAIN).items():
+            path = stage.folder / name
+            check_size(path, facts["bytes"])
+            shards.append(Shard(path, facts["num_documents"], facts["hash"], int(facts["line_hash"], 16)))
+    return finish(stage, shards, indexed.read, indexed.valid.total(), indexed.line_hash)
+
+
+def _clean(output: Path) -> None:
+    """Removes what was needed until the output was published, so that a crash before that loses nothing."""
+    rmtree(output / TEMPORARY, ignore_errors=True)
+    (output / TASKS).unlink(missing_ok=True)
+
+
+def disk_bytes(inputs: Sequence[Path]) -> int:
+    """About what a shuffle needs: lines, their records and index (a few percent), outputs."""
+    return int(2.1 * estimate_line_bytes(find_inputs(inputs)))
 
 
 def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) -> dict[str, int]:
     """input_bytes, line_bytes (decompressed, roughly), memory_bytes, num_buckets, disk_bytes and seconds."""
-    memory = Memory.of(checked_memory(memory_bytes))
+    memory = Memory.of(memory_bytes or _default_memory(Execution(), 1))
     sizes = {path: path.stat().st_size for path in find_inputs(inputs)}
     line_bytes = estimate_line_bytes(sizes)
-    num_buckets = _num_buckets(line_bytes, memory)
     return {
         "input_bytes": sum(sizes.values()),
         "line_bytes": line_bytes,
         "memory_bytes": memory.budget_bytes,
-        "num_buckets": num_buckets,
-        # The lines and their records (a few percent), and once more the bucket that is dealt out, which is
-        # removed afterwards.
-        "disk_bytes": int(1.05 * line_bytes * (1 + 1 / num_buckets)),
+        "num_buckets": max(1, math.ceil(line_bytes / (BUCKET_FILL * memory.piece_bytes))),
+        "disk_bytes": disk_bytes(inputs),
         "seconds": math.ceil(line_bytes / _BYTES_PER_SECOND),
     }
-
-
-def _num_buckets(line_bytes: int, memory: Memory) -> int:
-    return min(_MOST_BUCKETS, 1 + int(line_bytes / (_BUCKET_FILL * memory.piece_bytes)))
-
-
-def checked_memory(memory_bytes: int | None) -> int:
-    """The budget, by default a quarter of what the machine or the container has left.
-
-    Raises:
-        ValueError: it is too small.
-    """
-    if memory_bytes is None:
-        return max(SMALLEST_MEMORY_BYTES, available_memory_bytes() // 4)
-    if memory_bytes < SMALLEST_MEMORY_BYTES:
-        fix = "give 256MB or more"
-        raise ValueError(f"memory={memory_bytes / 2**20:g}MB: must be at least 16 MB. Fix: {fix}.")
-    return memory_bytes
 
 
 def check_shuffle(
@@ -185,7 +330,8 @@ def check_settings(
     Raises:
         ValueError: one of them cannot be used.
     """
-    checked_memory(memory_bytes)
+    if memory_bytes is not None:
+        _check_memory(memory_bytes)
     if not name or Path(name).name != name:
         raise ValueError(f"name={name}: must be a file name without folders. Fix: another name.")
     if num_shards < 1:
@@ -204,87 +350,3 @@ def shuffle_summary(manifest: Mapping[str, Any]) -> dict[str, object]:
     rows |= {"training text": bytes_text(train["num_text_bytes"])}
     rows |= {"validation text": bytes_text(valid["num_text_bytes"])}
     return rows | {"shards": len(manifest["outputs"]) - 1, "seconds": manifest["seconds"]}
-
-
-class Shuffling:
-    """A shuffle that is running in the folder of its stage.
-
-    Args:
-        stage: with the settings.
-        inputs: files to read.
-        memory: division of the budget.
-        save_bytes: that are read between two savings of the state.
-        rule: what a document of a text file is.
-    """
-
-    def __init__(
-        self,
-        stage: Stage,
-        inputs: Sequence[Path],
-        memory: Memory,
-        save_bytes: int = _SAVE_BYTES,
-        rule: TextRule = FILES,
-    ):
-        self.rule = rule
-        self.stage, self.inputs, self.memory, self.save_bytes = stage, inputs, memory, save_bytes
-        self.settings = stage.key["settings"]
-        self.outputs = output_paths(stage.folder, self.settings["name"], self.settings["num_shards"])
-        self.state_path = stage.folder / "state.json"
-        self.state: State | None = None
-        if self.state_path.exists():
-            self.state = State.from_json(read_json(self.state_path, fix=MAKE_AGAIN))
-
-    def bytes_on_disk(self) -> int:
-        """Bytes that an interrupted call has written."""
-        return sum(path.stat().st_size for path in self.stage.folder.iterdir())
-
-    def run(self, line_bytes: int) -> dict[str, Any]:
-        """Everything that is left to do; returns the manifest.
-
-        Args:
-            line_bytes: what the inputs are thought to have, decompressed.
-        """
-        threshold = int(self.settings["valid_fraction"] * NUM_KEYS)
-        state = self.state = self.state or State(_num_buckets(line_bytes, self.memory), ValidTally(threshold))
-        self._save()  # so that what began is known
-        if not state.is_spread:
-            self._spread(state, line_bytes)
-        check_split(self.inputs[0], self.settings, state.read, state.valid.total())
-        dealer = Dealer(state, self.stage.folder, self.outputs, self.memory.piece_bytes, self._save)
-        total_bytes = sum(lines for lines, _ in state.bucket_sizes)
-        with progress("shuffle, pass 2 of 2", total_bytes, done=sum(state.output_sizes)) as advance:
-            for num_bytes in dealer.deal():
-                advance(num_bytes)
-        dealer.lines.free()
-        starts = [dealer.shard_start(shard) for shard in range(dealer.num_shards + 1)]
-        return self._finish(state, [end - start for start, end in pairwise(starts)])
-
-    def _save(self) -> None:
-        assert self.state is not None
-        write_json(self.state_path, self.state.to_json())
-
-    def _spread(self, state: State, line_bytes: int) -> None:
-        # Small enough for a core's cache, large enough that each bucket gets some.
-        block_bytes = min(self.memory.block_bytes, max(_BLOCK_BYTES, 2**16 * state.num_buckets))
-        options = {name: self.settings[name] for name in ("text_field", "skip_bad")}
-        how = {"text_field": options["text_field"], "rule": self.rule}
-        lines = LineBlocks(block_bytes, self.memory.longest_bytes, **how)
-        # as much for short lines as two buffers
-        most_lines = min(_MOST_LINES, max(1, 2 * self.memory.block_bytes // LINE_BYTES))
-        reader = DocumentBlocks(lines, state.read, **options, most_lines=most_lines)
-        seed, done = self.settings["seed"], sum(size for size, _ in state.bucket_sizes)
-        with progress("shuffle, pass 1 of 2", line_bytes, done=done) as advance:
-            saving: dict[str, Any] = {"save": self._save, "save_bytes": self.save_bytes}
-            passes = spread(state, self.inputs, self.stage.folder, reader, seed=seed, **saving)
-            for num_bytes in passes:
-                advance(num_bytes)
-
-    def _finish(self, state: State, shard_counts: list[int]) -> dict[str, Any]:
-        counts = dict(zip(self.outputs, [state.valid.total().num_documents, *shard_counts], strict=True))
-        made = []
-        with progress("shuffle, check", sum(path.stat().st_size for path in counts)) as advance:
-            for path, count in counts.items():
-                made.append(Shard.read_back(path, count))
-                advance(path.stat().st_size)
-        self.state_path.unlink()
-        return finish(self.stage, made, state.read, state.valid.total(), state.line_hash)

@@ -10,8 +10,8 @@ import pytest
 
 from moe_exp.data.convert import near_duplicates as module
 from moe_exp.data.convert.convert import ConvertSettings, convert
+from moe_exp.data.convert.filters import word_tokenizer
 from moe_exp.data.convert.near_duplicates import NearDuplicates, near_duplicates, smallest_labels
-from moe_exp.data.convert.words import word_tokenizer
 from moe_exp.data.tasks.execution import Execution
 
 pytest.importorskip("datatrove")

@@ -1,6 +1,4 @@
-"""The shuffle by tasks: the bytes of the shuffle by one process, whatever the number of tasks and the memory,
-after any interruption.
-"""
+"""The shuffle by tasks: the same bytes for any number of tasks and any memory, after any interruption."""
 
 from __future__ import annotations
 
@@ -18,16 +16,15 @@ import numpy as np
 import pytest
 import zstandard
 
-from data.shuffle.test_shuffle import some_texts, write_jsonl
+from data.shuffle.test_shuffle import expected_files, some_texts, write_jsonl
 from helpers import ROOT
 from helpers.slurm.cluster import Cluster
 from moe_exp.commands.data import main
 from moe_exp.data.kinds import BadDocument
-from moe_exp.data.shuffle import by_tasks, scatter
-from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks, shuffle_documents
-from moe_exp.data.shuffle.line_buffer import LineBuffer
-from moe_exp.data.shuffle.shuffle import Memory, shuffle
+from moe_exp.data.shuffle import scatter, write
+from moe_exp.data.shuffle.shuffle import Memory, shuffle, shuffle_documents
 from moe_exp.data.shuffle.slices import cut_inputs
+from moe_exp.data.shuffle.write import LineBuffer
 from moe_exp.data.tasks.execution import Execution
 
 pytest.importorskip("datatrove")
@@ -60,18 +57,18 @@ def small(monkeypatch):
     """Blocks, buckets and pieces that are small enough for there to be many of them."""
     monkeypatch.setattr(scatter, "_BLOCK_BYTES", 3000)
     monkeypatch.setattr(scatter, "_BYTES_PER_SEGMENT", 1)
-    monkeypatch.setattr(by_tasks.Memory, "of", lambda _: Memory(2**24, 997, 2**20, 20_000))
+    monkeypatch.setattr(Memory, "of", lambda _: Memory(2**24, 2**20, 20_000))
 
 
 @pytest.mark.parametrize("num_tasks", [1, 2, 7])
-def test_any_number_of_tasks_gives_the_bytes_of_one_process(tmp_path, small, num_tasks):
+def test_any_number_of_tasks_gives_the_same_bytes(tmp_path, small, num_tasks):
     inputs = some_inputs(tmp_path / "in")
-    expected = shuffle(inputs, tmp_path / "one", **SETTINGS)
-    found = shuffle_by_tasks(inputs, tmp_path / "tasks", **SETTINGS, tasks=num_tasks, execution=HERE)
-    assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one")
-    assert facts_of(found) == facts_of(expected)
+    one = shuffle(inputs, tmp_path / "one", **SETTINGS)
+    found = shuffle_documents(inputs, tmp_path / "tasks", **SETTINGS, tasks=num_tasks, execution=HERE)
+    assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one") == expected_files(inputs, **SETTINGS)
+    assert facts_of(found) == facts_of(one)
     names = {path.name for path in (tmp_path / "tasks").iterdir() if path.suffix != ".jsonl"}
-    assert names == {"datatrove", "manifest.json"}
+    assert names == ({"manifest.json"} if num_tasks == 1 else {"datatrove", "manifest.json"})
 
 
 @pytest.mark.parametrize(
@@ -79,9 +76,10 @@ def test_any_number_of_tasks_gives_the_bytes_of_one_process(tmp_path, small, num
 )
 def test_a_single_validation_text_empty_shards_and_one_shard(tmp_path, small, changes):
     inputs = some_inputs(tmp_path / "in")
-    shuffle(inputs, tmp_path / "one", **SETTINGS | changes)
-    shuffle_by_tasks(inputs, tmp_path / "tasks", **SETTINGS | changes, tasks=3, execution=HERE)
-    assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one")
+    expected = expected_files(inputs, **SETTINGS | changes)
+    for tasks in (1, 3):
+        shuffle_documents(inputs, tmp_path / f"{tasks}", **SETTINGS | changes, tasks=tasks, execution=HERE)
+        assert data_of(tmp_path / f"{tasks}") == expected
 
 
 def data_of(folder):
@@ -91,21 +89,21 @@ def data_of(folder):
 def test_a_bucket_larger_than_the_memory_and_documents_larger_than_a_block(tmp_path, small, monkeypatch):
     texts = [f"{number} " + "x" * (30_000 if number % 50 == 0 else number) for number in range(400)]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
-    shuffle([path], tmp_path / "one", **SETTINGS)
+    expected = expected_files([path], **SETTINGS)
     for piece_bytes in (20_000, 50_000, 10**6):
-        memory = Memory(2**24, 997, 2**20, piece_bytes)
-        monkeypatch.setattr(by_tasks.Memory, "of", lambda _, memory=memory: memory)
+        memory = Memory(2**24, 2**20, piece_bytes)
+        monkeypatch.setattr(Memory, "of", lambda _, memory=memory: memory)
         output = tmp_path / str(piece_bytes)
-        shuffle_by_tasks([path], output, **SETTINGS, tasks=3, execution=HERE)
-        assert data_of(output) == data_of(tmp_path / "one")
+        shuffle_documents([path], output, **SETTINGS, tasks=3, execution=HERE)
+        assert data_of(output) == expected
 
 
 def test_processes_give_the_same(tmp_path):
     inputs = some_inputs(tmp_path / "in")
-    shuffle(inputs, tmp_path / "one", **SETTINGS)
+    expected = expected_files(inputs, **SETTINGS)
     execution = Execution(workers=2)
     shuffle_documents(inputs, tmp_path / "tasks", **SETTINGS, tasks=3, execution=execution)
-    assert data_of(tmp_path / "tasks") == data_of(tmp_path / "one")
+    assert data_of(tmp_path / "tasks") == expected
 
 
 def test_lines_whose_place_in_the_file_is_one_less_than_in_the_buffer(tmp_path):
@@ -150,10 +148,10 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_or_counted(tmp_path):
     lines.insert(250, b'{"no": 1}\n')
     path.write_bytes(b"".join(lines))
     with pytest.raises(BadDocument, match=r"a\.jsonl:251: no field 'text'"):
-        shuffle_by_tasks([path], tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
+        shuffle_documents([path], tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
     expected = shuffle([path], tmp_path / "one", **SETTINGS, skip_bad=True)
     options = {"tasks": 4, "execution": HERE, "skip_bad": True, "start_over": True}
-    found = shuffle_by_tasks([path], tmp_path / "out", **SETTINGS, **options)
+    found = shuffle_documents([path], tmp_path / "out", **SETTINGS, **options)
     assert found["read"]["skipped"] == expected["read"]["skipped"] == {"no field 'text'": 1}
 
 
@@ -161,12 +159,12 @@ def test_what_cannot_be_shuffled(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 5)
     options = {"tasks": 2, "execution": HERE}
     with pytest.raises(ValueError, match="all 5 documents are for validation, none is left for training"):
-        shuffle_by_tasks([path], tmp_path / "out", **SETTINGS, **options)
+        shuffle_documents([path], tmp_path / "out", **SETTINGS, **options)
     path.write_text("\n\n")
     with pytest.raises(ValueError, match="there is no document in the input"):
-        shuffle_by_tasks([path], tmp_path / "empty", **SETTINGS, **options)
+        shuffle_documents([path], tmp_path / "empty", **SETTINGS, **options)
     with pytest.raises(ValueError, match=r"tasks=0: must be at least 1\. Fix: "):
-        shuffle_by_tasks([path], tmp_path / "none", **SETTINGS, tasks=0)
+        shuffle_documents([path], tmp_path / "none", **SETTINGS, tasks=0)
 
 
 # Interruptions
@@ -175,9 +173,9 @@ def test_what_cannot_be_shuffled(tmp_path):
 def interrupted(inputs, output, **options):
     """A call that fails in its last pass."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(by_tasks._Writer, "_write_piece", lambda *_: 1 / 0)
+        patch.setattr(write._Writer, "_write_piece", lambda *_: 1 / 0)
         with pytest.raises(RuntimeError, match="ZeroDivisionError"):
-            shuffle_by_tasks(inputs, output, **SETTINGS, **{"tasks": 3, "execution": HERE} | options)
+            shuffle_documents(inputs, output, **SETTINGS, **{"tasks": 3, "execution": HERE} | options)
 
 
 def test_a_call_that_resumes_does_not_read_again(tmp_path, small, monkeypatch):
@@ -185,27 +183,24 @@ def test_a_call_that_resumes_does_not_read_again(tmp_path, small, monkeypatch):
     monkeypatch.setattr(scatter, "_BYTES_PER_SEGMENT", 2**18)
     monkeypatch.setattr(scatter, "_FEW_BUCKETS", 1)
     inputs = some_inputs(tmp_path / "in")
-    shuffle(inputs, tmp_path / "one", **SETTINGS)
+    expected = expected_files(inputs, **SETTINGS)
     interrupted(inputs, tmp_path / "out")
     monkeypatch.setattr(scatter, "read_slice", lambda *_: 1 / 0)
-    monkeypatch.setattr(by_tasks.Memory, "of", lambda _: Memory(2**24, 997, 2**19, 5000))  # another budget
-    shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
-    assert data_of(tmp_path / "out") == data_of(tmp_path / "one")
+    monkeypatch.setattr(Memory, "of", lambda _: Memory(2**24, 2**19, 5000))  # another budget
+    shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
+    assert data_of(tmp_path / "out") == expected
 
 
 def test_another_number_of_tasks_is_refused(tmp_path, small):
     inputs = some_inputs(tmp_path / "in")
     interrupted(inputs, tmp_path / "out")
     with pytest.raises(ValueError, match=r"tasks=4: .*out was begun by 3 tasks\. Fix: give --tasks 3 "):
-        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
+        shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
     with pytest.raises(ValueError, match=r"tasks=1: .*out was begun by 3 tasks\. Fix: give --tasks 3 "):
         shuffle(inputs, tmp_path / "out", **SETTINGS)
-    (tmp_path / "out.partial/state.json").touch()
-    with pytest.raises(ValueError, match=r"tasks=3: .* was begun by one process\. Fix: leave --tasks "):
-        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
     made = shuffle(inputs, tmp_path / "out", **SETTINGS, start_over=True)
     # what is finished has no number of tasks
-    again = shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
+    again = shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=4, execution=HERE)
     assert again == made
 
 
@@ -216,7 +211,7 @@ def test_what_a_power_cut_has_taken_is_noticed(tmp_path, small, suffix):
     cut = tmp_path / f"out.partial/temporary/scattered/00001.{suffix}"
     cut.write_bytes(cut.read_bytes()[:-1])
     with pytest.raises(ValueError, match=rf"00001\.{suffix}: has \d+ bytes, but had \d+\. Fix: give"):
-        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
+        shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
 
 
 def test_lines_that_change_on_the_disk_are_noticed(tmp_path, small):
@@ -225,18 +220,18 @@ def test_lines_that_change_on_the_disk_are_noticed(tmp_path, small):
     lines = tmp_path / "out.partial/temporary/scattered/00001.lines"
     lines.write_bytes(lines.read_bytes().replace(b"xxx", b"xyx", 1))
     with pytest.raises(ValueError, match="the lines that were read back are not those of the input"):
-        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
+        shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=3, execution=HERE)
     assert not (tmp_path / "out").exists()
 
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.data.tasks.execution import Execution
 if __name__ == "__main__":
     folder, output, settings = Path(sys.argv[1]), Path(sys.argv[2]), {settings!r}
-    shuffle_by_tasks([folder], output, **settings, tasks=3, execution=Execution(workers=2))
+    shuffle_documents([folder], output, **settings, tasks=3, execution=Execution(workers=2))
 """
 
 
@@ -246,7 +241,7 @@ def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(tmp_path,
     folder.mkdir()
     for number in range(6):
         write_jsonl(folder / f"{number}.jsonl", some_texts(3000 * times, number))
-    shuffle([folder], tmp_path / "one", **SETTINGS)
+    expected = expected_files(sorted(folder.iterdir()), **SETTINGS)
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(settings=SETTINGS))
     for number in range(times):
@@ -260,8 +255,8 @@ def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(tmp_path,
         time.sleep(wanted[1])
         os.killpg(process.pid, 9)
         process.wait()
-        shuffle_by_tasks([folder], output, **SETTINGS, tasks=3, execution=Execution(workers=2))
-        assert data_of(output) == data_of(tmp_path / "one")
+        shuffle_documents([folder], output, **SETTINGS, tasks=3, execution=Execution(workers=2))
+        assert data_of(output) == expected
         assert not (tmp_path / f"killed_{number}.partial").exists() and not (output / "temporary").exists()
         shutil.rmtree(output)
 
@@ -291,12 +286,12 @@ def test_slurm_jobs_one_pass_after_the_other(tmp_path, monkeypatch):
     # three passes, each with the merging of its stats, and the publishing
     assert len(cluster.jobs()) == 7
     with pytest.raises(ValueError, match=r"SLURM jobs still work in it\. Fix: scancel 100 .*106, or wait"):
-        shuffle_by_tasks(inputs, tmp_path / "out", **SETTINGS, tasks=2, execution=HERE)
+        shuffle_documents(inputs, tmp_path / "out", **SETTINGS, tasks=2, execution=HERE)
     assert main("shuffle", arguments + jobs) == 75 and len(cluster.jobs()) == 7
     cluster.run()
     assert (tmp_path / "out").is_dir(), [path.read_text() for path in cluster.folder.glob("*.out")]
-    shuffle(inputs, tmp_path / "one", **SETTINGS)
-    assert data_of(tmp_path / "out") == data_of(tmp_path / "one")
+    expected = expected_files(inputs, **SETTINGS)
+    assert data_of(tmp_path / "out") == expected
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -308,14 +303,14 @@ def test_the_memory_of_a_task_stays_in_the_budget(tmp_path, text):
     code = """
 import sys
 from pathlib import Path
-import datatrove.executor, datatrove.utils.stats, moe_exp.data.shuffle.by_tasks
-from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks
+import datatrove.executor, datatrove.utils.stats, moe_exp.data.shuffle.shuffle
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.data.tasks.execution import Execution
 def peak_kb():
     return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
 before = peak_kb()
 options = {"name": "x", "num_shards": 1, "memory_bytes": 24 * 2**20, "tasks": 2}
-shuffle_by_tasks([Path(sys.argv[1])], Path(sys.argv[2]), **options, execution=Execution(workers=1))
+shuffle_documents([Path(sys.argv[1])], Path(sys.argv[2]), **options, execution=Execution(workers=1))
 print(peak_kb() - before)
 """
     command = [sys.executable, "-c", code, tmp_path / "a.jsonl", tmp_path / "out"]

@@ -5,7 +5,6 @@ bytes after any interruption.
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
 import shutil
 import subprocess
@@ -25,23 +24,16 @@ from moe_exp.commands.data_steps.shuffle import memory_bytes
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument
-from moe_exp.data.shuffle import buckets, shuffle
+from moe_exp.data.shuffle import buckets, scatter, shuffle
 from moe_exp.data.shuffle.blocks import DocumentBlocks, LineBlocks, sum_digests
-from moe_exp.data.shuffle.buckets import DOCUMENT_BYTES, Dealer, State, ValidTally, text_choices
-from moe_exp.data.shuffle.line_buffer import LineBuffer
-from moe_exp.data.shuffle.shuffle import Memory, Shuffling
-from moe_exp.data.stage import run_stage
+from moe_exp.data.shuffle.buckets import text_choices
+from moe_exp.data.shuffle.scatter import DOCUMENT_BYTES
+from moe_exp.data.shuffle.shuffle import Memory, shuffle_documents
+from moe_exp.data.shuffle.write import LineBuffer
 from moe_exp.host.memory import available_memory_bytes
 
-SETTINGS = {
-    "name": "x",
-    "seed": 3,
-    "num_shards": 3,
-    "valid_fraction": 0.05,
-    "text_field": "text",
-    "skip_bad": False,
-}
-MEMORY = Memory(0, 2**12, 2**20, 2**14)
+SETTINGS = {"name": "x", "seed": 3, "num_shards": 3, "valid_fraction": 0.05}
+MEMORY = Memory(0, 2**20, 2**14)
 
 
 def write_jsonl(path, texts, **more):
@@ -62,12 +54,33 @@ def some_texts(count, seed=0):
     return texts + texts[:: max(1, count // 10)]
 
 
-def shuffled(inputs, output, memory=MEMORY, line_bytes=60_000, save_bytes=5000, **changes):
+def shuffled(inputs, output, memory=MEMORY, block_bytes=2**12, **changes):
     """With buffers and buckets as small as wanted; `shuffle` itself takes no budget under 16 MB."""
-    with run_stage("shuffle", output, settings={**SETTINGS, **changes}, inputs=inputs) as stage:
-        return (
-            stage.manifest if stage.was_done else Shuffling(stage, inputs, memory, save_bytes).run(line_bytes)
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scatter, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(scatter, "_BYTES_PER_SEGMENT", 1)
+        patch.setattr(Memory, "of", lambda _: memory)
+        return shuffle_documents(inputs, output, **{**SETTINGS, "tasks": 1, **changes})
+
+
+def expected_files(inputs, name="x", seed=0, num_shards=32, valid_fraction=0.005, **_):
+    """What a shuffle makes: the documents in the order of their keys, those with a small choice set aside."""
+    lines, texts = [], []
+    for path in inputs:
+        for line, text in read_documents(path, Tally()):
+            lines.append(line + b"\n")
+            texts.append(text.encode())
+    choices = text_choices(seed, b"".join(map(xxhash.xxh3_128_digest, texts))).tolist()
+    limit = int(valid_fraction * 2**64)
+    limit = limit if min(choices) < limit else min(choices) + 1
+    order = np.argsort(buckets.document_keys(seed, 0, len(lines))).tolist()
+    train = [lines[place] for place in order if choices[place] >= limit]
+    files = {f"{name}.val.jsonl": b"".join(lines[place] for place in order if choices[place] < limit)}
+    for shard in range(num_shards):
+        first, end = (one * len(train) // num_shards for one in (shard, shard + 1))
+        width = max(2, len(str(num_shards - 1)))
+        files[f"{name}.chunk.{shard:0{width}d}.jsonl"] = b"".join(train[first:end])
+    return files
 
 
 def files_of(folder):
@@ -117,42 +130,14 @@ def test_every_budget_gives_the_same_bytes(tmp_path):
     inputs = [write_jsonl(tmp_path / f"{number}.jsonl", some_texts(60, number)) for number in range(3)]
     sizes = [len(line) for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
     whole = sum(sizes) + len(sizes) * DOCUMENT_BYTES
-    shuffled(inputs, tmp_path / "reference", Memory(0, 2**20, 2**20, 2**30))
-    reference = files_of(tmp_path / "reference")
-    assert lines_of(tmp_path / "reference") == Counter(
-        line for path in inputs for line in path.read_bytes().splitlines(keepends=True)
-    )
+    reference = expected_files(inputs, **SETTINGS)
     # Pieces of everything but one byte, everything, one byte to spare; then small ones, down to less than the
     # longest document; in one bucket and in several.
-    for piece_bytes, line_bytes in [
-        *itertools.product([whole - 1, whole, whole + 1], [1, 100_000]),
-        (9000, 1),
-        (9000, 50_000),
-        (1, 9),
-    ]:
-        output = tmp_path / f"{piece_bytes}_{line_bytes}"
-        shuffled(inputs, output, Memory(0, 997, 2**20, piece_bytes), line_bytes=line_bytes)
+    for piece_bytes in [whole - 1, whole, whole + 1, 9000, 3500, 500, 1]:
+        output = tmp_path / f"{piece_bytes}"
+        shuffled(inputs, output, Memory(0, 2**20, piece_bytes), 997)
         assert files_of(output) == reference
         shutil.rmtree(output)
-
-
-def test_pieces_fit_the_memory_and_are_all_keys(tmp_path):
-    random = np.random.default_rng(5)
-    records = np.empty(3000, dtype=buckets.RECORD)
-    records["key"] = random.integers(0, 2**64, 3000, dtype=np.uint64)
-    records["key"][:1000] = np.arange(1000) + 2**40  # keys so close that one fine range has them all
-    records["num_bytes"] = random.integers(1, 2000, 3000)
-    path = tmp_path / "records"
-    records.tofile(path)
-    ranges = list(buckets.pieces(path, 0, 2**64, 10_000))
-    found = 0
-    for (low, end), (following, _) in zip(ranges, [*ranges[1:], (2**64, 0)], strict=True):
-        inside = records["num_bytes"][
-            (records["key"] >= np.uint64(low)) & (records["key"] <= np.uint64(end - 1))
-        ]
-        assert low < end <= following and 0 < inside.sum() + DOCUMENT_BYTES * len(inside) <= 10_000
-        found += len(inside)
-    assert found == 3000
 
 
 def test_compressed_inputs_and_folders_are_as_good(tmp_path):
@@ -228,23 +213,6 @@ def test_the_seed_chooses_the_validation_documents():
     assert chosen[0] == frozenset(np.argsort(text_choices(0, digests))[:10].tolist())
 
 
-def order_of_four(folder, path, seed):
-    """Ranks that the four training documents of five come in, through three buckets."""
-    state = State(3, ValidTally(1))
-    reader = DocumentBlocks(LineBlocks(4096, 4096), state.read)
-    for _ in buckets.spread(state, [path], folder, reader, seed=seed, save=lambda: None, save_bytes=10**9):
-        pass
-    outputs = [folder / name for name in ("valid", "0", "1")]
-    for output in outputs:
-        output.unlink(missing_ok=True)
-    for _ in Dealer(state, folder, outputs, 10**6, lambda: None).deal():
-        pass
-    lines = (outputs[1].read_bytes() + outputs[2].read_bytes()).split()
-    assert len(lines) == 4 and len(outputs[0].read_bytes().split()) == 1
-    ranks = {line: rank for rank, line in enumerate(sorted(lines))}
-    return tuple(ranks[line] for line in lines)
-
-
 def chi_square(orders):
     """Of the 24 orders of four: 23 degrees of freedom, 49.7 has a probability of 0.001."""
     counts = Counter(orders)
@@ -252,14 +220,6 @@ def chi_square(orders):
     return (
         sum((count - expected) ** 2 / expected for count in counts.values()) + (24 - len(counts)) * expected
     )
-
-
-@pytest.mark.slow
-def test_every_order_is_equally_likely_through_the_buckets(tmp_path):
-    """6,000 seeds, each through files; the two tests that follow say the same in two steps."""
-    path = tmp_path / "five.jsonl"
-    path.write_text("".join(f'{{"text":"{number}"}}\n' for number in range(5)))
-    assert chi_square(order_of_four(tmp_path, path, seed) for seed in range(6000)) < 49.7
 
 
 @pytest.mark.parametrize("first", [0, 10**6])
@@ -278,7 +238,7 @@ def test_the_order_is_that_of_the_keys_through_the_buckets(tmp_path):
     texts = [f"text {number}" for number in range(500)]
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     order = [texts[place] for place in np.argsort(buckets.document_keys(3, 0, 500))]
-    shuffled([path], tmp_path / "out", Memory(0, 500, 2**20, 5000), line_bytes=20_000)
+    shuffled([path], tmp_path / "out", Memory(0, 2**20, 5000), 500)
     valid = [json.loads(line)["text"] for line in (tmp_path / "out/x.val.jsonl").read_text().splitlines()]
     shards = [tmp_path / "out" / f"x.chunk.{shard:02d}.jsonl" for shard in range(3)]
     train = [json.loads(line)["text"] for shard in shards for line in shard.read_text().splitlines()]
@@ -496,59 +456,42 @@ def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(tmp_path):
     inputs = sorted(tmp_path.glob("*.jsonl"))
     run_program(tmp_path, tmp_path / "reference")
     reference = files_of(tmp_path / "reference")
+    assert reference == expected_files(inputs, **SETTINGS)
     calls = int((tmp_path / "reference.calls").read_text())
     reached = set()
     for part in (0.1, 0.35, 0.6, 0.8, 0.95, 1):  # the last call is in the publishing
         output = tmp_path / f"killed_{part}"
         with pytest.raises(RankError, match="died with exit code -9"):
             run_program(tmp_path, output, kill_at=int(part * calls))
-        state_path = tmp_path / f"killed_{part}.partial/state.json"
-        state = json.loads(state_path.read_text()) if state_path.exists() else {}
-        reached.add((state.get("is_spread"), state.get("num_dealt", 0) > 0))
+        begun = tmp_path / f"killed_{part}.partial/temporary"
+        reached |= {len(list(begun.glob("*/00000.json")))}
         # The second call has another budget.
-        shuffled(inputs, output, Memory(0, 1000, 2**20, 2**13))
+        shuffled(inputs, output, Memory(0, 2**20, 2**13), 1000)
         assert files_of(output) == reference
         assert not (tmp_path / f"killed_{part}.partial").exists()
-    assert {(False, False), (True, True)} <= reached
+    assert {0, 2, 3} <= reached  # pieces of work that were done: nothing, two files of the first pass, all
 
 
 def test_a_disk_that_is_full_is_named_and_the_next_call_goes_on(tmp_path):
     (tmp_path / "in").mkdir()
     path = write_jsonl(tmp_path / "in/a.jsonl", some_texts(300))
-    shuffled([path], tmp_path / "reference")
-    with pytest.raises(RankError, match=r"File too large.*bucket\."):
+    with pytest.raises(RankError, match=r"File too large.*00000\.lines"):
         run_program(tmp_path / "in", tmp_path / "out", file_bytes=10_000)
-    assert not (tmp_path / "out").exists() and (tmp_path / "out.partial/state.json").exists()
+    assert not (tmp_path / "out").exists() and (tmp_path / "out.partial/tasks.json").exists()
     shuffled([path], tmp_path / "out")
-    assert files_of(tmp_path / "out") == files_of(tmp_path / "reference")
+    assert files_of(tmp_path / "out") == expected_files([path], **SETTINGS)
 
 
-def test_what_a_power_cut_has_taken_is_noticed(tmp_path):
-    (tmp_path / "in").mkdir()
-    path = write_jsonl(tmp_path / "in/a.jsonl", some_texts(300))
-    with pytest.raises(RankError, match="File too large"):
-        run_program(tmp_path / "in", tmp_path / "out", file_bytes=10_000)
-    largest = max((tmp_path / "out.partial").glob("bucket.*.lines"), key=lambda file: file.stat().st_size)
-    largest.write_bytes(b"")
-    with pytest.raises(
-        ValueError, match=r"has 0 bytes, but had \d+ when the step was interrupted. Fix: give --start-over."
-    ):
+def test_what_an_earlier_version_began_with_one_process_is_refused(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", some_texts(40))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(shuffle, "_begin", lambda *_, **__: 1 / 0)
         shuffled([path], tmp_path / "out")
-
-
-def test_a_bucket_that_changes_on_the_disk_is_noticed(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", some_texts(300))
-
-    def damage(dealer):
-        lines = max(dealer.folder.glob("bucket.*.lines"), key=lambda file: file.stat().st_size)
-        lines.write_bytes(lines.read_bytes().replace(b"xxx", b"xyx", 1))
-        return deal(dealer)
-
-    deal = Dealer.deal
-    monkeypatch.setattr(Dealer, "deal", damage)
-    with pytest.raises(ValueError, match="the lines that were read back are not those of the input"):
+    (tmp_path / "out.partial/state.json").touch()
+    with pytest.raises(ValueError, match=r"tasks=1: .*out was begun by .* earlier version .* --start-over"):
         shuffled([path], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    shuffled([path], tmp_path / "out", start_over=True)
+    assert files_of(tmp_path / "out") == expected_files([path], **SETTINGS)
 
 
 def test_called_again_it_does_nothing_or_refuses(tmp_path):
@@ -640,11 +583,6 @@ def test_a_block_of_short_lines_is_parsed_in_parts(tmp_path):
             assert documents.num_lines <= most_lines
             read += documents.tally()
             start, num_lines = start + documents.num_bytes, num_lines + documents.num_lines
-            if num_lines == 21:  # what was read up to here is left out by a call that continues
-                rest = DocumentBlocks(LineBlocks(500, 500), Tally()).read(
-                    path, start=start, num_lines=num_lines
-                )
-                assert sum(len(following.ends) for following in rest) == expected - read.num_documents
         assert (start, num_lines) == (path.stat().st_size, 200)
         assert read.num_documents == expected == 100 and read.skipped == {"blank line": 100}
 

@@ -10,8 +10,7 @@ from data.shuffle.test_by_tasks import HERE, SETTINGS, data_of, some_inputs
 from data.shuffle.test_shuffle import some_texts, write_jsonl
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.near_duplicates import NearDuplicates
-from moe_exp.data.shuffle.by_tasks import shuffle_by_tasks
-from moe_exp.data.shuffle.shuffle import shuffle
+from moe_exp.data.shuffle.shuffle import shuffle, shuffle_documents
 from moe_exp.data.tasks.execution import Execution
 
 pytest.importorskip("datatrove")
@@ -34,7 +33,7 @@ def execution():
 def test_a_shuffle_on_ray(tmp_path, execution):
     inputs = some_inputs(tmp_path / "in")
     shuffle(inputs, tmp_path / "one", **SETTINGS)
-    shuffle_by_tasks(inputs, tmp_path / "ray", **SETTINGS, tasks=3, execution=execution)
+    shuffle_documents(inputs, tmp_path / "ray", **SETTINGS, tasks=3, execution=execution)
     assert data_of(tmp_path / "ray") == data_of(tmp_path / "one")
 
 
