@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moe_exp.commands.guard import add_json, add_subcommands, print_json
 
-if TYPE_CHECKING:
-    from moe_exp.checkpoint.tools.layouts import Layout
-
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 _PATH_HELP = "an iter_ folder, a checkpoints folder or a run folder"
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -122,17 +119,13 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "reshape", help="rewrite a checkpoint for another parallel layout, in one process"
+        "reshape", help="rewrite a checkpoint with other keys, another dtype or the weights only"
     )
     _add_path(parser, "source", _PATH_HELP)
     _add_path(parser, "target", "the checkpoints folder that is made")
     add = parser.add_argument
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
-        add(
-            f"--{name}", type=int, metavar="N", help=f"ranks of {what} parallelism (default: as it was saved)"
-        )
-    about = "model chunks per pipeline rank (default: as it was saved, 1 with --pp)"
-    add("--vpp", type=int, metavar="N", help=about)
+    for name in _SIZES:
+        add(f"--{name}", help=argparse.SUPPRESS)
     about = "leave out optimizer, schedule, random streams and progress"
     add("--weights-only", action="store_true", help=about)
     add("--dtype", choices=("bf16", "fp32"), help="type of the weights (default: as it is)")
@@ -147,30 +140,20 @@ def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _reshape(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
+    from moe_exp.config import problem
 
-    source = chosen(arguments.source, arguments.iteration)
-    layout = _layout(arguments, source)
-    changes = Reshaping(layout, arguments.weights_only, arguments.dtype, arguments.layers, arguments.experts)
-    written = reshape(source, arguments.target, changes)
-    print(f"{written.folder}: {written.num_bytes:,} bytes, rank files: {written.num_rank_files}")
-
-
-def _layout(arguments: argparse.Namespace, source: Path) -> Layout:
-    names = ("tp", "pp", "ep", "etp")
-    given = {name: size for name in names if (size := getattr(arguments, name)) is not None}
-    if arguments.vpp is not None or "pp" in given:
-        given["vpp"] = arguments.vpp
-    return replace(_saved_layout(source), **given)
-
-
-def _saved_layout(source: Path) -> Layout:
-    """Layout that a checkpoint was saved with."""
-    from moe_exp.checkpoint.format.torch_dist import read_common
-    from moe_exp.checkpoint.tools.layouts import Layout
-
-    saved = read_common(source).get("config") or {}
-    sizes = {name: saved.get(name) or 1 for name in ("tp", "pp", "ep", "etp")}
-    return Layout(**sizes, vpp=saved.get("vpp"))
+    for name in _SIZES:
+        if (size := getattr(arguments, name)) is not None:
+            rule = "checkpoints are not rewritten for a layout, a run resumes from any under its own"
+            raise ValueError(problem(name, size, rule, f"omit --{name}"))
+    changes = Reshaping(
+        weights_only=arguments.weights_only,
+        dtype=arguments.dtype,
+        layers=arguments.layers,
+        experts=arguments.experts,
+    )
+    written = reshape(chosen(arguments.source, arguments.iteration), arguments.target, changes)
+    print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
 def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -204,6 +187,7 @@ def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 def _average(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.hf.averaging import are_model_folders, average_folders
     from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
+    from moe_exp.checkpoint.tools.layouts import Layout
     from moe_exp.host.progress import progress
 
     sources, target = list(arguments.sources), arguments.target
@@ -220,7 +204,7 @@ def _average(arguments: argparse.Namespace) -> None:
     if of_folders:
         num_bytes = average_folders(sources, target, weights, progress=progress)
     else:
-        written = average(sources, target, _saved_layout(sources[-1]), weights, of_ema=arguments.ema)
+        written = average(sources, target, Layout(), weights, of_ema=arguments.ema)
         target, num_bytes = written.folder, written.num_bytes
     if arguments.json:
         parts = [{"path": str(one), "weight": weight} for one, weight in zip(sources, weights, strict=True)]
