@@ -161,14 +161,9 @@ def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "average", help="average the weights of checkpoints, in place of a decay of the learning rate"
     )
     add = parser.add_argument
-    about = (
-        "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first; or"
-        " Hugging Face folders"
-    )
+    about = "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first"
     add("sources", type=Path, nargs="+", metavar="source", help=about)
-    _add_path(
-        parser, "target", "the checkpoints folder that is made, without optimizer; or Hugging Face folder"
-    )
+    _add_path(parser, "target", "the checkpoints folder that is made, without optimizer")
     about = "the newest N of each folder (default: all; with --ema: 1)"
     add("--last", type=int, default=0, metavar="N", help=about)
     about = "take the averages that the run has kept by EMA_DECAY in place of the weights"
@@ -185,34 +180,24 @@ def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _average(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.hf.averaging import are_model_folders, average_folders
     from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
     from moe_exp.checkpoint.tools.layouts import Layout
-    from moe_exp.host.progress import progress
+    from moe_exp.config import problem
 
-    sources, target = list(arguments.sources), arguments.target
-    of_folders = are_model_folders(sources)
-    if of_folders and (arguments.ema or arguments.last):
-        option = "--ema" if arguments.ema else "--last"
-        fix = f"leave {option} out, or name checkpoints"
-        raise ValueError(
-            f"SRC={sources[0]}: {option} is of checkpoints, and this is a Hugging Face folder. Fix: {fix}."
-        )
-    if not of_folders:
-        sources = sources_of(sources, last=arguments.last or int(arguments.ema))
+    for path in arguments.sources:
+        if (path / "config.json").is_file():
+            fix = "average Hugging Face folders with mergekit, or name checkpoints"
+            raise ValueError(problem("SRC", path, "is a Hugging Face folder, and no checkpoint", fix))
+    sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
-    if of_folders:
-        num_bytes = average_folders(sources, target, weights, progress=progress)
-    else:
-        written = average(sources, target, Layout(), weights, of_ema=arguments.ema)
-        target, num_bytes = written.folder, written.num_bytes
+    written = average(sources, arguments.target, Layout(), weights, of_ema=arguments.ema)
     if arguments.json:
         parts = [{"path": str(one), "weight": weight} for one, weight in zip(sources, weights, strict=True)]
-        print_json({"path": str(target), "num_bytes": num_bytes, "sources": parts})
+        print_json({"path": str(written.folder), "num_bytes": written.num_bytes, "sources": parts})
         return
     for source, weight in zip(sources, weights, strict=True):
         print(f"{weight:8.4f}  {source}")
-    print(f"{target}: {num_bytes:,} bytes")
+    print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
 def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from helpers.hf.tiny_models import their_logits, tiny_folder, tiny_model, weights_of
 from helpers.relative_error import assert_equal_to
 from moe_exp.checkpoint.hf import target as target_module
-from moe_exp.checkpoint.hf.averaging import average_folders
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -327,12 +326,10 @@ def test_a_whole_file_beside_an_index_is_read_as_transformers_does(left, sharded
     from_hf(sharded, sharded.parent / "ours")
     assert f"reading model.safetensors, as transformers does, and not {INDEX}" in caplog.text
     to_hf(sharded.parent / "ours", sharded.parent / "back")
-    average_folders([sharded], sharded.parent / "average", [1.0])
     tokens = torch.arange(1, 30)[None]
     expected = their_logits(sharded, tokens)
     assert (their_logits(hf_folders["mixtral"], tokens) - expected).norm() > 0.1 * expected.norm()
-    for name in ("back", "average"):
-        assert_equal_to(1e-6, {name: their_logits(sharded.parent / name, tokens)}, {name: expected})
+    assert_equal_to(1e-6, {"": their_logits(sharded.parent / "back", tokens)}, {"": expected})
 
 
 def as_variant(folder: Path) -> None:
@@ -367,15 +364,10 @@ OTHER_WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "text"), OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)
-@pytest.mark.parametrize("reader", ["from_hf", "average"])
-def test_weights_that_are_not_under_the_usual_names(change, text, reader, folder):
+def test_weights_that_are_not_under_the_usual_names(change, text, folder):
     source = folder("mixtral")
     change(source)
-    if reader == "from_hf":
-        refused(source, text)
-    else:
-        with pytest.raises(ValueError, match=text):
-            average_folders([source], source.parent / "average", [1.0])
+    refused(source, text)
 
 
 def test_pickles_are_not_read(folder):
