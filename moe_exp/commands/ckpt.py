@@ -30,12 +30,8 @@ def _add_path(parser: argparse.ArgumentParser, name: str = "path", help: str = _
     parser.add_argument(name, type=Path, help=help)
 
 
-def _add_common(parser: argparse.ArgumentParser, *, iteration: bool = True) -> None:
-    if iteration:
-        parser.add_argument(
-            "--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)"
-        )
-    add_json(parser)
+def _add_iteration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
 
 
 def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,7 +39,8 @@ def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_path(parser)
     about = "list tensors, all or those like '*router*'"
     parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help=about)
-    _add_common(parser)
+    _add_iteration(parser)
+    add_json(parser)
     parser.set_defaults(run=_info)
 
 
@@ -84,7 +81,8 @@ def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     _add_path(parser)
     parser.add_argument("--finite", action="store_true", help="also look for values that are not finite")
-    _add_common(parser)
+    _add_iteration(parser)
+    add_json(parser)
     parser.set_defaults(run=_verify)
 
 
@@ -133,7 +131,7 @@ def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--layers", choices=("stacked", "single"), help=about)
     about = "one key for all experts, or one for each (default: as it is)"
     add("--experts", choices=("stacked", "single"), help=about)
-    add("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    _add_iteration(parser)
     parser.set_defaults(run=_reshape)
 
 
@@ -244,7 +242,7 @@ def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss")
     add("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    _add_common(parser, iteration=False)
+    add_json(parser)
     parser.set_defaults(run=_prune)
 
 
@@ -277,7 +275,7 @@ def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--no-recursive", action="store_true", help="leave out folders in the folder")
     add("--dry-run", action="store_true", help="print what would be gained, and write nothing")
     add("--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places")
-    _add_common(parser, iteration=False)
+    add_json(parser)
     parser.set_defaults(run=_shrink)
 
 

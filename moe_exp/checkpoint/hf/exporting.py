@@ -32,9 +32,8 @@ from moe_exp.checkpoint.hf.companions import (
     write_model_card,
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
-from moe_exp.checkpoint.hf.model_folder import INDEX, TORCH_DTYPES
+from moe_exp.checkpoint.hf.model_folder import INDEX, TORCH_DTYPES, check_target, new_folder
 from moe_exp.checkpoint.hf.plan import Piece, Theirs, layers_are_stacked, misfits, pieces
-from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
@@ -44,6 +43,7 @@ from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.document_ends import trained_documents
 from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
+from moe_exp.host.progress import progress
 
 _OPTIMIZER = ("optimizer.", "chained_")
 _OF_LAYER, _OF_EXPERT = re.compile(r"^decoder\.layers\.\d+\."), re.compile(r"\.experts\.experts\.\d+\.")
@@ -70,7 +70,6 @@ def to_hf(
     max_shard_bytes: int = 5 * 10**9,
     tokenizer: Path | None = None,
     like: Path | None = None,
-    progress: Progress = no_progress,
 ) -> Exported:
     """Writes a Hugging Face folder with the weights of a checkpoint of this package, of any layout.
 
@@ -105,8 +104,8 @@ def to_hf(
     folder = one_checkpoint(source)
     reader = CheckpointReader(folder)
     config = _config_of(reader)
-    choice = choose_architecture(config)
-    planned = list(pieces(choice.architecture, config))
+    architecture = choose_architecture(config)
+    planned = list(pieces(architecture, config))
     weights = _Weights(
         reader,
         planned,
@@ -122,8 +121,8 @@ def to_hf(
         documents, trained = trained_documents(config, saved_order(folder)), {}
         if has_tokenizer and documents is not None:
             trained = as_in_documents(partial, documents)
-        name, of_torch = choice.architecture.name, str(weights.usual_dtype).removeprefix("torch.")
-        fields = fields_of(config, choice.architecture) | token_ids(partial)
+        name, of_torch = architecture.name, str(weights.usual_dtype).removeprefix("torch.")
+        fields = fields_of(config, architecture) | token_ids(partial)
         longest = 0 if like else fields["max_position_embeddings"]
         like = like or _original(config, folder)
         fields |= kept_fields(like)

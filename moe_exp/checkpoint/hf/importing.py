@@ -21,15 +21,22 @@ from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenize
 from moe_exp.checkpoint.hf.config_json import architecture_of, settings_of
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.fields import Settings
-from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
+from moe_exp.checkpoint.hf.model_folder import (
+    DTYPE_NAMES,
+    DTYPES,
+    TORCH_DTYPES,
+    ModelFolder,
+    check_target,
+    new_folder,
+)
 from moe_exp.checkpoint.hf.plan import Piece, misfits, pieces
-from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import own_command
+from moe_exp.host.progress import progress
 from moe_exp.planner.search.layout_text import setting_text
 from moe_exp.runs.run_folder import LATEST
 
@@ -74,7 +81,6 @@ def from_hf(
     dtype: str | None = None,
     drop_mtp: bool = False,
     ignore_fields: Collection[str] = (),
-    progress: Progress = no_progress,
 ) -> Imported:
     """Writes a weights-only checkpoint of this package with the weights of a Hugging Face folder.
 
