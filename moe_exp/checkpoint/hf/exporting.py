@@ -15,7 +15,13 @@ from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_exp.checkpoint.format.folders import Manifest, is_converted, one_checkpoint
+from moe_exp.checkpoint.format.folders import (
+    Manifest,
+    check_target,
+    is_converted,
+    new_folder,
+    one_checkpoint,
+)
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.checkpoint.hf.choice import choose_architecture
@@ -32,7 +38,7 @@ from moe_exp.checkpoint.hf.companions import (
     write_model_card,
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
-from moe_exp.checkpoint.hf.model_folder import INDEX, TORCH_DTYPES, check_target, new_folder
+from moe_exp.checkpoint.hf.model_folder import INDEX, TORCH_DTYPES
 from moe_exp.checkpoint.hf.plan import Piece, Theirs, layers_are_stacked, misfits, pieces
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of

@@ -21,14 +21,7 @@ from moe_exp.checkpoint.hf.companions import GENERATION, ORIGINAL, copy_tokenize
 from moe_exp.checkpoint.hf.config_json import architecture_of, settings_of
 from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.fields import Settings
-from moe_exp.checkpoint.hf.model_folder import (
-    DTYPE_NAMES,
-    DTYPES,
-    TORCH_DTYPES,
-    ModelFolder,
-    check_target,
-    new_folder,
-)
+from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
 from moe_exp.checkpoint.hf.plan import Piece, misfits, pieces
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.checkpoint.state import CONTENT
@@ -93,7 +86,7 @@ def from_hf(
         drop_mtp: leave out the layers for multi-token prediction, which the model does not need.
         ignore_fields: fields of config.json that would be refused.
     """
-    check_target(target)
+    folders.check_target(target)
     folder = ModelFolder(source)
     try:
         architecture = architecture_of(folder.config)
@@ -105,14 +98,17 @@ def from_hf(
         added = tokens_beyond(folder.path, config.vocab_size)
         settings |= {"vocab_size": config.vocab_size + len(added)}
         config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
-        sources = replace(sources, pieces=[_with_vocabulary(piece, config) for piece in sources.pieces])
+        for number, piece in enumerate(sources.pieces):
+            if piece.join == "padded":  # a table of the vocabulary, which may have grown
+                shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
+                sources.pieces[number] = replace(piece, shape=shape, box=shape)
         stored = _dtype(folder, sources, dtype)
         config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
         num_bytes = sources.num_bytes
         if dtype is not None:
             num_bytes = sum(math.prod(piece.box) for piece in sources.pieces) * stored.itemsize
         with (
-            new_folder(target, num_bytes=num_bytes) as partial,
+            folders.new_folder(target, num_bytes=num_bytes) as partial,
             progress("converting", sources.num_bytes) as advance,
         ):
             config = _write_companions(folder.path, partial, target, config)
@@ -232,14 +228,6 @@ def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: l
             f"{folder.path}: tensors {wrong}. Fix: take the config.json that belongs to the weights, or fetch"
             " them again."
         )
-
-
-def _with_vocabulary(piece: Piece, config: Config) -> Piece:
-    """The piece with rows for the tokens that were added to the vocabulary, if it is a table of them."""
-    if piece.join != "padded":
-        return piece
-    shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
-    return replace(piece, shape=shape, box=shape)
 
 
 def _bytes_of(folder: ModelFolder, name: str) -> int:

@@ -1,13 +1,11 @@
 """Reads a Hugging Face folder: config.json, and safetensors weights tensor by tensor. Uses `pread`, as pages
-of a mapped file would count as memory of the process until the file is closed. And makes new folders.
+of a mapped file would count as memory of the process until the file is closed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from moe_exp.checkpoint.format.folders import PARTIAL
 from moe_exp.host import files
-from moe_exp.host.files import bytes_text, sync_folder
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +26,6 @@ DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _FETCH = "fetch the folder again"
-_MARGIN = 1.01  # of a new folder: headers, index, tokenizer
 
 
 @dataclass(frozen=True)
@@ -162,55 +157,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path}: holds no object. Fix: {_FETCH}.")
     return content
-
-
-@contextlib.contextmanager
-def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
-    """Yields an empty folder that is renamed to `target` at the end, or removed if the work fails.
-    ValueError, and no change, if `target` exists (unless empty), cannot be created, or the disk lacks room
-    for `num_bytes`.
-    """
-    check_target(target)
-    partial = target.with_name(target.name + PARTIAL)
-    if partial.exists():
-        raise ValueError(
-            f"DST={partial}: an earlier call left it behind, or another one is writing it. Fix: remove it."
-        )
-    missing = [folder for folder in partial.parents if not folder.exists()]
-    try:
-        partial.mkdir(parents=True)
-    except OSError as error:
-        _remove_empty(missing)
-        raise ValueError(
-            f"DST={target}: cannot be made ({error.strerror}). Fix: give a folder where you can write."
-        ) from None
-    try:
-        free = shutil.disk_usage(partial).free
-        if free < num_bytes * _MARGIN:
-            rule = f"needs {bytes_text(num_bytes)}, {bytes_text(free)} are free"
-            raise ValueError(f"DST={target}: {rule}. Fix: free some, or give a folder on another disk.")
-        yield partial
-        for path in partial.rglob("*"):
-            if path.is_file():
-                with path.open("rb") as file:
-                    os.fsync(file.fileno())
-        partial.rename(target)
-        sync_folder(target.parent)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        _remove_empty(missing)
-        raise
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    for folder in folders:
-        with contextlib.suppress(OSError):  # never created, or in use by now
-            folder.rmdir()
-
-
-def check_target(target: Path) -> None:
-    """Raises ValueError if `target` exists and is not an empty folder."""
-    if target.is_dir() and not any(target.iterdir()):
-        return
-    if target.exists() or target.is_symlink():
-        raise ValueError(f"DST={target}: is there already. Fix: give a new folder, or remove it.")

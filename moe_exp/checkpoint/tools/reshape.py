@@ -7,9 +7,7 @@ layout of the run. In memory are the chunk being written and the source chunks r
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.checkpoint.format import fingerprints
-from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.format.folders import Manifest, check_target, entries_of, iteration_folder, new_folder
 from moe_exp.checkpoint.format.naming import (
     KEEP_BYTES,
     LogicalTensor,
@@ -36,7 +34,7 @@ from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
 from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.config import problem
-from moe_exp.host.files import bytes_text, write_atomically
+from moe_exp.host.files import write_atomically
 from moe_exp.host.megatron_versions import COMMON_OBJECT
 from moe_exp.host.progress import progress
 from moe_exp.runs.run_folder import LATEST
@@ -86,20 +84,16 @@ def reshape(
     in place of the weights, with `facts` about them for the manifest. ValueError if the source is damaged,
     the changes do not fit it, `target` exists or its disk is too small.
     """
-    if target.exists():
-        raise ValueError(f"DST={target}: exists already. Fix: give the name of a folder that does not.")
-    work = _Work(
-        CheckpointReader(source, keep_bytes=keep_bytes), changes, values
-    )  # refuses what does not fit
+    check_target(target)
+    reader = CheckpointReader(source, keep_bytes=keep_bytes)
+    work = _Work(reader, changes, values)  # refuses what does not fit
     tensors = list(work.tensors())
     num_bytes = sum(math.prod(tensor.shape) * dtype.itemsize for _, tensor, dtype in tensors)
-    num_chunks = 2 * len(tensors) + len(work.reader.objects)
-    _check_space(target, num_bytes + _CHUNK_OVERHEAD_BYTES * num_chunks)
+    overhead_bytes = _CHUNK_OVERHEAD_BYTES * (2 * len(tensors) + len(reader.objects))
     iteration = iteration_of(source, work.common)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    folder = iteration_folder(partial, iteration)
     found: list[fingerprints.Fingerprints] = []
-    try:
+    with new_folder(target, num_bytes=num_bytes + overhead_bytes) as partial:
+        folder = iteration_folder(partial, iteration)
         with TorchDistWriter(folder) as writer, progress("writing", num_bytes) as advance:
             for prefix, tensor, dtype in tensors:
                 for key, chunk, shape, offsets in work.chunks(tensor):
@@ -124,9 +118,6 @@ def reshape(
         manifest = Manifest(iteration, entries_of(folder), all_facts)
         manifest.write(folder)
         write_atomically(partial / LATEST, str(iteration))
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     return Written(iteration_folder(target, iteration), manifest.num_bytes)
 
 
@@ -257,14 +248,3 @@ def _expert_of(name: str) -> int:
     """The expert of a logical tensor; -1: it is of none."""
     match = _EXPERT.fullmatch(name)
     return int(match[1]) if match else -1
-
-
-def _check_space(target: Path, needed_bytes: int) -> None:
-    place = target.absolute().parent
-    if not place.is_dir():
-        raise ValueError(f"DST={target}: {place} is no folder. Fix: make it, or give another one.")
-    if (free_bytes := shutil.disk_usage(place).free) < needed_bytes:
-        rule = (
-            f"{place} has {bytes_text(free_bytes)} free and the checkpoint needs {bytes_text(needed_bytes)}"
-        )
-        raise ValueError(f"DST={target}: {rule}. Fix: choose a larger disk, or make room.")

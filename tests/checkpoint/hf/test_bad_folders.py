@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from helpers.hf.tiny_models import their_logits, tiny_folder, tiny_model, weights_of
 from helpers.relative_error import assert_equal_to
-from moe_exp.checkpoint.hf import model_folder
+from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -396,8 +396,8 @@ def test_no_weights_no_config_no_folder(folder):
 def test_target_is_there(folder, checkpoints, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "mine").write_text("mine")
-    refused(folder("llama"), r"DST=.*ours: is there already\. Fix: give a new folder, or remove it")
-    with pytest.raises(ValueError, match=r"DST=.*ours: is there already"):
+    refused(folder("llama"), r"DST=.*ours: exists already\. Fix: give a new folder, or remove it")
+    with pytest.raises(ValueError, match=r"DST=.*ours: exists already"):
         to_hf(checkpoints["llama"], tmp_path / "ours")
     assert (tmp_path / "ours" / "mine").read_text() == "mine"
 
@@ -413,7 +413,7 @@ def test_target_cannot_be_made(folder, checkpoints, tmp_path):
 
 def test_disk_without_room(folder, checkpoints, tmp_path, monkeypatch):
     usage = shutil._ntuple_diskusage(10**6, 10**6 - 10, 10)
-    monkeypatch.setattr(model_folder.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
     refused(folder("llama"), r"DST=.*ours: needs [\d.]+ [kM]B, [\d.]+ \w+ are free\. Fix: free some")
     with pytest.raises(ValueError, match=r"are free\. Fix: free some"):
         to_hf(checkpoints["llama"], tmp_path / "back" / "in" / "a" / "folder")
