@@ -4,7 +4,6 @@ called by every rank.
 state.py           everything that is saved: weights, optimizer, schedule, random streams, progress
 optimizer_state.py the optimizer's state as shards of whole tensors, one form under every optimizer
 plan.py            which rank writes which piece
-rank_files.py      writes the pieces of a rank
 save.py            saves
 retention.py       which checkpoints of a run are kept
 integrity.py       which of them are whole, and which one training continues from

@@ -58,12 +58,12 @@ def find_source(path: Path, *, checksums: bool, newest: int | None = None) -> So
 
 def find_source_here(path: Path) -> Source | None:
     """`find_source` in one process without a process group; of files it compares the sizes alone."""
-    return _first_whole(path, usable(path), _damage_by_sizes)
 
+    def damage_by_sizes(folder: Path) -> str:
+        damage, files = contents(folder)
+        return damage or next(damages(folder, files, checksums=False), "")
 
-def _damage_by_sizes(folder: Path) -> str:
-    damage, files = contents(folder)
-    return damage or next(damages(folder, files, checksums=False), "")
+    return _first_whole(path, usable(path), damage_by_sizes)
 
 
 def _first_whole(path: Path, folders: Sequence[Path], damage_of: Callable[[Path], str]) -> Source | None:

@@ -55,9 +55,7 @@ def load(config: Config, runtime: Runtime, path: Path, trained: Trained) -> Prog
         ValueError: when the folder has none, or its parameters are not those of the model.
     """
     folder = one_checkpoint(path)
-    common = read_common(folder)
-    if "config" in common:
-        refuse_other_checkpoint(config, folder, common)
+    common = compare_model(config, folder)
     if "progress" not in common:
         load_weights(runtime, folder, trained)
         if config.fingerprints:
@@ -106,13 +104,15 @@ def _progress(config: Config, common: dict[str, Any]) -> Progress:
     return progress
 
 
-def compare_model(config: Config, folder: Path) -> None:
+def compare_model(config: Config, folder: Path) -> dict[str, Any]:
     """Raises a ConfigError if an iteration's folder is of another model or optimizer than `config`, before
-    that is built; of one that Megatron-LM wrote nothing is known but its tensors.
+    that is built; of one that Megatron-LM wrote nothing is known but its tensors. Returns what is not
+    sharded.
     """
     common = read_common(folder)
     if "config" in common:
         refuse_other_checkpoint(config, folder, common)
+    return common
 
 
 def load_weights(runtime: Runtime, folder: Path, trained: Trained) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import xxhash
@@ -23,7 +22,7 @@ from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.config import Config, problem
 from moe_exp.data.stage import check_free_disk
 from moe_exp.host.files import write_atomically
-from moe_exp.host.object_store import Store, StoredFile, fetch, send
+from moe_exp.host.object_store import Store, fetch, send
 from moe_exp.host.progress import progress
 from moe_exp.runs.records import iter_metrics
 from moe_exp.runs.run_folder import LATEST, RunFolder
@@ -118,8 +117,8 @@ def send_checkpoint(config: Config, iteration: int) -> int:
     return sum(path.stat().st_size for path in files.values())
 
 
-def _small_files(run: RunFolder) -> Iterator[Path]:
-    yield from (run.config, run.provenance, run.metrics, run.skipped_samples)
+def _small_files(run: RunFolder) -> list[Path]:
+    return [run.config, run.provenance, run.metrics, run.skipped_samples]
 
 
 def _prune(config: Config, store: Store, newest: int) -> None:
@@ -203,7 +202,12 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     if final.is_dir() and (final / MANIFEST).read_bytes() == content:
         return final
     listed = store.files()
-    if missing := [name for name, entry in manifest.files.items() if _size(listed, name) != entry["bytes"]]:
+    missing = [
+        name
+        for name, entry in manifest.files.items()
+        if name not in listed or listed[name].bytes != entry["bytes"]
+    ]
+    if missing:
         rule = "is missing, or has another size than its manifest says"
         raise ValueError(f"{store.url}/{missing[0]}: {rule}. Fix: name another checkpoint.")
     files = {name: listed[name] for name in manifest.files}
@@ -229,10 +233,6 @@ def fetch_checkpoint(url: str, checkpoints: Path) -> Path:
     folders.publish(partial, iteration)
     logger.info("fetched the checkpoint at iteration %d from %s", iteration, store.url)
     return final
-
-
-def _size(listed: Mapping[str, StoredFile], name: str) -> int | None:
-    return listed[name].bytes if name in listed else None
 
 
 def find_there(url: str) -> tuple[Store, int]:

@@ -45,18 +45,14 @@ class RestoreError(ConfigError):
         more = f" and {len(names) - _NUM_SHOWN} more" if len(names) > _NUM_SHOWN else ""
         rule = f"{len(names)} of {num_compared} tensors are not what was saved, by their fingerprints"
         rule += f": {first}{more}"
-        again = f"start again, on other nodes if it comes again{_way_back(folder)}"
-        fix = f"{again}; FINGERPRINTS=false continues anyway"
+        fix = "start again, on other nodes if it comes again"
+        if older := [one for one in iterations(folder.parent) if one < iteration_of(folder)]:
+            fix += f"; to go back to an older checkpoint write {older[-1]} into {folder.parent / LATEST}"
+        fix += "; FINGERPRINTS=false continues anyway"
         super().__init__([f"checkpoint={folder}: {rule}. Nothing was changed in it. Fix: {fix}."])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), self._arguments
-
-
-def _way_back(folder: Path) -> str:
-    older = [iteration for iteration in iterations(folder.parent) if iteration < iteration_of(folder)]
-    latest = folder.parent / LATEST
-    return f"; to go back to an older checkpoint write {older[-1]} into {latest}" if older else ""
 
 
 def compare_restored(

@@ -12,29 +12,34 @@ there.
 """
 
 import functools
+import io
 import logging
 import math
 import shutil
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 
 from moe_exp.checkpoint.format import fingerprints, folders
-from moe_exp.checkpoint.format.torch_dist import METADATA
+from moe_exp.checkpoint.format.fingerprints import Fingerprints
+from moe_exp.checkpoint.format.torch_dist import COMMON, METADATA
 from moe_exp.checkpoint.format.torch_dist_writer import write_metadata
-from moe_exp.checkpoint.plan import Plan, plan_save
-from moe_exp.checkpoint.rank_files import Written, error_line, write_rank_files
+from moe_exp.checkpoint.plan import Item, Plan, plan_save
 from moe_exp.checkpoint.retention import which_to_remove
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync, whole_state
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime, from_first_rank
+from moe_exp.host.devices import rank_place
+from moe_exp.host.files import HashedFile
 from moe_exp.runs.provenance import package_versions
 
 logger = logging.getLogger(__name__)
@@ -55,6 +60,16 @@ class Saved:
 
 
 @dataclass(frozen=True)
+class Written:
+    """Report of a rank to rank 0 about its files."""
+
+    places: dict[MetadataIndex, _StorageInfo] = field(default_factory=dict)  # where each of its pieces lies
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its files, for the manifest
+    fingerprints: Fingerprints = field(default_factory=dict)  # its shares of those of the tensors
+    error: str = ""  # why it failed, in a line; empty: it did not
+
+
+@dataclass(frozen=True)
 class _Pending:
     """A save between `begin` and `finish`."""
 
@@ -64,7 +79,7 @@ class _Pending:
     metadata: Metadata | None
     facts: dict[str, Any]
     written: Future[Written]
-    shares: fingerprints.Fingerprints  # of this rank
+    shares: Fingerprints  # of this rank
 
 
 class CheckpointWriter:
@@ -234,3 +249,44 @@ def _complete(pending: _Pending, all_written: list[Written]) -> int:
     manifest = folders.Manifest(pending.iteration, dict(sorted(entries.items())), pending.facts)
     manifest.write(partial)
     return manifest.num_bytes
+
+
+def write_rank_files(folder: Path, rank: int, items: list[Item], common: dict[str, Any]) -> Written:
+    """Writes `items` and, on rank 0, `common`; synced when it returns. No collectives, and raises nothing: an
+    error stays on its rank until asked for.
+    """
+    try:
+        places, entries = {}, {}
+        if items:
+            name = f"__{rank}_0.distcp"
+            with HashedFile(folder / name) as file:
+                for index, data in items:
+                    start = file.tell()
+                    _write(file, data)
+                    places[index] = _StorageInfo(name, start, file.tell() - start)
+            entries[name] = file.entry()
+        if rank == 0:
+            with HashedFile(folder / COMMON) as file:
+                torch.save(common, cast("IO[bytes]", file))
+            entries[COMMON] = file.entry()
+    except Exception as error:
+        return Written(error=error_line(error, rank))
+    return Written(places, entries)
+
+
+def _write(file: HashedFile, data: Tensor | io.BytesIO) -> None:
+    if isinstance(data, io.BytesIO):
+        file.write(data.getbuffer())
+        return
+    data = data.detach().cpu()
+    if data.untyped_storage().nbytes() != data.numel() * data.element_size():
+        data = data.clone()  # torch.save writes the whole storage of a view
+    torch.save(data, cast("IO[bytes]", file))
+
+
+def error_line(error: Exception, rank: int) -> str:
+    """An error in a line, with the rank that had it."""
+    reason = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        reason = f"{error.strerror}: {error.filename}" if error.filename else error.strerror
+    return f"{rank_place(rank)}: {' '.join(reason.split())}"

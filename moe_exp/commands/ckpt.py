@@ -5,17 +5,14 @@ from __future__ import annotations
 import argparse
 import sys
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from moe_exp.commands.guard import add_json, add_subcommands, print_json
 
-if TYPE_CHECKING:
-    from moe_exp.checkpoint.tools.layouts import Layout
-
 # The library is imported by the commands that use it: `moe-exp --help` answers at once.
 _PATH_HELP = "an iter_ folder, a checkpoints folder or a run folder"
+_SIZES = ("tp", "pp", "vpp", "ep", "etp")  # that `ckpt reshape` once wrote for
 
 
 def add_commands(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,12 +30,8 @@ def _add_path(parser: argparse.ArgumentParser, name: str = "path", help: str = _
     parser.add_argument(name, type=Path, help=help)
 
 
-def _add_common(parser: argparse.ArgumentParser, *, iteration: bool = True) -> None:
-    if iteration:
-        parser.add_argument(
-            "--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)"
-        )
-    add_json(parser)
+def _add_iteration(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
 
 
 def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,7 +39,8 @@ def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
     _add_path(parser)
     about = "list tensors, all or those like '*router*'"
     parser.add_argument("--tensors", nargs="?", const="*", metavar="PATTERN", help=about)
-    _add_common(parser)
+    _add_iteration(parser)
+    add_json(parser)
     parser.set_defaults(run=_info)
 
 
@@ -87,7 +81,8 @@ def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     )
     _add_path(parser)
     parser.add_argument("--finite", action="store_true", help="also look for values that are not finite")
-    _add_common(parser)
+    _add_iteration(parser)
+    add_json(parser)
     parser.set_defaults(run=_verify)
 
 
@@ -122,17 +117,13 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = subparsers.add_parser(
-        "reshape", help="rewrite a checkpoint for another parallel layout, in one process"
+        "reshape", help="rewrite a checkpoint with other keys, another dtype or the weights only"
     )
     _add_path(parser, "source", _PATH_HELP)
     _add_path(parser, "target", "the checkpoints folder that is made")
     add = parser.add_argument
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("etp", "expert tensor")):
-        add(
-            f"--{name}", type=int, metavar="N", help=f"ranks of {what} parallelism (default: as it was saved)"
-        )
-    about = "model chunks per pipeline rank (default: as it was saved, 1 with --pp)"
-    add("--vpp", type=int, metavar="N", help=about)
+    for name in _SIZES:
+        add(f"--{name}", help=argparse.SUPPRESS)
     about = "leave out optimizer, schedule, random streams and progress"
     add("--weights-only", action="store_true", help=about)
     add("--dtype", choices=("bf16", "fp32"), help="type of the weights (default: as it is)")
@@ -140,37 +131,27 @@ def _add_reshape(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
     add("--layers", choices=("stacked", "single"), help=about)
     about = "one key for all experts, or one for each (default: as it is)"
     add("--experts", choices=("stacked", "single"), help=about)
-    add("--iteration", type=int, metavar="N", help="of the checkpoint (default: the newest)")
+    _add_iteration(parser)
     parser.set_defaults(run=_reshape)
 
 
 def _reshape(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.info import chosen
     from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
+    from moe_exp.config import problem
 
-    source = chosen(arguments.source, arguments.iteration)
-    layout = _layout(arguments, source)
-    changes = Reshaping(layout, arguments.weights_only, arguments.dtype, arguments.layers, arguments.experts)
-    written = reshape(source, arguments.target, changes)
-    print(f"{written.folder}: {written.num_bytes:,} bytes, rank files: {written.num_rank_files}")
-
-
-def _layout(arguments: argparse.Namespace, source: Path) -> Layout:
-    names = ("tp", "pp", "ep", "etp")
-    given = {name: size for name in names if (size := getattr(arguments, name)) is not None}
-    if arguments.vpp is not None or "pp" in given:
-        given["vpp"] = arguments.vpp
-    return replace(_saved_layout(source), **given)
-
-
-def _saved_layout(source: Path) -> Layout:
-    """Layout that a checkpoint was saved with."""
-    from moe_exp.checkpoint.format.torch_dist import read_common
-    from moe_exp.checkpoint.tools.layouts import Layout
-
-    saved = read_common(source).get("config") or {}
-    sizes = {name: saved.get(name) or 1 for name in ("tp", "pp", "ep", "etp")}
-    return Layout(**sizes, vpp=saved.get("vpp"))
+    for name in _SIZES:
+        if (size := getattr(arguments, name)) is not None:
+            rule = "checkpoints are not rewritten for a layout, a run resumes from any under its own"
+            raise ValueError(problem(name, size, rule, f"omit --{name}"))
+    changes = Reshaping(
+        weights_only=arguments.weights_only,
+        dtype=arguments.dtype,
+        layers=arguments.layers,
+        experts=arguments.experts,
+    )
+    written = reshape(chosen(arguments.source, arguments.iteration), arguments.target, changes)
+    print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
 def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -178,14 +159,9 @@ def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         "average", help="average the weights of checkpoints, in place of a decay of the learning rate"
     )
     add = parser.add_argument
-    about = (
-        "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first; or"
-        " Hugging Face folders"
-    )
+    about = "iter_ folders, or checkpoints or run folders, which stand for all of theirs; the oldest first"
     add("sources", type=Path, nargs="+", metavar="source", help=about)
-    _add_path(
-        parser, "target", "the checkpoints folder that is made, without optimizer; or Hugging Face folder"
-    )
+    _add_path(parser, "target", "the checkpoints folder that is made, without optimizer")
     about = "the newest N of each folder (default: all; with --ema: 1)"
     add("--last", type=int, default=0, metavar="N", help=about)
     about = "take the averages that the run has kept by EMA_DECAY in place of the weights"
@@ -202,33 +178,24 @@ def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def _average(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.hf.averaging import are_model_folders, average_folders
     from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
-    from moe_exp.host.progress import progress
+    from moe_exp.checkpoint.tools.layouts import Layout
+    from moe_exp.config import problem
 
-    sources, target = list(arguments.sources), arguments.target
-    of_folders = are_model_folders(sources)
-    if of_folders and (arguments.ema or arguments.last):
-        option = "--ema" if arguments.ema else "--last"
-        fix = f"leave {option} out, or name checkpoints"
-        raise ValueError(
-            f"SRC={sources[0]}: {option} is of checkpoints, and this is a Hugging Face folder. Fix: {fix}."
-        )
-    if not of_folders:
-        sources = sources_of(sources, last=arguments.last or int(arguments.ema))
+    for path in arguments.sources:
+        if (path / "config.json").is_file():
+            fix = "average Hugging Face folders with mergekit, or name checkpoints"
+            raise ValueError(problem("SRC", path, "is a Hugging Face folder, and no checkpoint", fix))
+    sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
-    if of_folders:
-        num_bytes = average_folders(sources, target, weights, progress=progress)
-    else:
-        written = average(sources, target, _saved_layout(sources[-1]), weights, of_ema=arguments.ema)
-        target, num_bytes = written.folder, written.num_bytes
+    written = average(sources, arguments.target, Layout(), weights, of_ema=arguments.ema)
     if arguments.json:
         parts = [{"path": str(one), "weight": weight} for one, weight in zip(sources, weights, strict=True)]
-        print_json({"path": str(target), "num_bytes": num_bytes, "sources": parts})
+        print_json({"path": str(written.folder), "num_bytes": written.num_bytes, "sources": parts})
         return
     for source, weight in zip(sources, weights, strict=True):
         print(f"{weight:8.4f}  {source}")
-    print(f"{target}: {num_bytes:,} bytes")
+    print(f"{written.folder}: {written.num_bytes:,} bytes")
 
 
 def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -275,7 +242,7 @@ def _add_prune(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add("--keep-best", type=int, default=0, metavar="N", help="keep the N with the lowest validation loss")
     add("--dry-run", action="store_true", help="say what would go, and remove nothing")
-    _add_common(parser, iteration=False)
+    add_json(parser)
     parser.set_defaults(run=_prune)
 
 
@@ -308,7 +275,7 @@ def _add_shrink(subparsers: argparse._SubParsersAction[argparse.ArgumentParser])
     add("--no-recursive", action="store_true", help="leave out folders in the folder")
     add("--dry-run", action="store_true", help="print what would be gained, and write nothing")
     add("--out", type=Path, metavar="DIR", help="write the smaller files there instead of in their places")
-    _add_common(parser, iteration=False)
+    add_json(parser)
     parser.set_defaults(run=_shrink)
 
 

@@ -72,11 +72,14 @@ def _add_to_hf(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _from_hf(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.hf.importing import from_hf
-    from moe_exp.host.progress import progress
 
-    options = {"dtype": arguments.dtype, "drop_mtp": arguments.drop_mtp}
-    options |= {"ignore_fields": arguments.ignore_field, "progress": progress}
-    done = from_hf(arguments.source, arguments.target, **options)
+    done = from_hf(
+        arguments.source,
+        arguments.target,
+        dtype=arguments.dtype,
+        drop_mtp=arguments.drop_mtp,
+        ignore_fields=arguments.ignore_field,
+    )
     print(f"{arguments.target}: {done.architecture}, {done.config.dtype}")
     for note in done.notes:
         print(f"Note: {note}")
@@ -85,11 +88,10 @@ def _from_hf(arguments: argparse.Namespace) -> None:
 
 def _to_hf(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.hf.exporting import to_hf
-    from moe_exp.host.progress import progress
 
     options = {name: getattr(arguments, name) for name in ("dtype", "tokenizer", "like")}
     options |= {"main_weights": arguments.weights == "main", "max_shard_bytes": arguments.max_shard_size}
-    done = to_hf(arguments.source, arguments.target, **options, progress=progress)
+    done = to_hf(arguments.source, arguments.target, **options)
     print(f"{arguments.target}: {done.architecture}, {bytes_text(done.num_bytes)} of weights")
     for note in done.notes:
         print(f"Note: {note}")

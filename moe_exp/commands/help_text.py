@@ -55,7 +55,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "data verify": ("moe-exp data verify data/mine_shuffled",),
     "ckpt info": ("moe-exp ckpt info runs/NAME",),
     "ckpt verify": ("moe-exp ckpt verify runs/NAME",),
-    "ckpt reshape": ("moe-exp ckpt reshape runs/NAME new/checkpoints --tp 2 --ep 4",),
+    "ckpt reshape": ("moe-exp ckpt reshape runs/NAME new/checkpoints --weights-only --dtype bf16",),
     "ckpt diff": ("moe-exp ckpt diff runs/ONE runs/OTHER",),
     "ckpt average": (
         "moe-exp ckpt average runs/NAME runs/NAME_mean --last 4",

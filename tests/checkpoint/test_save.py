@@ -25,7 +25,7 @@ from helpers.checkpoint.small_job import (
     write_tokens,
 )
 from helpers.ranks import free_port, run_on_ranks
-from moe_exp.checkpoint import rank_files
+from moe_exp.checkpoint import save as save_module
 from moe_exp.checkpoint.format.folders import (
     Manifest,
     damages,
@@ -57,14 +57,14 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self._open = threading.Event()
-        write = rank_files._write
+        write = save_module._write
 
         def wait_and_write(file: Any, data: Any) -> None:
             assert threading.current_thread().name.startswith("checkpoint")
             assert self._open.wait(60)
             write(file, data)
 
-        monkeypatch.setattr(rank_files, "_write", wait_and_write)
+        monkeypatch.setattr(save_module, "_write", wait_and_write)
 
     def open(self) -> None:
         self._open.set()

@@ -19,9 +19,6 @@ from helpers.relative_error import assert_equal_to
 from helpers.whole_runs import SMALL
 from moe_exp.checkpoint.format.folders import one_checkpoint
 from moe_exp.checkpoint.format.settings import saved_config
-from moe_exp.checkpoint.format.torch_dist import read_common
-from moe_exp.checkpoint.tools.layouts import Layout
-from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.config import load_config
 from moe_exp.config.checks.checks import check_config
 
@@ -141,6 +138,3 @@ def test_stages_without_layers_in_a_checkpoint(folder, one_rank):
         assert_equal_to(LIMIT, {"losses": resumed.losses}, {"losses": second})
     one = one_checkpoint(Path(middle))
     assert saved_config(one).stage_layers == [6]
-    # In the settings of a checkpoint of other stages.
-    evenly = reshape(one, folder / "evenly", Reshaping(Layout(pp=2))).folder
-    assert load_config(read_common(evenly)["config"], {}).stage_layers == [3, 3]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,13 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_exp.host.files import file_hash, regular, sync_folder, write_atomically, write_json
+from moe_exp.host.files import bytes_text, file_hash, regular, sync_folder, write_atomically, write_json
 from moe_exp.runs.run_folder import LATEST
 
 MANIFEST = "manifest.json"
 PARTIAL, REMOVED, REPLACED = ".partial", ".removed", ".replaced"
 FORMAT_VERSION = 1
 _NAME = re.compile(r"iter_(\d{7,})")
+_MARGIN = 1.01  # of a new folder: headers, index, tokenizer
 
 
 def iteration_folder(checkpoints: Path, iteration: int) -> Path:
@@ -284,3 +286,55 @@ def valid_losses(checkpoints: Path) -> dict[int, float]:
             if manifest is not None and (loss := manifest.valid_loss) is not None:
                 losses[iteration] = loss
     return losses
+
+
+@contextlib.contextmanager
+def new_folder(target: Path, *, num_bytes: int) -> Iterator[Path]:
+    """Yields an empty folder that is renamed to `target` at the end, or removed if the work fails.
+    ValueError, and no change, if `target` exists (unless empty), cannot be created, or the disk lacks room
+    for `num_bytes`.
+    """
+    check_target(target)
+    partial = target.with_name(target.name + PARTIAL)
+    if partial.exists():
+        raise ValueError(
+            f"DST={partial}: an earlier call left it behind, or another one is writing it. Fix: remove it."
+        )
+    missing = [folder for folder in partial.parents if not folder.exists()]
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        _remove_empty(missing)
+        raise ValueError(
+            f"DST={target}: cannot be made ({error.strerror}). Fix: give a folder where you can write."
+        ) from None
+    try:
+        free = shutil.disk_usage(partial).free
+        if free < num_bytes * _MARGIN:
+            rule = f"needs {bytes_text(num_bytes)}, {bytes_text(free)} are free"
+            raise ValueError(f"DST={target}: {rule}. Fix: free some, or give a folder on another disk.")
+        yield partial
+        for path in partial.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        partial.rename(target)
+        sync_folder(target.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        _remove_empty(missing)
+        raise
+
+
+def _remove_empty(folders: list[Path]) -> None:
+    for folder in folders:
+        with contextlib.suppress(OSError):  # never created, or in use by now
+            folder.rmdir()
+
+
+def check_target(target: Path) -> None:
+    """Raises ValueError if `target` exists and is not an empty folder."""
+    if target.is_dir() and not any(target.iterdir()):
+        return
+    if target.exists() or target.is_symlink():
+        raise ValueError(f"DST={target}: exists already. Fix: give a new folder, or remove it.")

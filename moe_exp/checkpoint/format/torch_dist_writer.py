@@ -45,32 +45,31 @@ class TorchDistWriter:
     """Writes a checkpoint into a folder chunk by chunk; nothing but the chunk at hand is in memory.
 
     `add_tensor`, `add_chunk`, `add_object` in any order, then `finish`, without which the folder is no
-    checkpoint. What is added goes to the file of `rank`, which may be set in between, or to its next one of
-    `file_bytes`: a rank of a layout then finds its own chunks in one file. As a context it closes its files
-    after an error.
+    checkpoint. After `file_bytes` a new file begins. As a context it closes its file after an error.
     """
 
     def __init__(self, folder: Path, *, file_bytes: int = 4 << 30):
         self.folder, self.file_bytes = folder, file_bytes
-        self.rank = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._tensors: dict[str, TensorStorageMetadata] = {}
         self._objects: dict[str, BytesStorageMetadata] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._files: dict[int, IO[bytes]] = {}
-        self._num_parts: dict[int, int] = {}
+        self._file: IO[bytes] | None = None
+        self._num_files = 0
 
     def __enter__(self) -> TorchDistWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for file in self._files.values():
-            file.close()
+        if self._file is not None:
+            self._file.close()
 
     def next_file(self) -> None:
-        """Closes the files of all ranks; what comes for one of them later goes to a new file."""
-        for rank in list(self._files):
-            self._close(rank)
+        """Closes the file; what comes later goes to a new one."""
+        if self._file is not None:
+            _sync(self._file)
+            self._file.close()
+            self._file = None
 
     def add_tensor(self, key: str, values: Tensor) -> None:
         """A whole tensor as one chunk."""
@@ -113,21 +112,15 @@ class TorchDistWriter:
         write_metadata(self.folder, metadata)
 
     def _write(self, index: MetadataIndex, value: Any) -> None:
-        if (file := self._files.get(self.rank)) is None:
-            part = self._num_parts.get(self.rank, 0)
-            file = self._files[self.rank] = (self.folder / f"__{self.rank}_{part}.distcp").open("wb")
-            self._num_parts[self.rank] = part + 1
-        start = file.tell()
-        torch.save(value, file)
-        end = file.tell()
-        self._places[index] = _StorageInfo(Path(file.name).name, start, end - start)
+        if self._file is None:
+            self._file = (self.folder / f"__0_{self._num_files}.distcp").open("wb")
+            self._num_files += 1
+        start = self._file.tell()
+        torch.save(value, self._file)
+        end = self._file.tell()
+        self._places[index] = _StorageInfo(Path(self._file.name).name, start, end - start)
         if end >= self.file_bytes:
-            self._close(self.rank)
-
-    def _close(self, rank: int) -> None:
-        file = self._files.pop(rank)
-        _sync(file)
-        file.close()
+            self.next_file()
 
 
 def _sync(file: IO[Any]) -> None:

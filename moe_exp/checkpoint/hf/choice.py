@@ -127,21 +127,12 @@ def reasons_against(architecture: Architecture, config: Config) -> list[str]:
     ]
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The architecture of a model, and per other architecture the reasons against it."""
-
-    architecture: Architecture
-    against: Mapping[str, list[str]]
-
-
-def choose_architecture(config: Config) -> Choice:
+def choose_architecture(config: Config) -> Architecture:
     """The transformers architecture that computes the same; UnsupportedModel, with reasons, if none does."""
     against = {name: reasons_against(architecture, config) for name, architecture in ARCHITECTURES.items()}
     for name, reasons in against.items():
         if not reasons:
-            others = {other: why for other, why in against.items() if other != name}
-            return Choice(ARCHITECTURES[name], others)
+            return ARCHITECTURES[name]
     fewest = min(len(reasons) for reasons in against.values())
     nearest = {name: reasons for name, reasons in against.items() if len(reasons) == fewest}
     first = next(iter(nearest.values()))
@@ -156,6 +147,6 @@ def choose_architecture(config: Config) -> Choice:
 def exports_as(config: Config) -> str | None:
     """The class of transformers that a model can be converted to; None if there is none."""
     try:
-        return choose_architecture(config).architecture.name
+        return choose_architecture(config).name
     except UnsupportedModel:
         return None

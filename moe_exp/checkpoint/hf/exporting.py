@@ -1,20 +1,27 @@
-"""Checkpoint -> Hugging Face, in one process, with one layer's largest tensor in memory at a time."""
+"""Checkpoint -> Hugging Face, in one process, with one file and one layer's largest tensor in memory."""
 
 from __future__ import annotations
 
-import math
+import functools
 import re
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
+from safetensors.torch import save_file
 from torch import Tensor
 
-from moe_exp.checkpoint.format.folders import Manifest, is_converted, one_checkpoint
+from moe_exp.checkpoint.format.folders import (
+    Manifest,
+    check_target,
+    is_converted,
+    new_folder,
+    one_checkpoint,
+)
 from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader, StoredTensor
 from moe_exp.checkpoint.hf.choice import choose_architecture
@@ -31,10 +38,8 @@ from moe_exp.checkpoint.hf.companions import (
     write_model_card,
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
-from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES
+from moe_exp.checkpoint.hf.model_folder import INDEX, TORCH_DTYPES
 from moe_exp.checkpoint.hf.plan import Piece, Theirs, layers_are_stacked, misfits, pieces
-from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
-from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
@@ -44,6 +49,7 @@ from moe_exp.data.own_text.settings import find_prepared_text
 from moe_exp.data.tokens.document_ends import trained_documents
 from moe_exp.host.files import expanded, write_json
 from moe_exp.host.processes import own_command
+from moe_exp.host.progress import progress
 
 _OPTIMIZER = ("optimizer.", "chained_")
 _OF_LAYER, _OF_EXPERT = re.compile(r"^decoder\.layers\.\d+\."), re.compile(r"\.experts\.experts\.\d+\.")
@@ -70,7 +76,6 @@ def to_hf(
     max_shard_bytes: int = 5 * 10**9,
     tokenizer: Path | None = None,
     like: Path | None = None,
-    progress: Progress = no_progress,
 ) -> Exported:
     """Writes a Hugging Face folder with the weights of a checkpoint of this package, of any layout.
 
@@ -82,7 +87,7 @@ def to_hf(
         target: folder to create.
         dtype: of the written weights, `fp32`, `bf16` or `fp16`; None: kept.
         main_weights: use the optimizer's fp32 copies, which are more precise than the weights of a bf16 run.
-        max_shard_bytes: of tensors per file.
+        max_shard_bytes: of tensors per file, which are in memory together.
         tokenizer: folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings;
             None: the one that the checkpoint, or LOAD_DIR of its run, was converted from.
@@ -105,8 +110,8 @@ def to_hf(
     folder = one_checkpoint(source)
     reader = CheckpointReader(folder)
     config = _config_of(reader)
-    choice = choose_architecture(config)
-    planned = list(pieces(choice.architecture, config))
+    architecture = choose_architecture(config)
+    planned = list(pieces(architecture, config))
     weights = _Weights(
         reader,
         planned,
@@ -116,15 +121,14 @@ def to_hf(
     )
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with progress("converting", weights.num_bytes) as advance:
-            shards = ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes)
-            _write_weights(weights, config, shards, advance)
+            _write_weights(weights, config, partial, max_shard_bytes, advance)
         tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
         documents, trained = trained_documents(config, saved_order(folder)), {}
         if has_tokenizer and documents is not None:
             trained = as_in_documents(partial, documents)
-        name, of_torch = choice.architecture.name, str(weights.usual_dtype).removeprefix("torch.")
-        fields = fields_of(config, choice.architecture) | token_ids(partial)
+        name, of_torch = architecture.name, str(weights.usual_dtype).removeprefix("torch.")
+        fields = fields_of(config, architecture) | token_ids(partial)
         longest = 0 if like else fields["max_position_embeddings"]
         like = like or _original(config, folder)
         fields |= kept_fields(like)
@@ -218,23 +222,23 @@ class _Weights:
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
-    @property
-    def entries(self) -> list[Entry]:
-        """All tensors to write, in order."""
-        return [
-            Entry(part.name, part.shape, self.dtype_of(piece, part))
-            for piece in self.planned
-            for part in piece.theirs
-        ]
+    @functools.cached_property
+    def written(self) -> dict[str, Tensor]:
+        """All tensors to write, in order, without their values."""
+        parts = [(piece, part) for piece in self.planned for part in piece.theirs]
+        return {
+            part.name: torch.empty(part.shape, dtype=self.dtype_of(piece, part), device="meta")
+            for piece, part in parts
+        }
 
     @property
     def num_bytes(self) -> int:
-        return sum(entry.num_bytes for entry in self.entries)
+        return sum(tensor.nbytes for tensor in self.written.values())
 
     @property
     def num_parameters(self) -> int:
         """Number of written values, including tensors without effect."""
-        return sum(math.prod(entry.shape) for entry in self.entries)
+        return sum(tensor.numel() for tensor in self.written.values())
 
     def values(self, piece: Piece) -> Tensor:
         """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
@@ -250,29 +254,42 @@ class _Weights:
 
 
 def _write_weights(
-    weights: _Weights, config: Config, shards: ShardWriter, advance: Callable[[int], None]
+    weights: _Weights, config: Config, folder: Path, max_shard_bytes: int, advance: Callable[[int], None]
 ) -> None:
-    try:
-        for piece in weights.planned:
-            advance(_add(weights, piece, config, shards))
-        shards.finish()
-    finally:
-        shards.close()
+    from huggingface_hub import split_state_dict_into_shards_factory
+
+    split = split_state_dict_into_shards_factory(
+        weights.written,
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_bytes,
+    )
+    shards: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
+    for piece in weights.planned:
+        for name, values in _theirs(weights, piece, config):
+            file = split.tensor_to_filename[name]
+            # a copy: others share the layer's memory
+            shards[file][name] = values.to(
+                weights.written[name].dtype, copy=True, memory_format=torch.contiguous_format
+            )
+            advance(shards[file][name].nbytes)
+            if len(shards[file]) == len(split.filename_to_tensors[file]):
+                save_file(shards.pop(file), folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
+        write_json(folder / INDEX, index)
 
 
-def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -> int:
-    """Writes the tensors of a piece and returns their bytes; frees them before the next one is read."""
-    shapes, num_bytes = [part.shape for part in piece.theirs], 0
+def _theirs(weights: _Weights, piece: Piece, config: Config) -> Iterator[tuple[str, Tensor]]:
+    """Name and values of the tensors that a piece becomes, in its own dtype."""
+    shapes = [part.shape for part in piece.theirs]
     parts: Iterable[Tensor] = map(torch.zeros, shapes)
     if piece.key:  # it has an effect
         values = weights.values(piece)
         ours = values if piece.factor == 1 else values.float() * piece.factor
         parts = taken_apart(piece.join, ours, shapes, config)
     for part, values in zip(piece.theirs, parts, strict=True):
-        dtype = weights.dtype_of(piece, part)
-        shards.add(part.name, values.to(dtype))
-        num_bytes += values.numel() * dtype.itemsize
-    return num_bytes
+        yield part.name, values
 
 
 def _original(config: Config, folder: Path) -> Path | None:

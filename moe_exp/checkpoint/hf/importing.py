@@ -23,13 +23,13 @@ from moe_exp.checkpoint.hf.families import Architecture
 from moe_exp.checkpoint.hf.fields import Settings
 from moe_exp.checkpoint.hf.model_folder import DTYPE_NAMES, DTYPES, TORCH_DTYPES, ModelFolder
 from moe_exp.checkpoint.hf.plan import Piece, misfits, pieces
-from moe_exp.checkpoint.hf.target import Progress, check_target, new_folder, no_progress
 from moe_exp.checkpoint.hf.tensor_rules import CONDITIONS, joined, joined_shape
 from moe_exp.checkpoint.state import CONTENT
 from moe_exp.config import Config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.host.files import write_atomically
 from moe_exp.host.processes import own_command
+from moe_exp.host.progress import progress
 from moe_exp.planner.search.layout_text import setting_text
 from moe_exp.runs.run_folder import LATEST
 
@@ -74,7 +74,6 @@ def from_hf(
     dtype: str | None = None,
     drop_mtp: bool = False,
     ignore_fields: Collection[str] = (),
-    progress: Progress = no_progress,
 ) -> Imported:
     """Writes a weights-only checkpoint of this package with the weights of a Hugging Face folder.
 
@@ -87,7 +86,7 @@ def from_hf(
         drop_mtp: leave out the layers for multi-token prediction, which the model does not need.
         ignore_fields: fields of config.json that would be refused.
     """
-    check_target(target)
+    folders.check_target(target)
     folder = ModelFolder(source)
     try:
         architecture = architecture_of(folder.config)
@@ -99,14 +98,17 @@ def from_hf(
         added = tokens_beyond(folder.path, config.vocab_size)
         settings |= {"vocab_size": config.vocab_size + len(added)}
         config = config.model_copy(update={"vocab_size": settings["vocab_size"]})
-        sources = replace(sources, pieces=[_with_vocabulary(piece, config) for piece in sources.pieces])
+        for number, piece in enumerate(sources.pieces):
+            if piece.join == "padded":  # a table of the vocabulary, which may have grown
+                shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
+                sources.pieces[number] = replace(piece, shape=shape, box=shape)
         stored = _dtype(folder, sources, dtype)
         config = config.model_copy(update={"dtype": DTYPE_NAMES[stored]})
         num_bytes = sources.num_bytes
         if dtype is not None:
             num_bytes = sum(math.prod(piece.box) for piece in sources.pieces) * stored.itemsize
         with (
-            new_folder(target, num_bytes=num_bytes) as partial,
+            folders.new_folder(target, num_bytes=num_bytes) as partial,
             progress("converting", sources.num_bytes) as advance,
         ):
             config = _write_companions(folder.path, partial, target, config)
@@ -226,14 +228,6 @@ def _complain(folder: ModelFolder, needed: dict[str, tuple[int, ...]], unused: l
             f"{folder.path}: tensors {wrong}. Fix: take the config.json that belongs to the weights, or fetch"
             " them again."
         )
-
-
-def _with_vocabulary(piece: Piece, config: Config) -> Piece:
-    """The piece with rows for the tokens that were added to the vocabulary, if it is a table of them."""
-    if piece.join != "padded":
-        return piece
-    shape = joined_shape("padded", [part.shape for part in piece.theirs], config)
-    return replace(piece, shape=shape, box=shape)
 
 
 def _bytes_of(folder: ModelFolder, name: str) -> int:

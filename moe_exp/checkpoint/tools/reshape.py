@@ -1,24 +1,23 @@
-"""Rewrites a checkpoint for another layout, style (see keys.py) or dtype, chunk by chunk in one process.
+"""Rewrites a checkpoint with other keys (see keys.py), another dtype or the weights alone, in one process.
 
-Any checkpoint loads under any layout; a rewritten one has one file per rank with exactly the chunks that the
-rank requests, so nothing is read twice or in slices. In memory are the chunk being written, the piece copied
-into it, and the source chunks read last.
+Any checkpoint loads under any layout, so the new one has a chunk for every layer and expert, whatever the
+layout of the run. In memory are the chunk being written and the source chunks read last.
 """
 
 from __future__ import annotations
 
-import os
+import math
 import re
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_exp.checkpoint.format import fingerprints
-from moe_exp.checkpoint.format.folders import Manifest, entries_of, iteration_folder
+from moe_exp.checkpoint.format.folders import Manifest, check_target, entries_of, iteration_folder, new_folder
 from moe_exp.checkpoint.format.naming import (
     KEEP_BYTES,
     LogicalTensor,
@@ -34,34 +33,28 @@ from moe_exp.checkpoint.format.settings import order_in
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
-from moe_exp.checkpoint.tools.layouts import (
-    Layout,
-    Model,
-    Style,
-    TargetChunk,
-    TargetPlan,
-    styled_key,
-    unstyled,
-)
+from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.config import problem
-from moe_exp.host.files import bytes_text, write_atomically
+from moe_exp.host.files import write_atomically
 from moe_exp.host.megatron_versions import COMMON_OBJECT
 from moe_exp.host.progress import progress
 from moe_exp.runs.run_folder import LATEST
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _OBJECT = re.compile(r"(.+)/shard_([\d.]+)_([\d.]+)")
-_EXTRA_STATE = "._extra_state"
-_SIZES = ("tp", "pp", "vpp", "ep", "etp")
+_EXPERT = re.compile(r".*\.experts\.(\d+)\..+")
+_STYLED_LAYER = re.compile(r"^decoder\.layers\.(\d+\.)?")
+_STYLED_EXPERT = re.compile(r"experts\.experts\.(\d+\.)?")
 
 _CHUNK_OVERHEAD_BYTES = 2500  # torch.save's per chunk, and its metadata
+_Chunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
 class Reshaping:
     """The changes to make."""
 
-    layout: Layout  # of the ranks that will load it
+    layout: Layout | None = None  # without effect
     # leave out optimizer, schedule, random streams and progress: a run that loads it starts at iteration 0
     weights_only: bool = False
     # of the weights: `bf16`, or `fp32`, which takes the optimizer's main weights if there are any; None: kept
@@ -75,7 +68,6 @@ class Written:
     """The checkpoint that was written."""
 
     folder: Path
-    num_rank_files: int
     num_bytes: int
 
 
@@ -93,197 +85,168 @@ def reshape(
     in place of the weights, with `facts` about them for the manifest. ValueError if the source is damaged,
     the changes do not fit it, `target` exists or its disk is too small.
     """
-    if target.exists():
-        raise ValueError(f"DST={target}: exists already. Fix: give the name of a folder that does not.")
+    check_target(target)
     reader = CheckpointReader(source, keep_bytes=keep_bytes)
-    work = _Work(reader, changes, values)
-    chunks = work.chunks()  # may raise, so before anything is written
-    num_bytes = sum(chunk.num_bytes for chunk in chunks)
-    _check_space(target, num_bytes + _CHUNK_OVERHEAD_BYTES * (len(chunks) + len(reader.objects)))
+    work = _Work(reader, changes, values)  # refuses what does not fit
+    tensors = list(work.tensors())
+    num_bytes = sum(math.prod(tensor.shape) * dtype.itemsize for _, tensor, dtype in tensors)
+    overhead_bytes = _CHUNK_OVERHEAD_BYTES * (2 * len(tensors) + len(reader.objects))
     iteration = iteration_of(source, work.common)
-    partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
-    folder = iteration_folder(partial, iteration)
-    try:
-        with progress("writing", num_bytes) as advance:
-            written = _write(folder, work, chunks, advance)
+    found: list[fingerprints.Fingerprints] = []
+    with new_folder(target, num_bytes=num_bytes + overhead_bytes) as partial:
+        folder = iteration_folder(partial, iteration)
+        with TorchDistWriter(folder) as writer, progress("writing", num_bytes) as advance:
+            for prefix, tensor, dtype in tensors:
+                for key, chunk, shape, offsets in work.chunks(tensor):
+                    chunk = chunk.to(dtype)
+                    writer.add_chunk(prefix + key, chunk, shape=shape, offsets=offsets)
+                    if values is not None and work.experts_stacked:  # else keys are others
+                        found.append(fingerprints.fingerprints_of([(key, chunk, offsets)]))
+                    advance(chunk.nbytes)
+            for key, value in work.objects():
+                writer.add_object(key, value)
+            writer.finish(work.new_common())
+        written = fingerprints.added(found)
         if values is None:
-            written = fingerprints.read(source) or {}
-            dtype = str(DTYPES[changes.dtype]).removeprefix("torch.") if changes.dtype else None
-            written = fingerprints.kept(written, weights_only=changes.weights_only, dtype=dtype)
+            dtype_name = str(DTYPES[changes.dtype]).removeprefix("torch.") if changes.dtype else None
+            saved = fingerprints.read(source) or {}
+            written = fingerprints.kept(saved, weights_only=changes.weights_only, dtype=dtype_name)
         if written:
             fingerprints.write(folder, written)
-        manifest = Manifest(iteration, entries_of(folder), _facts(source, changes) | dict(facts or {}))
+        own = Manifest.read(source)
+        all_facts = {name: fact for name, fact in (own.facts if own else {}).items() if name != "world_size"}
+        all_facts |= {"reshaped_from": source.name, "weights_only": changes.weights_only} | dict(facts or {})
+        manifest = Manifest(iteration, entries_of(folder), all_facts)
         manifest.write(folder)
         write_atomically(partial / LATEST, str(iteration))
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-    num_rank_files = len({chunk.rank for chunk in chunks})
-    return Written(iteration_folder(target, iteration), num_rank_files, manifest.num_bytes)
-
-
-def _write(
-    folder: Path, work: _Work, chunks: list[TargetChunk], advance: Callable[[int], None]
-) -> fingerprints.Fingerprints:
-    """Writes the files; returns the fingerprints of values that are no stored ones."""
-    per_stage, stage, found = work.plan.layout.ranks_per_stage, 0, list[fingerprints.Fingerprints]()
-    with TorchDistWriter(folder) as writer:
-        for chunk in chunks:
-            if chunk.rank // per_stage != stage:
-                stage = chunk.rank // per_stage
-                writer.next_file()  # so only one stage's files are open
-            writer.rank = chunk.rank
-            values = chunk.read()
-            writer.add_chunk(chunk.key, values, shape=chunk.shape, offsets=chunk.offsets)
-            if work.values is not None and work.plan.style.experts_stacked:  # else keys are others
-                found.append(fingerprints.fingerprints_of([(chunk.key, values, chunk.offsets)]))
-            advance(chunk.num_bytes)
-        writer.rank = 0
-        for key, value in work.objects():
-            writer.add_object(key, value)
-        writer.finish(work.new_common())
-    return fingerprints.added(found)
+    return Written(iteration_folder(target, iteration), manifest.num_bytes)
 
 
 class _Work:
+    """What is read and written. Raises a ValueError if the changes do not fit the checkpoint."""
+
     def __init__(
-        self, reader: CheckpointReader, changes: Reshaping, values: Mapping[str, LogicalTensor] | None = None
+        self, reader: CheckpointReader, changes: Reshaping, values: Mapping[str, LogicalTensor] | None
     ):
         self.reader, self.changes, self.values = reader, changes, values
         self.common = reader.common()
         self.weights = logical_tensors(reader)
         self.states = [] if changes.weights_only else states(reader)
-        self.plan = TargetPlan(Model.of(self.weights), changes.layout, _style(reader, self.weights, changes))
-        self._check()
+        layers: dict[int, set[tuple[str, tuple[int, ...]]]] = {}
+        for name, tensor in self.weights.items():
+            layer, inner = layer_of(name)
+            if layer is not None:
+                layers.setdefault(layer, set()).add((inner, tensor.shape))
+        self.num_layers = len(layers)
+        self.num_experts = max((_expert_of(name) + 1 for name in self.weights), default=0)
+        keys = [key for key in reader.tensors if not is_optimizer(key)]
+        single_layers = any(re.match(r"decoder\.layers\.\d", key) for key in keys)
+        single_experts = any(re.search(r"\.experts\.\d|\.linear_fc1\.(weight|bias)_w$", key) for key in keys)
+        # Megatron's ways of writing: one key for all layers, one for all experts (and both gated halves).
+        self.experts_stacked = changes.experts == "stacked" if changes.experts else not single_experts
+        self.layers_stacked = not single_layers and self.experts_stacked
+        if changes.layers:
+            self.layers_stacked = changes.layers == "stacked"
+        self._check(layers_are_alike=len(set(map(frozenset, layers.values()))) <= 1)
 
-    def chunks(self) -> list[TargetChunk]:
-        """Chunks to write, grouped by pipeline stage."""
-        main = logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
-        values = self.values or {name: main.get(name, tensor) for name, tensor in self.weights.items()}
-        found = list(self.plan.chunks(values, {name: self._dtype_of(name) for name in values}))
-        for state in self.states:
-            tensors = logical_tensors(self.reader, state)
-            dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-            found += self.plan.chunks(tensors, dtypes, state=True)
-        return sorted(found, key=lambda chunk: chunk.rank // self.plan.layout.ranks_per_stage)
-
-    def objects(self) -> list[tuple[str, Any]]:
-        """Objects of the new checkpoint, by full key."""
-        found = []
-        for full_key in self.reader.objects:
-            if full_key == COMMON_OBJECT:  # it becomes common.pt
-                continue
-            match = _OBJECT.fullmatch(full_key)
-            if match and match[1].endswith(_EXTRA_STATE):
-                found.append((self._extra_state_key(match[1], match[2]), self.reader.read_object(full_key)))
-            elif not (self.changes.weights_only or (full_key.startswith("rng_state/") and self._other_rng())):
-                found.append((full_key, self.reader.read_object(full_key)))
-        return [
-            (key, value[0] if isinstance(value, list) and len(value) == 1 else value) for key, value in found
-        ]
-
-    def new_common(self) -> dict[str, Any]:
-        """common.pt of the new checkpoint."""
-        layout, common = self.changes.layout, dict(self.common)
-        if self.changes.weights_only:
-            kept = {name: common[name] for name in ("config", "content_metadata") if name in common}
-            common = kept | {"sample_order": order_in(common)}
-        if "content_metadata" in common:
-            singles = {"singleton_local_shards": not self.plan.style.experts_stacked}
-            common["content_metadata"] = common["content_metadata"] | singles
-        if "config" in common:
-            changed: dict[str, Any] = {name: getattr(layout, name) for name in _SIZES}
-            if common["config"].get("pp") != layout.pp:
-                even = {"first_stage_layers": 0, "last_stage_layers": 0, "pipeline_layers": ""}
-                changed |= {name: value for name, value in even.items() if name in common["config"]}
-            changed |= {"dtype": self.changes.dtype} if self.changes.dtype else {}
-            common["config"] = common["config"] | changed
-        if "layout" in common:
-            common["layout"] = {**common["layout"], "tp": layout.tp, "pp": layout.pp}
-            if self._other_rng():
-                # equals no layout of a run, so random streams start from the seed
-                common["layout"]["random_streams"] = None
-        return common
-
-    def _other_rng(self) -> bool:
-        before, layout = self.common.get("layout", {}), self.changes.layout
-        return (before.get("tp"), before.get("pp")) != (layout.tp, layout.pp)
-
-    def _extra_state_key(self, key: str, place: str) -> str:
-        style, numbers = self.plan.style, [int(number) for number in place.split(".")]
-        name, _ = logical_name(key, tuple(numbers[: num_leading(key)]))
-        layer, inner = layer_of(name)
-        expert = next((int(part) for part in inner.split(".") if part.isdigit()), None)
-        axes = [(layer, self.plan.model.num_layers)] if layer is not None and style.layers_stacked else []
-        if expert is not None and style.experts_stacked:
-            axes.append((expert, self.plan.model.num_experts))
-        axes = axes or [(0, 1)]
-        indices, sizes = (".".join(str(axis[part]) for axis in axes) for part in (0, 1))
-        return f"{styled_key(unstyled(key), layer, expert or 0, style)}/shard_{indices}_{sizes}"
-
-    def _dtype_of(self, name: str) -> torch.dtype:
-        dtype = self.weights[name].dtype
-        if self.changes.dtype is None or not dtype.is_floating_point or name.endswith(BUFFERS):
-            return dtype
-        return DTYPES[self.changes.dtype]
-
-    def _check(self) -> None:
-        model, layout, changes = self.plan.model, self.changes.layout, self.changes
-        for name in _SIZES:
-            size = getattr(layout, name)
-            if size is not None and size < 1:
-                raise ValueError(problem(name, size, "must be 1 or more", "give a positive number"))
-        if (stages := layout.pp * (layout.vpp or 1)) > model.num_layers:
-            rule = f"{stages} stages are more than the {model.num_layers} layers"
-            raise ValueError(problem("pp", layout.pp, rule, "give a smaller one"))
-        if layout.ep > 1 and (not model.num_experts or model.num_experts % layout.ep):
-            rule = f"does not divide the {model.num_experts} experts"
-            raise ValueError(problem("ep", layout.ep, rule, "give a divisor of them"))
-        self._check_optimizer()
-        style, rule = self.plan.style, ""
-        if style.layers_stacked and not model.layers_are_alike:
-            rule = "the layers differ, as dense and MoE layers do"
-        elif style.layers_stacked and not style.experts_stacked:
-            rule = "Megatron has no such style with single experts"
-        if rule:
-            raise ValueError(f"layers=stacked: {rule}. Fix: give --layers single.")
-        has_optimizer = "optimizer" in self.common and not changes.weights_only
-        if changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
-            rule = "the fp32 weights that the optimizer continues from would be lost"
-            raise ValueError(problem("dtype", "bf16", rule, "give --weights-only, too"))
-
-    def _check_optimizer(self) -> None:
+    def _check(self, *, layers_are_alike: bool) -> None:
         known = {key for key in self.reader.tensors if not is_optimizer(key)}
         of_optimizer = [key for key in self.reader.tensors if key not in known]
         for key in [] if self.changes.weights_only else of_optimizer:
             if (state := optimizer_state(key)) is None or state[2] not in known:
                 rule = f"{key} belongs to the layout that wrote it, and cannot be rewritten"
                 raise ValueError(f"SRC={self.reader.folder}: {rule}. Fix: give --weights-only.")
+        rule = ""
+        if self.layers_stacked and not layers_are_alike:
+            rule = "the layers differ, as dense and MoE layers do"
+        elif self.layers_stacked and not self.experts_stacked:
+            rule = "Megatron has no such style with single experts"
+        if rule:
+            raise ValueError(f"layers=stacked: {rule}. Fix: give --layers single.")
+        has_optimizer = "optimizer" in self.common and not self.changes.weights_only
+        if self.changes.dtype == "bf16" and has_optimizer and "param" not in self.states:
+            rule = "the fp32 weights that the optimizer continues from would be lost"
+            raise ValueError(problem("dtype", "bf16", rule, "give --weights-only, too"))
+
+    def tensors(self) -> Iterator[tuple[str, LogicalTensor, torch.dtype]]:
+        """Prefix of the key, values and new dtype of the weights, then of the optimizer's states."""
+        main = logical_tensors(self.reader, "param") if self.changes.dtype == "fp32" else {}
+        for name, stored in self.weights.items():
+            dtype = stored.dtype
+            if self.changes.dtype and dtype.is_floating_point and not name.endswith(BUFFERS):
+                dtype = DTYPES[self.changes.dtype]
+            yield "", self.values[name] if self.values else main.get(name, stored), dtype
+        for state in self.states:
+            for tensor in logical_tensors(self.reader, state).values():
+                prefix, _, _ = optimizer_state(tensor.boxes[0].stored.key) or ("", "", "")
+                yield prefix, tensor, tensor.dtype
+
+    def chunks(self, tensor: LogicalTensor) -> Iterator[_Chunk]:
+        """Key, values, shape of the whole and offsets of the chunks of a tensor: one, or two if the halves of
+        a gated first projection have keys of their own, as they do where experts are single.
+        """
+        key = tensor.boxes[0].stored.key
+        _, _, key = optimizer_state(key) or ("", "", key)
+        key, axes = self._styled(key, tensor.name)
+        values = tensor.read()
+        parts = {"": values}
+        # A gate doubles the first projection: [2F, D] before [D, F].
+        if not self.experts_stacked and (first := re.fullmatch(r"(.+\.linear_fc)1\.\w+", tensor.name)):
+            second = self.weights.get(f"{first[1]}2.weight")
+            if second is not None and values.size(0) == 2 * second.shape[1]:
+                parts = dict(zip(("_w", "_v"), values.chunk(2), strict=True))
+        for suffix, part in parts.items():
+            shape = (*(count for _, count in axes), *part.shape)
+            offsets = (*(index for index, _ in axes), *(0 for _ in part.shape))
+            yield key + suffix, part.reshape((1,) * len(axes) + part.shape), shape, offsets
+
+    def _styled(self, key: str, name: str) -> tuple[str, list[tuple[int, int]]]:
+        """Key of a logical tensor in the new style, from the old one; index and size of its leading axes."""
+        key = _STYLED_EXPERT.sub("experts.experts.", _STYLED_LAYER.sub("", key))
+        key = key[:-2] if key.endswith(("_w", "_v")) else key
+        (layer, _), expert, axes = layer_of(name), _expert_of(name), []
+        if layer is not None:
+            key = f"decoder.layers.{key}" if self.layers_stacked else f"decoder.layers.{layer}.{key}"
+            axes += [(layer, self.num_layers)] if self.layers_stacked else []
+        if expert >= 0 and self.experts_stacked:
+            axes.append((expert, self.num_experts))
+        elif expert >= 0:
+            key = key.replace("experts.experts.", f"experts.experts.{expert}.")
+        return key, axes
+
+    def objects(self) -> Iterator[tuple[str, Any]]:
+        """Objects of the new checkpoint, by full key."""
+        for full_key in self.reader.objects:
+            key, match = full_key, _OBJECT.fullmatch(full_key)
+            if full_key == COMMON_OBJECT:  # it becomes common.pt
+                continue
+            if match and match[1].endswith("._extra_state"):
+                place = tuple(map(int, match[2].split(".")))
+                name, _ = logical_name(match[1], place[: num_leading(match[1])])
+                key, axes = self._styled(match[1], name)
+                axes = axes or [(0, 1)]
+                indices, sizes = (".".join(str(axis[part]) for axis in axes) for part in (0, 1))
+                key = f"{key}/shard_{indices}_{sizes}"
+            elif self.changes.weights_only:
+                continue
+            value = self.reader.read_object(full_key)
+            yield key, value[0] if isinstance(value, list) and len(value) == 1 else value
+
+    def new_common(self) -> dict[str, Any]:
+        """common.pt of the new checkpoint."""
+        common = dict(self.common)
+        if self.changes.weights_only:
+            kept = {name: common[name] for name in ("config", "content_metadata") if name in common}
+            common = kept | {"sample_order": order_in(common)}
+        if "content_metadata" in common:
+            singles = {"singleton_local_shards": not self.experts_stacked}
+            common["content_metadata"] = common["content_metadata"] | singles
+        if "config" in common and self.changes.dtype:
+            common["config"] = common["config"] | {"dtype": self.changes.dtype}
+        return common
 
 
-def _style(reader: CheckpointReader, weights: Mapping[str, LogicalTensor], changes: Reshaping) -> Style:
-    keys = [key for key in reader.tensors if not is_optimizer(key)]
-    single_layers = any(re.match(r"decoder\.layers\.\d", key) for key in keys)
-    single_experts = any(re.search(r"\.experts\.\d|\.linear_fc1\.(weight|bias)_w$", key) for key in keys)
-    experts_stacked = changes.experts == "stacked" if changes.experts else not single_experts
-    if changes.layers:
-        return Style(changes.layers == "stacked", experts_stacked)
-    return Style(not single_layers and experts_stacked, experts_stacked)
-
-
-def _check_space(target: Path, needed_bytes: int) -> None:
-    place = target.absolute().parent
-    if not place.is_dir():
-        raise ValueError(f"DST={target}: {place} is no folder. Fix: make it, or give another one.")
-    if (free_bytes := shutil.disk_usage(place).free) < needed_bytes:
-        rule = (
-            f"{place} has {bytes_text(free_bytes)} free and the checkpoint needs {bytes_text(needed_bytes)}"
-        )
-        raise ValueError(f"DST={target}: {rule}. Fix: choose a larger disk, or make room.")
-
-
-def _facts(source: Path, changes: Reshaping) -> dict[str, Any]:
-    own = Manifest.read(source)
-    facts = {name: value for name, value in (own.facts if own else {}).items() if name != "world_size"}
-    facts |= {"layout": vars(changes.layout), "reshaped_from": source.name}
-    return facts | {"weights_only": changes.weights_only}
+def _expert_of(name: str) -> int:
+    """The expert of a logical tensor; -1: it is of none."""
+    match = _EXPERT.fullmatch(name)
+    return int(match[1]) if match else -1

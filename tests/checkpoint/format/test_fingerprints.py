@@ -31,7 +31,6 @@ from moe_exp.checkpoint.format.fingerprints import (
 from moe_exp.checkpoint.format.folders import Manifest, entry_of
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.restored import RestoreError
-from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.cli import main
 from moe_exp.config import load_config
@@ -258,8 +257,8 @@ def test_a_tool_that_rewrites_a_checkpoint_keeps_what_still_holds(tmp_path):
     source = tmp_path / "saved" / "iter_0000001"
     saved = fingerprints.read(source)
     kinds = {
-        "layout": Reshaping(Layout(tp=2, pp=2), experts="single"),
-        "weights": Reshaping(Layout(), weights_only=True, dtype="fp32"),
+        "layout": Reshaping(experts="single"),
+        "weights": Reshaping(weights_only=True, dtype="fp32"),
     }
     found = {}
     for name, changes in kinds.items():

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 
 from helpers.hf.tiny_models import their_logits, tiny_folder, tiny_model, weights_of
 from helpers.relative_error import assert_equal_to
-from moe_exp.checkpoint.hf import target as target_module
-from moe_exp.checkpoint.hf.averaging import average_folders
+from moe_exp.checkpoint.format import folders
 from moe_exp.checkpoint.hf.exporting import to_hf
 from moe_exp.checkpoint.hf.importing import from_hf
 
@@ -327,12 +326,10 @@ def test_a_whole_file_beside_an_index_is_read_as_transformers_does(left, sharded
     from_hf(sharded, sharded.parent / "ours")
     assert f"reading model.safetensors, as transformers does, and not {INDEX}" in caplog.text
     to_hf(sharded.parent / "ours", sharded.parent / "back")
-    average_folders([sharded], sharded.parent / "average", [1.0])
     tokens = torch.arange(1, 30)[None]
     expected = their_logits(sharded, tokens)
     assert (their_logits(hf_folders["mixtral"], tokens) - expected).norm() > 0.1 * expected.norm()
-    for name in ("back", "average"):
-        assert_equal_to(1e-6, {name: their_logits(sharded.parent / name, tokens)}, {name: expected})
+    assert_equal_to(1e-6, {"": their_logits(sharded.parent / "back", tokens)}, {"": expected})
 
 
 def as_variant(folder: Path) -> None:
@@ -367,15 +364,10 @@ OTHER_WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("change", "text"), OTHER_WEIGHTS.values(), ids=OTHER_WEIGHTS)
-@pytest.mark.parametrize("reader", ["from_hf", "average"])
-def test_weights_that_are_not_under_the_usual_names(change, text, reader, folder):
+def test_weights_that_are_not_under_the_usual_names(change, text, folder):
     source = folder("mixtral")
     change(source)
-    if reader == "from_hf":
-        refused(source, text)
-    else:
-        with pytest.raises(ValueError, match=text):
-            average_folders([source], source.parent / "average", [1.0])
+    refused(source, text)
 
 
 def test_pickles_are_not_read(folder):
@@ -404,8 +396,8 @@ def test_no_weights_no_config_no_folder(folder):
 def test_target_is_there(folder, checkpoints, tmp_path):
     (tmp_path / "ours").mkdir()
     (tmp_path / "ours" / "mine").write_text("mine")
-    refused(folder("llama"), r"DST=.*ours: is there already\. Fix: give a new folder, or remove it")
-    with pytest.raises(ValueError, match=r"DST=.*ours: is there already"):
+    refused(folder("llama"), r"DST=.*ours: exists already\. Fix: give a new folder, or remove it")
+    with pytest.raises(ValueError, match=r"DST=.*ours: exists already"):
         to_hf(checkpoints["llama"], tmp_path / "ours")
     assert (tmp_path / "ours" / "mine").read_text() == "mine"
 
@@ -421,7 +413,7 @@ def test_target_cannot_be_made(folder, checkpoints, tmp_path):
 
 def test_disk_without_room(folder, checkpoints, tmp_path, monkeypatch):
     usage = shutil._ntuple_diskusage(10**6, 10**6 - 10, 10)
-    monkeypatch.setattr(target_module.shutil, "disk_usage", lambda path: usage)
+    monkeypatch.setattr(folders.shutil, "disk_usage", lambda path: usage)
     refused(folder("llama"), r"DST=.*ours: needs [\d.]+ [kM]B, [\d.]+ \w+ are free\. Fix: free some")
     with pytest.raises(ValueError, match=r"are free\. Fix: free some"):
         to_hf(checkpoints["llama"], tmp_path / "back" / "in" / "a" / "folder")

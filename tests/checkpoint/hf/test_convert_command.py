@@ -152,3 +152,11 @@ def test_flags_are_checked(flag, capsys):
         main(["convert", "to-hf", "a", "b", flag, "x"])
     assert caught.value.code == 2
     assert flag in capsys.readouterr().err
+
+
+def test_an_average_of_hugging_face_folders_is_left_to_mergekit(hf_folders, tmp_path, capsys):
+    sources = [str(hf_folders["llama"]), str(hf_folders["qwen3"])]
+    assert main(["ckpt", "average", *sources, str(tmp_path / "mean")]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(rf"SRC={sources[0]}: is a Hugging Face folder.* Fix: .*mergekit", line)
+    assert not (tmp_path / "mean").exists()
