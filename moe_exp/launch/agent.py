@@ -137,11 +137,13 @@ class Agent(LocalElasticAgent):
     def _check(self) -> RunResult | None:
         """Result of this node's ranks; None while they run, or if they request a restart."""
         assert self._pcontext is not None
-        codes = self._exit_codes()
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        workers = self.get_worker_group().workers
+        codes = {workers[number].global_rank: one.proc.poll() for number, one in handlers.items()}
         dead = [rank for rank, code in codes.items() if code not in (None, 0)]
         if dead:
             # First, as ending its neighbors may take so long that ranks of other nodes fail because of it.
-            self._rounds.say([self._described(self._failure(rank)) for rank in dead])
+            self._rounds.say([self._described(rank) for rank in dead])
             with _quiet_if_explained():
                 self._pcontext.close(signal.SIGTERM, _END_SECONDS)
         elif None in codes.values():
@@ -160,12 +162,6 @@ class Agent(LocalElasticAgent):
         own = {rank: result.failures[rank] for rank in dead if rank in result.failures}
         return RunResult(WorkerState.FAILED, failures=own)
 
-    def _exit_codes(self) -> dict[int, int | None]:
-        """Exit code of each local rank, or None while it is running."""
-        handlers = getattr(self._pcontext, "subprocess_handlers", {})
-        workers = self.get_worker_group().workers
-        return {workers[number].global_rank: handler.proc.poll() for number, handler in handlers.items()}
-
     def _may_start_again(self, result: RunResult) -> bool:
         """Reports failed ranks to the other nodes; False if the job had finished, or on bad input."""
         reported = reported_exit_code()
@@ -182,16 +178,14 @@ class Agent(LocalElasticAgent):
             self._rounds.fail()
         return True
 
-    def _failure(self, rank: int) -> ProcessFailure:
+    def _described(self, rank: int) -> dict[str, Any]:
+        """What node 0 is told of a failed rank."""
         pcontext: Any = self._pcontext
         workers = enumerate(self.get_worker_group().workers)
         number = next(number for number, worker in workers if worker.global_rank == rank)
         process = pcontext.subprocess_handlers[number].proc
-        return ProcessFailure(number, process.pid, process.poll(), pcontext.error_files[number])
-
-    def _described(self, failure: ProcessFailure) -> dict[str, Any]:
-        device = f"cuda:{failure.local_rank}" if count_gpus() else "cpu"
-        rank = self.get_worker_group().workers[failure.local_rank].global_rank
+        failure = ProcessFailure(number, process.pid, process.poll(), pcontext.error_files[number])
+        device = f"cuda:{number}" if count_gpus() else "cpu"
         return {"rank": rank, "host": socket.gethostname(), "device": device, "cause": cause(failure)}
 
     def _start_again(self) -> bool:

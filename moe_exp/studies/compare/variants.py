@@ -77,9 +77,8 @@ def make_variants(runs: str, written: Sequence[str], given: Mapping[str, Any]) -
         try:
             name, own = _parsed(text)
             if name in (variant.name for variant in variants):
-                raise ConfigError(
-                    [problem("variant", text, "there is another of this name", "give each its own")]
-                )
+                rule = "there is another of this name"
+                raise ConfigError([problem("variant", text, rule, "give each its own")])
             variants.append(Variant.of(name, own, given))
         except ConfigError as error:
             problems += [
@@ -123,16 +122,11 @@ def _setting_problem(text: str, key: str, field: str, equals: str) -> str:
         fix = (
             f"write {near[0].upper()}, if that is meant" if near else "moe-exp train --help has all settings"
         )
-        return problem(
-            "variant", text, f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting", fix
-        )
+        rule = f"{key or 'what follows the colon'} is not SETTING=VALUE of a setting"
+        return problem("variant", text, rule, fix)
     if field in _SAME_FOR_ALL:
-        return problem(
-            "variant",
-            text,
-            f"{field.upper()} is the same for all runs of a comparison",
-            "set it for all of them",
-        )
+        rule = f"{field.upper()} is the same for all runs of a comparison"
+        return problem("variant", text, rule, "set it for all of them")
     return ""
 
 

@@ -113,7 +113,8 @@ def run_ladder(ladder: Ladder, executor: Executor) -> int:
 def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str, str]:
     """Runs what is left; returns why runs failed, by name."""
     reasons: dict[str, str] = {}
-    clock = _Clock(left, with_time=executor.name == "local")
+    done, flops_done, started = 0, 0.0, time.monotonic()
+    flops_of_all = sum(compute_of(run.config) for run in left)
     last = ladder.rungs[-1]
     stopped: list[str] = []
     for rungs in (ladder.rungs[:-1], (last,)):
@@ -134,8 +135,11 @@ def _climb(ladder: Ladder, executor: Executor, left: Sequence[Case]) -> dict[str
                 reasons[name] = f"{ended.status}: {ended.reason}"
             if ended.status not in ("finished", "failed", "oom"):
                 stopped.append(name)
-            clock.finished(ended.run)
-            print(f"{clock.done}/{clock.total} {ended_line(ended, name)}{clock.left_text()}", flush=True)
+            done, flops_done, when = done + 1, flops_done + compute_of(ended.run.config), ""
+            if done < len(left) and executor.name == "local":  # one after another, by the FLOPs of both
+                seconds = (flops_of_all / flops_done - 1) * (time.monotonic() - started)
+                when = f"; about {duration(seconds)} left"
+            print(f"{done}/{len(left)} {ended_line(ended, name)}{when}", flush=True)
             write_reports(ladder, reasons)
     return reasons
 
@@ -162,26 +166,6 @@ def _ended_job(run: Case, code: int | None) -> Ended:
         cut = "timeout" if TIME_LIMIT.search(text) else "stopped"
         return read_ended(run, status=cut, reason=f"SLURM has ended its job: {ended[0].strip()}")
     return ended_with(run, code, text)
-
-
-class _Clock:
-    """Runs done and left, and the time left by the FLOPs of both if they run one after another."""
-
-    def __init__(self, left: Sequence[Case], *, with_time: bool):
-        self._with_time = with_time
-        self.total, self.done = len(left), 0
-        self._flops_left = sum(compute_of(run.config) for run in left)
-        self._flops_done, self._started = 0.0, time.monotonic()
-
-    def finished(self, run: Case) -> None:
-        self.done += 1
-        self._flops_done += compute_of(run.config)
-
-    def left_text(self) -> str:
-        if self.done == self.total or not self._with_time:
-            return ""
-        share = self._flops_left / self._flops_done - 1
-        return f"; about {duration(share * (time.monotonic() - self._started))} left"
 
 
 def write_reports(ladder: Ladder, reasons: dict[str, str]) -> str:

@@ -105,22 +105,13 @@ def _lines(ladder: Ladder, results: Results) -> Iterator[str]:
     )
 
 
-def trend_word(trend: Estimate) -> str:
-    """Whether a gain grows with compute: grows, shrinks, or undecided."""
-    if not trend.has_interval:
-        return "undecided"
-    return "grows" if trend.low > 0 else "shrinks" if trend.high < 0 else "undecided"
-
-
 def _trend_text(name: str, speedup: Speedup, ladder: Ladder) -> str:
-    words = {
-        "grows": "grows with compute",
-        "shrinks": "shrinks with compute",
-        "undecided": "is not shown to change with compute",
-    }[trend_word(speedup.trend)]
+    trend, words = speedup.trend, "is not shown to change with compute"
+    if trend.has_interval and (trend.low > 0 or trend.high < 0):
+        words = "grows with compute" if trend.low > 0 else "shrinks with compute"
     rung = max((number for number, one in enumerate(speedup.rungs) if not math.isnan(one.value)), default=0)
     last = interval_text(speedup.rungs[rung], "×")
-    slope = interval_text(speedup.trend, digits=3)
+    slope = interval_text(trend, digits=3)
     return f"{name} over {ladder.baseline}: {last} at rung {rung + 1}; the gain {words} (exponent {slope})"
 
 

@@ -18,7 +18,7 @@ queue = pathlib.Path("{queue}")
 job = str(100 + len(list(queue.glob("*.sh"))))
 (queue / (job + ".args")).write_text(json.dumps(sys.argv[1:-1]))
 (queue / (job + ".sh")).write_text(pathlib.Path(sys.argv[-1]).read_text())
-print("Submitted batch job", job)
+print(job if "--parsable" in sys.argv else f"Submitted batch job {job}")
 """
 SQUEUE = """#!/bin/sh
 "exec" "{python}" "$0" "$@"  # a path with a space cannot follow #!
