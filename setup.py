@@ -29,7 +29,6 @@ EXTRAS = {
         # megatron-core from 0.18 on, which needs Python 3.12, does not import without it
         'triton>=3.0; python_version >= "3.12"',
         "safetensors>=0.8",
-        "huggingface-hub>=1.6",
         "matplotlib>=3.8",
         "tensorboard>=2.14",
         "scipy>=1.11",

@@ -8,6 +8,7 @@ tensor_rules.py  rules that map tensors to tensors
 choice.py        chooses the architecture for a Config
 plan.py          the rules expanded for one model: every tensor on both sides
 model_folder.py  reads a folder of safetensors files
+shard_writer.py  writes one
 companions.py    files beside the weights: tokenizer, generation settings, model card
 importing.py     from_hf: Hugging Face -> checkpoint
 exporting.py     to_hf: checkpoint -> Hugging Face

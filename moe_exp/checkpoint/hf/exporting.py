@@ -1,18 +1,17 @@
-"""Checkpoint -> Hugging Face, in one process, with one file and one layer's largest tensor in memory."""
+"""Checkpoint -> Hugging Face, in one process, with one layer's largest tensor in memory at a time."""
 
 from __future__ import annotations
 
-import functools
+import math
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from moe_exp.checkpoint.format.folders import (
@@ -38,8 +37,9 @@ from moe_exp.checkpoint.hf.companions import (
     write_model_card,
 )
 from moe_exp.checkpoint.hf.config_json import fields_of
-from moe_exp.checkpoint.hf.model_folder import INDEX, TORCH_DTYPES
+from moe_exp.checkpoint.hf.model_folder import TORCH_DTYPES
 from moe_exp.checkpoint.hf.plan import Piece, Theirs, layers_are_stacked, misfits, pieces
+from moe_exp.checkpoint.hf.shard_writer import Entry, ShardWriter
 from moe_exp.checkpoint.hf.tensor_rules import taken_apart
 from moe_exp.checkpoint.tools.info import iteration_of
 from moe_exp.config import Config
@@ -87,7 +87,7 @@ def to_hf(
         target: folder to create.
         dtype: of the written weights, `fp32`, `bf16` or `fp16`; None: kept.
         main_weights: use the optimizer's fp32 copies, which are more precise than the weights of a bf16 run.
-        max_shard_bytes: of tensors per file, which are in memory together.
+        max_shard_bytes: of tensors per file.
         tokenizer: folder or tokenizer.json; None: the checkpoint's TOKENIZER, if it still exists.
         like: Hugging Face folder that provides generation_config.json, token ids and max_position_embeddings;
             None: the one that the checkpoint, or LOAD_DIR of its run, was converted from.
@@ -121,7 +121,8 @@ def to_hf(
     )
     with new_folder(target, num_bytes=weights.num_bytes) as partial:
         with progress("converting", weights.num_bytes) as advance:
-            _write_weights(weights, config, partial, max_shard_bytes, advance)
+            shards = ShardWriter(partial, weights.entries, max_bytes=max_shard_bytes)
+            _write_weights(weights, config, shards, advance)
         tokenizer = tokenizer or _tokenizer_of(config, folder)
         has_tokenizer = tokenizer is not None and copy_tokenizer(tokenizer, partial)
         documents, trained = trained_documents(config, saved_order(folder)), {}
@@ -222,23 +223,23 @@ class _Weights:
             return torch.float32 if stored is None else stored.dtype
         return self.usual_dtype if stored is None else self.dtype or stored.dtype
 
-    @functools.cached_property
-    def written(self) -> dict[str, Tensor]:
-        """All tensors to write, in order, without their values."""
-        parts = [(piece, part) for piece in self.planned for part in piece.theirs]
-        return {
-            part.name: torch.empty(part.shape, dtype=self.dtype_of(piece, part), device="meta")
-            for piece, part in parts
-        }
+    @property
+    def entries(self) -> list[Entry]:
+        """All tensors to write, in order."""
+        return [
+            Entry(part.name, part.shape, self.dtype_of(piece, part))
+            for piece in self.planned
+            for part in piece.theirs
+        ]
 
     @property
     def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.written.values())
+        return sum(entry.num_bytes for entry in self.entries)
 
     @property
     def num_parameters(self) -> int:
         """Number of written values, including tensors without effect."""
-        return sum(tensor.numel() for tensor in self.written.values())
+        return sum(math.prod(entry.shape) for entry in self.entries)
 
     def values(self, piece: Piece) -> Tensor:
         """Values of a piece; a layer's experts are read at once, as they may be one chunk of the file."""
@@ -254,42 +255,29 @@ class _Weights:
 
 
 def _write_weights(
-    weights: _Weights, config: Config, folder: Path, max_shard_bytes: int, advance: Callable[[int], None]
+    weights: _Weights, config: Config, shards: ShardWriter, advance: Callable[[int], None]
 ) -> None:
-    from huggingface_hub import split_state_dict_into_shards_factory
-
-    split = split_state_dict_into_shards_factory(
-        weights.written,
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_bytes,
-    )
-    shards: dict[str, dict[str, Tensor]] = {file: {} for file in split.filename_to_tensors}
-    for piece in weights.planned:
-        for name, values in _theirs(weights, piece, config):
-            file = split.tensor_to_filename[name]
-            # a copy: others share the layer's memory
-            shards[file][name] = values.to(
-                weights.written[name].dtype, copy=True, memory_format=torch.contiguous_format
-            )
-            advance(shards[file][name].nbytes)
-            if len(shards[file]) == len(split.filename_to_tensors[file]):
-                save_file(shards.pop(file), folder / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
-        write_json(folder / INDEX, index)
+    try:
+        for piece in weights.planned:
+            advance(_add(weights, piece, config, shards))
+        shards.finish()
+    finally:
+        shards.close()
 
 
-def _theirs(weights: _Weights, piece: Piece, config: Config) -> Iterator[tuple[str, Tensor]]:
-    """Name and values of the tensors that a piece becomes, in its own dtype."""
-    shapes = [part.shape for part in piece.theirs]
+def _add(weights: _Weights, piece: Piece, config: Config, shards: ShardWriter) -> int:
+    """Writes the tensors of a piece and returns their bytes; frees them before the next one is read."""
+    shapes, num_bytes = [part.shape for part in piece.theirs], 0
     parts: Iterable[Tensor] = map(torch.zeros, shapes)
     if piece.key:  # it has an effect
         values = weights.values(piece)
         ours = values if piece.factor == 1 else values.float() * piece.factor
         parts = taken_apart(piece.join, ours, shapes, config)
     for part, values in zip(piece.theirs, parts, strict=True):
-        yield part.name, values
+        dtype = weights.dtype_of(piece, part)
+        shards.add(part.name, values.to(dtype))
+        num_bytes += values.numel() * dtype.itemsize
+    return num_bytes
 
 
 def _original(config: Config, folder: Path) -> Path | None:
