@@ -132,7 +132,7 @@ class TaskShuffle:
 
 @dataclass(frozen=True)
 class Buckets:
-    """Those of the training documents come first; `limit` is above the choices of the others."""
+    """Numbers of buckets, of the training documents first; `limit` is above the choices of the others."""
 
     num_train: int
     num_valid: int

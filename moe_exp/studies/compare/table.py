@@ -203,10 +203,19 @@ def _with_interval(values: Sequence[float], text: Callable[[float], str]) -> str
     mean, degrees = statistics.fmean(known), len(known) - 1
     if not degrees:
         return text(mean)
+    half = half_interval(statistics.stdev(known), len(known), degrees)
+    return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
+
+
+def half_interval(deviation: float, count: int, degrees: int) -> float:
+    """Half the width of the 90% interval of a mean of `count` values, by Student's t.
+
+    Args:
+        deviation: standard deviation of the values, estimated with `degrees` of freedom.
+    """
     from scipy.stats import t
 
-    half = float(t.ppf(0.95, degrees)) * statistics.stdev(known) / math.sqrt(len(known))
-    return f"{text(mean)} [{text(mean - half)}, {text(mean + half)}]"
+    return float(t.ppf(0.95, degrees)) * deviation / math.sqrt(count)
 
 
 def _table(names: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
