@@ -179,7 +179,6 @@ def _add_average(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
 
 def _average(arguments: argparse.Namespace) -> None:
     from moe_exp.checkpoint.tools.average import average, sources_of, weights_of
-    from moe_exp.checkpoint.tools.layouts import Layout
     from moe_exp.config import problem
 
     for path in arguments.sources:
@@ -188,7 +187,7 @@ def _average(arguments: argparse.Namespace) -> None:
             raise ValueError(problem("SRC", path, "is a Hugging Face folder, and no checkpoint", fix))
     sources = sources_of(arguments.sources, last=arguments.last or int(arguments.ema))
     weights = weights_of(arguments.weights, len(sources), ema_decay=arguments.ema_decay)
-    written = average(sources, arguments.target, Layout(), weights, of_ema=arguments.ema)
+    written = average(sources, arguments.target, weights, of_ema=arguments.ema)
     if arguments.json:
         parts = [{"path": str(one), "weight": weight} for one, weight in zip(sources, weights, strict=True)]
         print_json({"path": str(written.folder), "num_bytes": written.num_bytes, "sources": parts})

@@ -94,11 +94,10 @@ def validated(settings: dict[str, Any], port: int, folder: str) -> float:
     from moe_exp import train
     from moe_exp.checkpoint.format.folders import one_checkpoint
     from moe_exp.checkpoint.tools.average import average
-    from moe_exp.checkpoint.tools.layouts import Layout
     from moe_exp.engine import runtime
 
     if int(os.environ["RANK"]) == 0:
-        average([one_checkpoint(Path(folder))], Path(folder) / "mean", Layout(), [1.0], of_ema=True)
+        average([one_checkpoint(Path(folder))], Path(folder) / "mean", [1.0], of_ema=True)
         (Path(folder) / "done").touch()
     while not (Path(folder) / "done").exists():
         time.sleep(0.01)

@@ -1,5 +1,4 @@
-"""`moe-exp ckpt average`: the weighted average of the weights of checkpoints, as one without optimizer; for
-Hugging Face folders see checkpoint/hf/averaging.py.
+"""`moe-exp ckpt average`: the weighted average of the weights of checkpoints, as one without optimizer.
 
 The average of the last checkpoints of a run with a constant learning rate takes the place of its decay (Tian
 et al. 2025, WSM, arXiv 2507.17634). With weights c_0 ... c_k of the checkpoints t_0 ... t_k it is t_0 plus
@@ -24,7 +23,6 @@ from moe_exp.checkpoint.format.naming import KEEP_BYTES, LogicalTensor, logical_
 from moe_exp.checkpoint.format.settings import order_in, saved_config
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.tools.info import chosen, iteration_of
-from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, Written, reshape
 from moe_exp.config import problem
 from moe_exp.config.model_changes import model_changes
@@ -102,7 +100,6 @@ def sources_of(paths: Sequence[Path], *, last: int = 0) -> list[Path]:
 def average(
     sources: Sequence[Path],
     target: Path,
-    layout: Layout,
     weights: Sequence[float],
     *,
     of_ema: bool = False,
@@ -115,7 +112,6 @@ def average(
     Args:
         sources: folders of iterations, the oldest first, in any layout and style.
         target: checkpoints folder to make.
-        layout: of the ranks that will load it.
         weights: one for each.
         of_ema: take the averages that the run kept (EMA_DECAY) in place of the weights. The routers' expert
             bias, which has none, is the checkpoints' own.
@@ -145,7 +141,7 @@ def average(
         | ({"state": AVERAGE} if of_ema else {})
         for source, reader, weight in zip(sources, readers, weights, strict=True)
     ]
-    changes = Reshaping(layout, weights_only=True)
+    changes = Reshaping(weights_only=True)
     return reshape(
         sources[-1], target, changes, values=values, facts={"averaged_from": facts, "valid_loss": None}
     )

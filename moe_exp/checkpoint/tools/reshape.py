@@ -33,7 +33,6 @@ from moe_exp.checkpoint.format.settings import order_in
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.info import BUFFERS, iteration_of
-from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.config import problem
 from moe_exp.host.files import write_atomically
 from moe_exp.host.megatron_versions import COMMON_OBJECT
@@ -54,7 +53,6 @@ _Chunk = tuple[str, Tensor, tuple[int, ...], tuple[int, ...]]
 class Reshaping:
     """The changes to make."""
 
-    layout: Layout | None = None  # without effect
     # leave out optimizer, schedule, random streams and progress: a run that loads it starts at iteration 0
     weights_only: bool = False
     # of the weights: `bf16`, or `fp32`, which takes the optimizer's main weights if there are any; None: kept

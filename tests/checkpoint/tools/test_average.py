@@ -18,14 +18,11 @@ from moe_exp.checkpoint.format.settings import saved_order
 from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 from moe_exp.checkpoint.format.torch_dist_writer import TorchDistWriter
 from moe_exp.checkpoint.tools.average import WEIGHTS, average, sources_of, weights_of
-from moe_exp.checkpoint.tools.layouts import Layout
 from moe_exp.checkpoint.tools.reshape import Reshaping, reshape
 from moe_exp.checkpoint.tools.soundness import Verification
 from moe_exp.cli import main
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.inference.evaluate import EvalRequest, plan_evaluation
-
-ONE = Layout()
 
 
 def test_the_weights_of_each_name():
@@ -89,7 +86,7 @@ def strange(tensors):
 def test_of_a_checkpoint_with_itself_it_is_the_checkpoint_bit_for_bit(kind, weights, tmp_path):
     tensors = kind()
     sources = [write_checkpoint(tmp_path / f"{n}", n, tensors=tensors) for n in range(1, 1 + len(weights))]
-    reader = CheckpointReader(average(sources, tmp_path / "out", ONE, weights).folder)
+    reader = CheckpointReader(average(sources, tmp_path / "out", weights).folder)
     assert set(reader.tensors) == {*STACKED, *WHOLE, BIAS}
     for key in reader.tensors:
         found = reader.read(key)
@@ -103,7 +100,7 @@ def test_checkpoints_of_several_layouts_and_styles(tmp_path):
     sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n], facts=facts) for n in range(3)]
     sources[1] = reshape(sources[1], tmp_path / "x", Reshaping(experts="single")).folder
     weights = [0.2, 0.5, 0.3]
-    written = average(sources, tmp_path / "out", ONE, weights)
+    written = average(sources, tmp_path / "out", weights)
     reader = CheckpointReader(written.folder)
     assert latest_iteration(tmp_path / "out") == 3
     for key in (*STACKED, *WHOLE, BIAS):
@@ -127,7 +124,7 @@ def test_checkpoints_of_several_layouts_and_styles(tmp_path):
 def test_where_one_has_no_main_weights_none_are_used(tmp_path):
     drawn = [drawn_state(0), without_optimizer(drawn_state(1))]
     sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n]) for n in range(2)]
-    reader = CheckpointReader(average(sources, tmp_path / "out", ONE, [0.5, 0.5]).folder)
+    reader = CheckpointReader(average(sources, tmp_path / "out", [0.5, 0.5]).folder)
     key = "output_layer.weight"
     assert torch.equal(reader.read(key), ((drawn[0][key].double() + drawn[1][key].double()) / 2).bfloat16())
 
@@ -136,7 +133,7 @@ def test_whole_numbers_are_those_of_the_last(tmp_path):
     counts = "decoder.layers.mlp.router.seen"
     drawn = [drawn_state(n) | {counts: torch.full((2, 4), n)} for n in range(2)]
     sources = [write_checkpoint(tmp_path / f"{n}", n + 1, tensors=drawn[n]) for n in range(2)]
-    reader = CheckpointReader(average(sources, tmp_path / "out", ONE, [0.5, 0.5]).folder)
+    reader = CheckpointReader(average(sources, tmp_path / "out", [0.5, 0.5]).folder)
     assert torch.equal(reader.read(counts), drawn[1][counts])
 
 
@@ -228,7 +225,7 @@ def test_checkpoints_of_two_models(tmp_path):
     with pytest.raises(
         ValueError, match=r"SRC=.*a/iter_0000005: has output_layer\.weight of shape \[17, 8\]"
     ):
-        average(sources, tmp_path / "out", ONE, [0.5, 0.5])
+        average(sources, tmp_path / "out", [0.5, 0.5])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -238,7 +235,7 @@ def test_checkpoints_that_compute_something_else(tmp_path):
     sources = [write_checkpoint(tmp_path / "a", common=other), write_checkpoint(tmp_path / "b")]
     rule = r"SRC=.*a/iter_0000005: has ROTARY_BASE=12345\.0, and .*b/iter_0000005 has ROTARY_BASE=\d"
     with pytest.raises(ValueError, match=rule):
-        average(sources, tmp_path / "out", ONE, [0.5, 0.5])
+        average(sources, tmp_path / "out", [0.5, 0.5])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
 
 
@@ -266,10 +263,10 @@ def test_checkpoints_of_other_tokens(order, rule, tmp_path):
         common["progress"]["sample_order"] = facts
         sources.append(write_checkpoint(tmp_path / name, common=common))
     if rule is None:
-        assert saved_order(average(sources, tmp_path / "out", ONE, [0.5, 0.5]).folder) == orders["b"]
+        assert saved_order(average(sources, tmp_path / "out", [0.5, 0.5]).folder) == orders["b"]
         return
     with pytest.raises(ValueError, match=rf"SRC=.*a/iter_0000005: was trained with {rule}"):
-        average(sources, tmp_path / "out", ONE, [0.5, 0.5])
+        average(sources, tmp_path / "out", [0.5, 0.5])
 
 
 def peak_of_average(folder: Path, sources: list[Path]) -> int:
@@ -279,9 +276,9 @@ def peak_of_average(folder: Path, sources: list[Path]) -> int:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
 
-    average(sources[:1], folder / "mean of one", ONE, [1.0])
+    average(sources[:1], folder / "mean of one", [1.0])
     before = peak_kb()
-    average(sources[1:], folder / "mean", ONE, [1 / len(sources[1:])] * len(sources[1:]))
+    average(sources[1:], folder / "mean", [1 / len(sources[1:])] * len(sources[1:]))
     return 1024 * (peak_kb() - before)
 
 
