@@ -18,57 +18,29 @@ from pathlib import Path
 from typing import Any
 
 from helpers import ROOT
+from helpers.layers import kernel_launches as launches
 from helpers.layers.compiled import Compiled, compiled, num_configs
-from helpers.layers.kernel_launches import (
-    BIASED,
-    activation_gradient,
-    chunks,
-    combined,
-    down,
-    kept,
-    loss,
-    loss_back,
-    padded,
-    routed,
-    routed_back,
-    rows_in_order,
-    sorted_slots,
-    up,
-    weight_gradient,
-)
 
 CAPABILITIES = (80, 90, 100)
 CASES: dict[str, Callable[[], None]] = {
-    "up": up,
-    "down": down,
-    "gradient of the rows": partial(down, False),
-    "activation_grad": activation_gradient,
-    "weight_grad": weight_gradient,
-    "weight_grad, adding": partial(weight_gradient, main_grad=True),
-    **dict(
-        zip(
-            (
-                "up, clamped, with bias",
-                "down, with bias",
-                "activation_grad, clamped",
-                "gradient of b2",
-                "gradient of b1",
-            ),
-            BIASED,
-            strict=True,
-        )
-    ),
-    "combine": combined,
-    "gather_rows": rows_in_order,
-    "slot_sort": sorted_slots,
-    "chunk_order": chunks,
-    "keep_within, by weight": kept,
-    "keep_within, by position": partial(kept, False),
-    "padded_order": padded,
-    "top-k": routed,
-    "top-k backward": routed_back,
-    "cross entropy": loss,
-    "cross entropy backward": loss_back,
+    "up": launches.up,
+    "down": launches.down,
+    "gradient of the rows": partial(launches.down, False),
+    "activation_grad": launches.activation_gradient,
+    "weight_grad": launches.weight_gradient,
+    "weight_grad, adding": partial(launches.weight_gradient, main_grad=True),
+    **launches.BIASED,
+    "combine": launches.combined,
+    "gather_rows": launches.rows_in_order,
+    "slot_sort": launches.sorted_slots,
+    "chunk_order": launches.chunks,
+    "keep_within, by weight": launches.kept,
+    "keep_within, by position": partial(launches.kept, False),
+    "padded_order": launches.padded,
+    "top-k": launches.routed,
+    "top-k backward": launches.routed_back,
+    "cross entropy": launches.loss,
+    "cross entropy backward": launches.loss_back,
 }
 PAGE = ROOT / "docs/compiled_kernels.md"
 START, END = "<!-- by helpers.layers.ceilings -->\n", "<!-- end -->\n"
@@ -87,25 +59,17 @@ def ceilings_file(triton: str = "") -> Path:
 
 def pinned() -> str:
     """The version of Triton in constraints.txt."""
-    return next(
-        line.removeprefix("triton==").strip()
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line.startswith("triton==")
-    )
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return next(line.removeprefix("triton==").strip() for line in lines if line.startswith("triton=="))
 
 
 def row_of(case: str, capability: int, kernel: Compiled) -> Row:
     """What is measured of a kernel."""
     return {
-        "case": case,
-        "kernel": kernel.function,
-        "config": label(kernel.config),
-        "capability": capability,
-        "registers": kernel.registers,
-        "stack": kernel.stack_bytes,
-        "shared": kernel.shared_bytes,
+        "case": case, "kernel": kernel.function, "config": label(kernel.config), "capability": capability,
+        "registers": kernel.registers, "stack": kernel.stack_bytes, "shared": kernel.shared_bytes,
         **kernel.machine,
-    }
+    }  # fmt: skip
 
 
 def label(config: dict[str, int]) -> str:

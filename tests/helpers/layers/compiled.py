@@ -46,38 +46,22 @@ _INSTRUCTIONS = {
 
 
 # In the machine code: products of matrices, and copies to shared memory beside them, by threads and by TMA.
-_MACHINE = {
-    "products": r"\b(?:HMMA|HGMMA|UTC\w*MMA)\b",
-    "copies": r"\bLDGSTS\b",
-    "tma": r"\bUTMALDG\b",
-}
+_MACHINE = {"products": r"\b(?:HMMA|HGMMA|UTC\w*MMA)\b", "copies": r"\bLDGSTS\b", "tma": r"\bUTMALDG\b"}
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of a launch.
+    """One kernel of a launch."""
 
-    Args:
-        name: of the kernel's module.
-        function: name of the kernel, which begins with that of the module.
-        config: the constants it was compiled with, `num_warps` and `num_stages` among them.
-        shared_bytes: of one program.
-        registers: per thread.
-        stack_bytes: per thread, where registers are spilled to.
-        instructions: how often each kind is in the code, see _INSTRUCTIONS.
-        ptx: the code.
-        cubin: the machine code.
-    """
-
-    name: str
-    function: str
-    config: dict[str, int]
-    shared_bytes: int
-    registers: int
-    stack_bytes: int
-    instructions: dict[str, int]
+    name: str  # of the kernel's module
+    function: str  # name of the kernel, which begins with that of the module
+    config: dict[str, int]  # constants it was compiled with, `num_warps` and `num_stages` among them
+    shared_bytes: int  # of one program
+    registers: int  # per thread
+    stack_bytes: int  # per thread, where registers are spilled to
+    instructions: dict[str, int]  # how often each kind of _INSTRUCTIONS is in the code
     ptx: str = field(repr=False)
-    cubin: bytes = field(repr=False)
+    cubin: bytes = field(repr=False)  # the machine code
 
     @functools.cached_property
     def machine(self) -> dict[str, int]:
@@ -92,6 +76,35 @@ def on_gpu(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="cuda:1")
 
 
+@functools.cache
+def _compiler() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare)
+
+
+_is_compiler = False  # whether this is that process
+
+
+def _in_the_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, in that process."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _is_compiler:
+            return function(*args, **kwargs)
+        return _compiler().submit(call, *args, **kwargs).result()
+
+    return call
+
+
+def _prepare() -> None:
+    global _is_compiler
+    _is_compiler = True
+    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
+    warnings.filterwarnings("error", message="TRITON_DEFAULT_FP_FUSION is unset")  # kernels/launch.py says it
+    torch.set_num_threads(1)
+
+
+@_in_the_compiler
 def compiled(launch: Callable[[], Any], capability: int, config: int = 0) -> list[Compiled]:
     """The kernels that `launch` starts, in order.
 
@@ -100,56 +113,21 @@ def compiled(launch: Callable[[], Any], capability: int, config: int = 0) -> lis
         capability: 80 for sm_80, and so on.
         config: which of each kernel's configs, where it has several.
     """
-    return _compiler().submit(_compile, launch, capability, config).result()
-
-
-def triton_code(launch: Callable[[], Any], capability: int, config: int = 0) -> list[str]:
-    """Triton's own code of the kernels that `launch` starts, before anything is decided for a GPU: quick."""
-    return _compiler().submit(_translate, launch, capability, config).result()
-
-
-def num_configs(launch: Callable[[], Any], capability: int) -> int:
-    """The most configs that a kernel of the launch has on this GPU."""
-    return _compiler().submit(_count_configs, launch, capability).result()
-
-
-def specializations(launch: Callable[[], Any], capability: int) -> list[tuple[str, str]]:
-    """Kernel and what Triton compiles it for, of each that `launch` starts: what kinds of values the
-    arguments have. Compiles nothing.
-    """
-    return _compiler().submit(_specialize, launch, capability).result()
-
-
-def devices(launch: Callable[[], Any], capability: int) -> list[tuple[str, int]]:
-    """Kernel and the number of the device that is the current one, of each that `launch` starts."""
-    return _compiler().submit(_current_devices, launch, capability).result()
-
-
-@functools.cache
-def _compiler() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare)
-
-
-def _prepare() -> None:
-    os.environ["TRITON_INTERPRET"] = "0"  # before anything imports Triton
-    warnings.filterwarnings("error", message="TRITON_DEFAULT_FP_FUSION is unset")  # kernels/launch.py says it
-    torch.set_num_threads(1)
-
-
-def _compile(launch: Callable[[], Any], capability: int, config: int) -> list[Compiled]:
     found: list[Compiled] = []
-    for name, kernel, args, kwargs in _launches(launch, capability):
+    for name, kernel, args, kwargs, _ in _started(launch, capability):
         kernel, constants, args, kwargs = _with_config(kernel, args, kwargs, config)
         binary = kernel.run(*args, grid=(1,), warmup=True, **kwargs)
         found.append(_described(name, constants, binary))
     return found
 
 
-def _translate(launch: Callable[[], Any], capability: int, config: int) -> list[str]:
+@_in_the_compiler
+def triton_code(launch: Callable[[], Any], capability: int, config: int = 0) -> list[str]:
+    """Triton's own code of the kernels that `launch` starts, before anything is decided for a GPU: quick."""
     from triton.backends.nvidia.compiler import CUDABackend
 
     found: list[str] = []
-    for _, kernel, args, kwargs in _launches(launch, capability):
+    for _, kernel, args, kwargs, _ in _started(launch, capability):
         kernel, _, args, kwargs = _with_config(kernel, args, kwargs, config)
         with _replaced(CUDABackend, "make_ttgir", staticmethod(_stop)):  # the next step
             try:
@@ -177,30 +155,34 @@ def _with_config(kernel: Any, args: Any, kwargs: Any, config: int) -> tuple[Any,
     return kernel.fn, chosen.constants, *kernel.prepared(chosen, args, kwargs)
 
 
-def _specialize(launch: Callable[[], Any], capability: int) -> list[tuple[str, str]]:
+@_in_the_compiler
+def specializations(launch: Callable[[], Any], capability: int) -> list[tuple[str, str]]:
+    """Kernel and what Triton compiles it for, of each that `launch` starts: what kinds of values the
+    arguments have. Compiles nothing.
+    """
     found: list[tuple[str, str]] = []
-    for name, kernel, args, kwargs in _launches(launch, capability):
+    for name, kernel, args, kwargs, _ in _started(launch, capability):
         kernel, _, args, kwargs = _with_config(kernel, args, kwargs, 0)
         *_, binder = kernel.device_caches[capability]
         found.append((name, str(binder(*args, **kwargs)[1])))
     return found
 
 
-def _current_devices(launch: Callable[[], Any], capability: int) -> list[tuple[str, int]]:
+@_in_the_compiler
+def devices(launch: Callable[[], Any], capability: int) -> list[tuple[str, int]]:
+    """Kernel and the number of the device that is the current one, of each that `launch` starts."""
     return [(name, device) for name, *_, device in _started(launch, capability)]
 
 
-def _count_configs(launch: Callable[[], Any], capability: int) -> int:
-    return max(len(_configs(kernel, kwargs)) or 1 for _, kernel, _, kwargs in _launches(launch, capability))
+@_in_the_compiler
+def num_configs(launch: Callable[[], Any], capability: int) -> int:
+    """The most configs that a kernel of the launch has on this GPU."""
+    return max(len(_configs(kernel, kwargs)) or 1 for _, kernel, _, kwargs, _ in _started(launch, capability))
 
 
 def _configs(kernel: Any, kwargs: Any) -> list[Any]:
     """Those that would be timed."""
     return kernel.suited(kwargs) if hasattr(kernel, "suited") else []
-
-
-def _launches(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any]]:
-    return [started[:4] for started in _started(launch, capability)]
 
 
 def _started(launch: Callable[[], Any], capability: int) -> list[tuple[str, Any, Any, Any, int]]:

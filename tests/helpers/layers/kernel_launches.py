@@ -4,6 +4,7 @@ grouped GEMMs at one size, the rest is routing, row order and loss.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,206 +23,152 @@ from moe_exp.layers.kernels.topk import _topk_backward, _topk_forward
 from moe_exp.layers.kernels.up_projection import up_projection
 from moe_exp.layers.kernels.weight_grad import weight_grad
 
-TOKENS, ROWS, DIM, FFN, EXPERTS = 1024, 4096, 1024, 512, 64
-ROUTED, TOPK = 128, 8  # experts of the kernels that are not GEMMs, and how many of them a token uses
+TOPK = 8
 INT, LONG, FP32, BF16, BOOL = torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.bool
 
 
-def gathered(rows: int = ROWS) -> dict[str, torch.Tensor]:
-    return {"token_R": on_gpu(rows, dtype=INT), "weights_R": on_gpu(rows, dtype=FP32)}
+@dataclass(frozen=True)
+class Sizes:
+    """Of a micro-batch; `routed`: experts of the kernels that are not GEMMs."""
+
+    tokens: int = 1024
+    rows: int = 4096
+    dim: int = 1024
+    ffn: int = 512
+    experts: int = 64
+    routed: int = 128
+
+    def width(self, activation: str) -> int:
+        return self.ffn * (2 if ACTIVATIONS[activation].gated else 1)
 
 
-def offsets(experts: int) -> torch.Tensor:
-    return on_gpu(experts + 1, dtype=INT)
+SIZES = Sizes()
+
+
+def gathered(gather: bool, at: Sizes) -> dict[str, torch.Tensor]:
+    return {"token_R": on_gpu(at.rows, dtype=INT), "weights_R": on_gpu(at.rows, dtype=FP32)} if gather else {}
+
+
+def offsets(at: Sizes) -> torch.Tensor:
+    return on_gpu(at.experts + 1, dtype=INT)
 
 
 def up(
-    activation: str = "swiglu",
-    gather: bool = True,
-    dtype: torch.dtype = BF16,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-    dim: int = DIM,
-    ffn: int = FFN,
-    keeps_hidden: bool = True,
-    bias: bool = False,
-) -> None:
-    width = 2 * ffn if ACTIVATIONS[activation].gated else ffn
-    x, w = on_gpu(tokens if gather else rows, dim, dtype=dtype), on_gpu(experts, width, dim, dtype=dtype)
+    activation: str = "swiglu", gather: bool = True, dtype: torch.dtype = BF16, *, keeps_hidden: bool = True,
+    bias: bool = False, at: Sizes = SIZES,
+) -> None:  # fmt: skip
+    width = at.width(activation)
+    x = on_gpu(at.tokens if gather else at.rows, at.dim, dtype=dtype)
+    w = on_gpu(at.experts, width, at.dim, dtype=dtype)
     up_projection(
-        x,
-        w,
-        offsets(experts),
-        activation=activation,
-        keeps_hidden=keeps_hidden,
-        bias1_LW=on_gpu(experts, width, dtype=dtype) if bias else None,
-        **(gathered(rows) if gather else {}),
-    )
+        x, w, offsets(at), activation=activation, keeps_hidden=keeps_hidden,
+        bias1_LW=on_gpu(at.experts, width, dtype=dtype) if bias else None, **gathered(gather, at),
+    )  # fmt: skip
 
 
 def down(
-    transposed: bool = True,
-    dtype: torch.dtype = BF16,
-    tf32: bool = False,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-    dim: int = DIM,
-    ffn: int = FFN,
-    bias: bool = False,
-) -> None:
-    del tokens  # as all of GEMMS
+    transposed: bool = True, dtype: torch.dtype = BF16, tf32: bool = False, *, bias: bool = False,
+    at: Sizes = SIZES,
+) -> None:  # fmt: skip
     torch.backends.cuda.matmul.allow_tf32 = tf32
-    w = (
-        on_gpu(experts, dim, ffn, dtype=dtype).transpose(1, 2)
-        if transposed
-        else on_gpu(experts, ffn, dim, dtype=dtype)
-    )
-    of_bias = (on_gpu(experts, dim, dtype=dtype), on_gpu(rows, dtype=FP32)) if bias else ()
-    grouped_matmul(on_gpu(rows, ffn, dtype=dtype), w, offsets(experts), *of_bias)
+    sizes = (at.dim, at.ffn) if transposed else (at.ffn, at.dim)
+    w = on_gpu(at.experts, *sizes, dtype=dtype)
+    w = w.transpose(1, 2) if transposed else w
+    of_bias = (on_gpu(at.experts, at.dim, dtype=dtype), on_gpu(at.rows, dtype=FP32)) if bias else ()
+    grouped_matmul(on_gpu(at.rows, at.ffn, dtype=dtype), w, offsets(at), *of_bias)
 
 
-def activation_gradient(
-    activation: str = "swiglu",
-    gather: bool = True,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-    dim: int = DIM,
-    ffn: int = FFN,
-) -> None:
-    dy, w = on_gpu(tokens if gather else rows, dim), on_gpu(experts, dim, ffn)
-    hidden = on_gpu(rows, ffn * (2 if ACTIVATIONS[activation].gated else 1))
-    activation_grad(
-        dy, w, hidden, offsets(experts), activation=activation, **(gathered(rows) if gather else {})
-    )
+def activation_gradient(activation: str = "swiglu", gather: bool = True, *, at: Sizes = SIZES) -> None:
+    dy, w = on_gpu(at.tokens if gather else at.rows, at.dim), on_gpu(at.experts, at.dim, at.ffn)
+    hidden = on_gpu(at.rows, at.width(activation))
+    activation_grad(dy, w, hidden, offsets(at), activation=activation, **gathered(gather, at))
 
 
-def weight_gradient(
-    gather: bool = True,
-    main_grad: bool = False,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-    dim: int = DIM,
-    ffn: int = FFN,
-) -> None:
-    index = on_gpu(rows, dtype=INT) if gather else None
-    out = on_gpu(experts, 2 * ffn, dim, dtype=FP32) if main_grad else None
-    weight_grad(
-        on_gpu(rows, 2 * ffn),
-        on_gpu(tokens if gather else rows, dim),
-        offsets(experts),
-        b_index_R=index,
-        out=out,
-    )
+def weight_gradient(gather: bool = True, main_grad: bool = False, *, at: Sizes = SIZES) -> None:
+    index = on_gpu(at.rows, dtype=INT) if gather else None
+    out = on_gpu(at.experts, 2 * at.ffn, at.dim, dtype=FP32) if main_grad else None
+    b = on_gpu(at.tokens if gather else at.rows, at.dim)
+    weight_grad(on_gpu(at.rows, 2 * at.ffn), b, offsets(at), b_index_R=index, out=out)
 
 
-def bias_gradient(
-    gather: bool = True,
-    *,
-    experts: int = EXPERTS,
-    tokens: int = TOKENS,
-    rows: int = ROWS,
-    dim: int = DIM,
-    ffn: int = FFN,
-) -> None:
+def bias_gradient(gather: bool = True, *, at: Sizes = SIZES) -> None:
     """Of the second bias; without gathering of the first."""
-    index, dy = (on_gpu(rows, dtype=INT), on_gpu(tokens, dim)) if gather else (None, on_gpu(rows, 2 * ffn))
-    weight_grad(on_gpu(rows, 1), dy, offsets(experts), b_index_R=index)
+    index = on_gpu(at.rows, dtype=INT) if gather else None
+    dy = on_gpu(at.tokens, at.dim) if gather else on_gpu(at.rows, 2 * at.ffn)
+    weight_grad(on_gpu(at.rows, 1), dy, offsets(at), b_index_R=index)
 
 
 GEMMS = [up, down, activation_gradient, weight_gradient]
 # As gpt-oss has them.
-BIASED = [
-    partial(up, "clamped_swiglu", bias=True),
-    partial(down, bias=True),
-    partial(activation_gradient, "clamped_swiglu"),
-    bias_gradient,
-    partial(bias_gradient, False),
-]
+BIASED = {
+    "up, clamped, with bias": partial(up, "clamped_swiglu", bias=True),
+    "down, with bias": partial(down, bias=True),
+    "activation_grad, clamped": partial(activation_gradient, "clamped_swiglu"),
+    "gradient of b2": bias_gradient,
+    "gradient of b1": partial(bias_gradient, False),
+}
 
 
-def combined(weighted: bool = True, *, tokens: int = TOKENS, rows: int = ROWS, dim: int = DIM) -> None:
-    weights = on_gpu(tokens, TOPK, dtype=FP32) if weighted else None
-    combine(on_gpu(rows, dim), on_gpu(tokens, TOPK, dtype=INT), weights)
+def combined(weighted: bool = True, *, at: Sizes = SIZES) -> None:
+    weights = on_gpu(at.tokens, TOPK, dtype=FP32) if weighted else None
+    combine(on_gpu(at.rows, at.dim), on_gpu(at.tokens, TOPK, dtype=INT), weights)
 
 
-def rows_in_order(*, tokens: int = TOKENS, rows: int = ROWS, dim: int = DIM) -> None:
-    gather_rows(on_gpu(tokens, dim), on_gpu(rows, dtype=INT), TOPK)
+def rows_in_order(*, at: Sizes = SIZES) -> None:
+    gather_rows(on_gpu(at.tokens, at.dim), on_gpu(at.rows, dtype=INT), TOPK)
 
 
-def sorted_slots(*, tokens: int = TOKENS) -> None:
-    slot_sort(on_gpu(tokens, TOPK, dtype=LONG), ROUTED)
+def sorted_slots(*, at: Sizes = SIZES) -> None:
+    slot_sort(on_gpu(at.tokens, TOPK, dtype=LONG), at.routed)
 
 
-def chunks(sources: int = 8, experts: int = ROUTED, *, rows: int = ROWS) -> None:
-    chunk_order(on_gpu(sources, experts, dtype=LONG), rows)
+def chunks(sources: int = 8, *, at: Sizes = SIZES) -> None:
+    chunk_order(on_gpu(sources, at.routed, dtype=LONG), at.rows)
 
 
-def kept(by_weight: bool = True, *, tokens: int = TOKENS) -> None:
-    weights = on_gpu(tokens, TOPK, dtype=FP32) if by_weight else None
-    keep_within(on_gpu(tokens, TOPK, dtype=LONG), weights, on_gpu(ROUTED, dtype=INT))
+def kept(by_weight: bool = True, *, at: Sizes = SIZES) -> None:
+    weights = on_gpu(at.tokens, TOPK, dtype=FP32) if by_weight else None
+    keep_within(on_gpu(at.tokens, TOPK, dtype=LONG), weights, on_gpu(at.routed, dtype=INT))
 
 
-def padded(*, tokens: int = TOKENS, rows: int = ROWS) -> None:
-    padded_order(on_gpu(tokens, TOPK, dtype=LONG), ROUTED, rows, on_gpu(tokens, TOPK, dtype=BOOL))
+def padded(*, at: Sizes = SIZES) -> None:
+    kept_TK = on_gpu(at.tokens, TOPK, dtype=BOOL)
+    padded_order(on_gpu(at.tokens, TOPK, dtype=LONG), at.routed, at.rows, kept_TK)
 
 
-def routed(
-    score: str = "softmax", experts: int = ROUTED, extras: bool = False, *, tokens: int = TOKENS
-) -> None:
-    bias, valid = (on_gpu(experts, dtype=FP32), on_gpu(tokens, dtype=BOOL)) if extras else (None, None)
+def routed(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZES) -> None:
+    bias, valid = (on_gpu(at.routed, dtype=FP32), on_gpu(at.tokens, dtype=BOOL)) if extras else (None, None)
     options: Any = (score, not extras, extras, 1.0)
-    _topk_forward(on_gpu(tokens, experts, dtype=FP32), bias, valid, TOPK, *options)
+    _topk_forward(on_gpu(at.tokens, at.routed, dtype=FP32), bias, valid, TOPK, *options)
 
 
-def routed_back(
-    score: str = "softmax", experts: int = ROUTED, extras: bool = False, *, tokens: int = TOKENS
-) -> None:
-    logits, chosen = on_gpu(tokens, experts, dtype=FP32), on_gpu(tokens, TOPK, dtype=LONG)
-    valid = on_gpu(tokens, dtype=BOOL) if extras else None
-    gradients = on_gpu(tokens, TOPK, dtype=FP32), on_gpu(tokens, dtype=FP32), on_gpu(experts + 2, dtype=FP32)
+def routed_back(score: str = "softmax", extras: bool = False, *, at: Sizes = SIZES) -> None:
+    logits, chosen = on_gpu(at.tokens, at.routed, dtype=FP32), on_gpu(at.tokens, TOPK, dtype=LONG)
+    valid = on_gpu(at.tokens, dtype=BOOL) if extras else None
+    gradients = [on_gpu(*sizes, dtype=FP32) for sizes in ((at.tokens, TOPK), (at.tokens,), (at.routed + 2,))]
     _topk_backward(logits, valid, chosen, *gradients, score, not extras, extras, 1.0)
 
 
-def loss(*, tokens: int = TOKENS, words: int = 128256) -> None:
-    cross_entropy_statistics(on_gpu(tokens, words), on_gpu(tokens, dtype=LONG), 0)
+def loss(*, at: Sizes = SIZES, words: int = 128256) -> None:
+    cross_entropy_statistics(on_gpu(at.tokens, words), on_gpu(at.tokens, dtype=LONG), 0)
 
 
-def loss_back(*, tokens: int = TOKENS, words: int = 128256) -> None:
-    numbers = on_gpu(tokens, dtype=FP32), on_gpu(tokens, dtype=FP32)
-    cross_entropy_gradient(on_gpu(tokens, words), on_gpu(tokens, dtype=LONG), *numbers, 0)
+def loss_back(*, at: Sizes = SIZES, words: int = 128256) -> None:
+    numbers = on_gpu(at.tokens, dtype=FP32), on_gpu(at.tokens, dtype=FP32)
+    cross_entropy_gradient(on_gpu(at.tokens, words), on_gpu(at.tokens, dtype=LONG), *numbers, 0)
 
 
-def micro_batch(tokens: int, rows: int, dim: int = DIM, ffn: int = FFN, routed_to: int = ROUTED) -> None:
+def micro_batch(at: Sizes) -> None:
     """All kernels but those of the loss. Another micro-batch would have other numbers of tokens and rows."""
-    sizes = {"tokens": tokens, "rows": rows, "dim": dim, "ffn": ffn}
-    for gemm in GEMMS:
-        gemm(**sizes)
-    up(gather=False, **sizes)
-    down(False, **sizes)
-    activation_gradient(gather=False, **sizes)
-    weight_gradient(False, True, **sizes)
-    for biased in BIASED:
-        biased(**sizes)
-    combined(tokens=tokens, rows=rows, dim=dim)
-    rows_in_order(tokens=tokens, rows=rows, dim=dim)
-    chunks(rows=rows)
-    sorted_slots(tokens=tokens)
-    padded(tokens=tokens, rows=rows)
-    kept(False, tokens=tokens)
-    kept(tokens=tokens)
-    routed(experts=routed_to, tokens=tokens)
-    routed_back(experts=routed_to, tokens=tokens)
+    for launch in [
+        *GEMMS, partial(up, gather=False), partial(down, False), partial(activation_gradient, gather=False),
+        partial(weight_gradient, False, True), *BIASED.values(), combined, rows_in_order, chunks,
+        sorted_slots, padded, partial(kept, False), kept, routed, routed_back,
+    ]:  # fmt: skip
+        launch(at=at)
 
 
-def all_kernels(tokens: int = TOKENS, rows: int = ROWS, *sizes: int) -> None:
-    micro_batch(tokens, rows, *sizes)
-    loss(tokens=tokens)
-    loss_back(tokens=tokens)
+def all_kernels(at: Sizes = SIZES) -> None:
+    micro_batch(at)
+    loss(at=at)
+    loss_back(at=at)

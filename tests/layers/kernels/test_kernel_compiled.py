@@ -1,6 +1,4 @@
-"""The kernels as compiled for GPUs that are not there: they fit, nothing is spilled, and tensor cores
-compute.
-"""
+"""The kernels as compiled for GPUs that are not there: they fit, spill nothing and use tensor cores."""
 
 from __future__ import annotations
 
@@ -18,6 +16,7 @@ import torch
 pytest.importorskip("triton")
 
 from helpers import ROOT
+from helpers.layers import kernel_launches as launches
 from helpers.layers.ceilings import (
     CAPABILITIES,
     CASES,
@@ -40,63 +39,39 @@ from helpers.layers.compiled import (
     specializations,
     triton_code,
 )
-from helpers.layers.kernel_launches import (
-    BIASED,
-    FP32,
-    GEMMS,
-    TOPK,
-    activation_gradient,
-    all_kernels,
-    combined,
-    down,
-    micro_batch,
-    sorted_slots,
-    up,
-    weight_gradient,
-)
+from helpers.layers.kernel_launches import Sizes
 from moe_exp.layers import kernels as package
 from moe_exp.layers.kernels import activation_grad as activation_grads
 from moe_exp.layers.kernels import weight_grad as weight_grads
 from moe_exp.layers.kernels.grouped_matmul import CONFIGS
 
 CONFIGS_OF = {
-    activation_gradient: activation_grads.CONFIGS,
-    weight_gradient: weight_grads.CONFIGS,
+    launches.activation_gradient: activation_grads.CONFIGS,
+    launches.weight_gradient: weight_grads.CONFIGS,
 }
-OTHERS = [combined, partial(combined, False), sorted_slots]
+OTHERS = [launches.combined, partial(launches.combined, False), launches.sorted_slots]
 VARIANTS = [
-    partial(up, "gelu", False),
-    partial(up, "squared_relu"),
-    partial(up, bias=True),
-    *BIASED,
-    partial(up, gather=False),
-    partial(up, dtype=torch.float16),
-    partial(down, False),
-    partial(down, dtype=torch.float16),
-    partial(activation_gradient, "gelu", False),
-    partial(weight_gradient, False, True),
-    partial(up, keeps_hidden=False),
-    *(
-        partial(gemm, experts=experts)
-        for gemm in (up, down, activation_gradient, weight_gradient)
-        for experts in (1, 128)
-    ),
+    partial(launches.up, "gelu", False),
+    partial(launches.up, "squared_relu"),
+    partial(launches.up, bias=True),
+    *launches.BIASED.values(),
+    partial(launches.up, gather=False),
+    partial(launches.up, dtype=torch.float16),
+    partial(launches.down, False),
+    partial(launches.down, dtype=torch.float16),
+    partial(launches.activation_gradient, "gelu", False),
+    partial(launches.weight_gradient, False, True),
+    partial(launches.up, keeps_hidden=False),
+    *(partial(gemm, at=Sizes(experts=number)) for gemm in launches.GEMMS for number in (1, 128)),
 ]
 TENSOR_CORES = {80: "mma", 86: "mma", 89: "mma", 90: "wgmma", 100: "tcgen05", 120: "mma"}
 
 
 def name_of(launch: Any) -> str:
-    return (
-        launch.__name__
-        if hasattr(launch, "__name__")
-        else "-".join(
-            [
-                launch.func.__name__,
-                *map(str, launch.args),
-                *(f"{key}={value}" for key, value in launch.keywords.items()),
-            ]
-        )
-    )
+    if hasattr(launch, "__name__"):
+        return launch.__name__
+    options = [f"{key}={getattr(value, 'experts', value)}" for key, value in launch.keywords.items()]
+    return "-".join([launch.func.__name__, *map(str, launch.args), *options])
 
 
 def check(kernel: Compiled, capability: int, *, is_gemm: bool, spilled_bytes: int = 0) -> None:
@@ -105,9 +80,7 @@ def check(kernel: Compiled, capability: int, *, is_gemm: bool, spilled_bytes: in
     assert kernel.instructions["atomic"] == 0 or not is_gemm, kernel
     if is_gemm:
         assert kernel.instructions[TENSOR_CORES[capability]] > 0, kernel
-        assert kernel.instructions["cp.async"] + kernel.instructions["tma"] > 0, (
-            f"the loads are not pipelined: {kernel}"
-        )
+        assert kernel.instructions["cp.async"] + kernel.instructions["tma"] > 0, f"not pipelined: {kernel}"
 
 
 needs_ceilings = pytest.mark.skipif(
@@ -131,9 +104,7 @@ BIAS_CASES = ["up, clamped, with bias", "down, with bias"]
     ],
 )
 def test_first_config(case: str, capability: int) -> None:
-    """It has to run everywhere, so also in the 99 KB of a gaming card; on Hopper and newer the same tiles
-    take more stages.
-    """
+    """It has to run everywhere, also in the 99 KB of a gaming card."""
     (kernel,) = products(compiled(CASES[case], capability))
     check(kernel, capability, is_gemm=True)
     assert capability != 80 or kernel.shared_bytes <= SHARED_LIMIT[86]
@@ -148,10 +119,8 @@ def test_first_config(case: str, capability: int) -> None:
 def test_every_kernel_and_config_stays_below_its_ceilings(case: str, capability: int) -> None:
     rows = measured(case, capability)
     assert exceeded(rows, ceilings()) == []
-    known = [
-        row for row in ceilings().values() if (row["case"], row["capability"]) == (case, str(capability))
-    ]
-    assert len(rows) == len(known), "helpers/layers/ceilings.py has to write the file anew"
+    known = [(row["case"], row["capability"]) for row in ceilings().values()].count((case, str(capability)))
+    assert len(rows) == known, "helpers/layers/ceilings.py has to write the file anew"
 
 
 @needs_ceilings
@@ -217,21 +186,21 @@ def factors_in_32_bits(code: str, widths: set[int]) -> set[str]:
 
 def test_rows_are_multiplied_by_strides_in_64_bits() -> None:
     """Where rows times width exceeds 2^31. No block has the size of a width."""
-    tokens, dim, ffn, experts = 2**23, 1040, 528, 160
-    for code in triton_code(partial(all_kernels, tokens, tokens, dim, ffn, experts), 90):
+    at = Sizes(tokens=2**23, rows=2**23, dim=1040, ffn=528, routed=160)
+    for code in triton_code(partial(launches.all_kernels, at), 90):
         name = re.search(r"public @(\w+)", code)[1]
-        widths = {dim, ffn, 2 * ffn} | ({TOPK} if "topk" in name else set())
+        widths = {at.dim, at.ffn, 2 * at.ffn} | ({launches.TOPK} if "topk" in name else set())
         assert factors_in_32_bits(code, widths) <= IN_32_BITS.get(name, set()), name
 
 
 @pytest.mark.parametrize(
     ("launch", "config", "masked"),
     [
-        (up, 0, [0]),
-        (down, 0, [0]),
-        (activation_gradient, 0, [0]),
-        (weight_gradient, 0, [0, 3]),
-        (weight_gradient, -1, [0, 3]),  # by descriptors
+        (launches.up, 0, [0]),
+        (launches.down, 0, [0]),
+        (launches.activation_gradient, 0, [0]),
+        (launches.weight_gradient, 0, [0, 3]),
+        (launches.weight_gradient, -1, [0, 3]),  # by descriptors
     ],
 )
 def test_full_steps_have_no_masks(launch: Callable[[], None], config: int, masked: list[int]) -> None:
@@ -263,11 +232,9 @@ def test_kernels_without_products(launch: Callable[[], None]) -> None:
 
 
 def test_one_kernel_for_all_numbers_of_rows() -> None:
-    """Multiples of 16, others and 1; a kernel that is compiled in the middle of a run is a stall for all
-    ranks.
-    """
+    """Multiples of 16, others and 1: compiling in the middle of a run would stall all ranks."""
     usual, *others = (
-        specializations(partial(micro_batch, tokens, rows), 80)
+        specializations(partial(launches.micro_batch, Sizes(tokens=tokens, rows=rows)), 80)
         for tokens, rows in ((1024, 4096), (1025, 4099), (1030, 1))
     )
     assert len(usual) > 15
@@ -277,33 +244,29 @@ def test_one_kernel_for_all_numbers_of_rows() -> None:
 
 def test_kernels_are_launched_on_the_device_of_their_tensors() -> None:
     """Which is not the current one here."""
-    started = devices(all_kernels, 80)
+    started = devices(launches.all_kernels, 80)
     assert {name for name, _ in started} >= {"cross_entropy", "topk", "rows", "weight_grad", "combine"}
     assert {device for _, device in started} == {1}
 
 
 def test_hidden_is_not_written_where_nobody_wants_it() -> None:
-    (both,), (one,) = compiled(up, 80), compiled(partial(up, keeps_hidden=False), 80)
+    (both,), (one,) = compiled(launches.up, 80), compiled(partial(launches.up, keeps_hidden=False), 80)
     assert 0 < one.ptx.count("st.global") <= both.ptx.count("st.global") / 2
     check(one, 80, is_gemm=True)
 
 
 def test_descriptors_replace_addresses() -> None:
-    """Where there are descriptors, all that comes from memory in the loop comes by them, and they cost fewer
-    registers.
-    """
+    """All that comes from memory in the loop then comes by descriptors, which cost fewer registers."""
     alike = [{**config, "TMA": 0, "PROGRAMS": 0, "num_stages": 0} for config in CONFIGS]
-    number = next(
-        number for number, config in enumerate(alike) if config == alike[0] and CONFIGS[number]["TMA"]
-    )
-    (by_address,), (by_descriptor,) = compiled(down, 90), compiled(down, 90, number)
+    number = next(i for i, config in enumerate(alike) if config == alike[0] and CONFIGS[i]["TMA"])
+    (by_address,), (by_descriptor,) = compiled(launches.down, 90), compiled(launches.down, 90, number)
     assert by_descriptor.instructions["tma"] > 0
     assert by_descriptor.instructions["cp.async"] == 0
     assert by_descriptor.registers < by_address.registers
-    assert num_configs(down, 80) < num_configs(down, 90)
+    assert num_configs(launches.down, 80) < num_configs(launches.down, 90)
 
 
-@pytest.mark.parametrize("gemm", [activation_gradient, weight_gradient])
+@pytest.mark.parametrize("gemm", [launches.activation_gradient, launches.weight_gradient])
 def test_gradients_have_descriptors_for_what_is_not_gathered(gemm: Callable[..., None]) -> None:
     number = next(i for i, config in enumerate(CONFIGS_OF[gemm]) if config["TMA"])
     (one_gathered,) = products(compiled(gemm, 90, number))
@@ -314,7 +277,7 @@ def test_gradients_have_descriptors_for_what_is_not_gathered(gemm: Callable[...,
 
 def test_both_operands_of_the_weight_gradient_are_pipelined_on_ampere() -> None:
     """Each is 4 copies of 16 bytes per thread and step; two steps are before the loop, one is in it."""
-    (kernel,) = products(compiled(weight_gradient, 80))
+    (kernel,) = products(compiled(launches.weight_gradient, 80))
     assert kernel.instructions["cp.async"] == 3 * (4 + 4)
 
 
@@ -323,15 +286,15 @@ def test_both_operands_of_the_weight_gradient_are_pipelined_on_ampere() -> None:
     ("launch", "capability"),
     [
         pytest.param(launch, capability, id=f"{name_of(launch)}-{capability}")
-        for launch in [*GEMMS, *OTHERS, *VARIANTS]
+        for launch in [*launches.GEMMS, *OTHERS, *VARIANTS]
         for capability in SHARED_LIMIT
         if launch not in VARIANTS or capability not in (86, 89)  # the instructions of 80
     ],
 )
 def test_all_configs(launch: Callable[[], None], capability: int) -> None:
-    """Every config compiles, the first fits and spills four registers at most; of the others enough fit for
-    the autotuner to choose. A limit of registers, for two programs of 8 warps, is too low for sm_120, where
-    no second program fits either; the autotuner has others.
+    """Every config compiles, the first fits and spills four registers at most, and enough others fit.
+
+    The limit of registers for two programs is too low for sm_120, where no second program fits either.
     """
     num_fitting = 0
     for config in range(num_configs(launch, capability)):
@@ -348,9 +311,9 @@ def test_all_configs(launch: Callable[[], None], capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_tf32_only_when_asked_for(capability: int) -> None:
-    (plain,) = compiled(partial(down, dtype=FP32), capability)
+    (plain,) = compiled(partial(launches.down, dtype=torch.float32), capability)
     assert not any(plain.instructions[kind] for kind in TENSOR_CORES.values())
-    (tf32,) = compiled(partial(down, dtype=FP32, tf32=True), capability)
+    (tf32,) = compiled(partial(launches.down, dtype=torch.float32, tf32=True), capability)
     assert tf32.instructions[TENSOR_CORES[capability]] > 0
     for kernel in (plain, tf32):
         assert kernel.shared_bytes <= SHARED_LIMIT[86 if capability == 80 else 90]

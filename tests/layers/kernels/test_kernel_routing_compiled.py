@@ -1,6 +1,4 @@
-"""The kernels of routing and row order as compiled for GPUs that are not there: nothing is spilled, rows move
-16 bytes at a time.
-"""
+"""The kernels of routing and row order as compiled for GPUs that are not there."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ import pytest
 pytest.importorskip("triton")
 
 from helpers.layers.compiled import SHARED_LIMIT, compiled
-from helpers.layers.kernel_launches import chunks, kept, padded, routed, routed_back, rows_in_order
+from helpers.layers.kernel_launches import Sizes, chunks, kept, padded, routed, routed_back, rows_in_order
 
 LAUNCHES = {
     "topk": routed,
-    "topk, 512 experts": partial(routed, experts=512),
+    "topk, 512 experts": partial(routed, at=Sizes(routed=512)),
     "topk, bias and padding": partial(routed, score="sigmoid", extras=True),
     "topk backward": routed_back,
     "topk backward, padding": partial(routed_back, score="sqrtsoftplus", extras=True),
@@ -28,9 +26,10 @@ LAUNCHES = {
 }
 
 
-@pytest.mark.parametrize(
-    "capability", [80, pytest.param(90, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow)]
-)
+SLOW = [pytest.param(capability, marks=pytest.mark.slow) for capability in (90, 100)]
+
+
+@pytest.mark.parametrize("capability", [80, *SLOW])
 @pytest.mark.parametrize("name", LAUNCHES)
 def test_kernels_fit_and_spill_nothing(name, capability):
     kernels = compiled(LAUNCHES[name], capability)
@@ -49,11 +48,11 @@ def test_rows_move_16_bytes_at_a_time():
     assert "ld.global.v4.b32" in kernel.ptx and "st.global.v4.b32" in kernel.ptx
 
 
-@pytest.mark.parametrize("capability", [80, 90, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("capability", [80, 90, SLOW[1]])
 @pytest.mark.parametrize("experts", [64, 256, 512, 1024])
 @pytest.mark.parametrize("sources", [1, 8])
 def test_registers_of_the_chunk_order_do_not_grow_with_experts(sources, experts, capability):
-    (kernel,) = compiled(partial(chunks, sources, experts), capability)
+    (kernel,) = compiled(partial(chunks, sources, at=Sizes(routed=experts)), capability)
     assert kernel.stack_bytes == 0
     assert kernel.registers <= 32
 
