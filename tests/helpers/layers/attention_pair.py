@@ -36,19 +36,12 @@ LATENT_NAMES = {
 
 @dataclass(frozen=True)
 class Pair:
-    """Attention of a model of transformers, and the settings that make ours the same function.
+    """Attention of a model of transformers, and the settings that make ours the same function."""
 
-    Args:
-        model: module name in transformers.models.
-        name: prefix of its classes.
-        theirs: of its config, over THEIRS.
-        ours: settings, over OURS.
-    """
-
-    model: str
-    name: str
-    theirs: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
+    model: str  # module name in transformers.models
+    name: str  # prefix of its classes
+    theirs: dict[str, Any] = field(default_factory=dict)  # of its config, over THEIRS
+    ours: dict[str, Any] = field(default_factory=dict)  # settings, over OURS
 
 
 def rope(kind: str = "default", theta: float = 10000.0, **parameters: Any) -> dict[str, Any]:
@@ -80,11 +73,8 @@ def built(pair: Pair, rank: Any) -> tuple[nn.Module, nn.Module, Any]:
     config = load_config(OURS | pair.ours, {})
     assert check_config(config) == []
     theirs = getattr(modeling, f"{pair.name}Attention")(settings, 0)
-    return (
-        theirs,
-        getattr(modeling, f"{pair.name}RotaryEmbedding")(settings),
-        build_chunk(config, transformer_config(config), rank, 0),
-    )
+    their_rotary = getattr(modeling, f"{pair.name}RotaryEmbedding")(settings)
+    return theirs, their_rotary, build_chunk(config, transformer_config(config), rank, 0)
 
 
 def compare(pair: Pair, rank: Any) -> dict[str, float]:
@@ -102,18 +92,16 @@ def compare(pair: Pair, rank: Any) -> dict[str, float]:
     x_theirs, x_ours = x.clone().requires_grad_(), x.transpose(0, 1).contiguous().requires_grad_()
 
     positions = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
-    y_theirs = theirs(
-        hidden_states=x_theirs, position_embeddings=their_rotary(x_theirs, positions), attention_mask=None
-    )[0]
+    rotary = their_rotary(x_theirs, positions)
+    y_theirs, *_ = theirs(hidden_states=x_theirs, position_embeddings=rotary, attention_mask=None)
     y_theirs.backward(grad)
     y_ours, bias = ours(x_ours, attention_mask=None, rotary_pos_emb=_rotary(model))
     assert bias is None
     y_ours.backward(grad.transpose(0, 1))
 
     expected = {"y": y_theirs, "x": x_theirs.grad} | pack(theirs, lambda parameter: parameter.grad)
-    found = {"y": y_ours.transpose(0, 1), "x": x_ours.grad.transpose(0, 1)} | {
-        name: p.grad for name, p in ours.named_parameters()
-    }
+    found = {"y": y_ours.transpose(0, 1), "x": x_ours.grad.transpose(0, 1)}
+    found |= {name: parameter.grad for name, parameter in parameters.items()}
     assert all(value.any() for value in expected.values()), "a reference of zeros would prove nothing"
     return relative_errors(found, expected)
 
@@ -121,26 +109,20 @@ def compare(pair: Pair, rank: Any) -> dict[str, float]:
 def compare_frequencies(pair: Pair, rank: Any) -> dict[str, float]:
     """Relative errors of the rotary frequencies and of the factor on cosine and sine."""
     _, theirs, model = built(pair, rank)
-    ours = (
-        model.decoder.layers[0].self_attention.rotary_pos_emb
-        if _rotary(model) is None
-        else model.rotary_pos_emb
-    )
-    emb = ours.get_emb(2)
+    owner = model.decoder.layers[0].self_attention if _rotary(model) is None else model
+    emb = owner.rotary_pos_emb.get_emb(2)
     emb, factor = emb if isinstance(emb, tuple) else (emb, 1.0)
     frequencies = emb[1].flatten()[: emb.numel() // 4]  # at position 1, and once for either half
     found = {"frequencies": frequencies, "factor": torch.tensor(factor)}
-    return relative_errors(
-        found, {"frequencies": theirs.inv_freq, "factor": torch.tensor(float(theirs.attention_scaling))}
-    )
+    factor = torch.tensor(float(theirs.attention_scaling))
+    return relative_errors(found, {"frequencies": theirs.inv_freq, "factor": factor})
 
 
 def run_all(pairs: dict[str, Pair], frequencies: dict[str, Pair]) -> dict[str, dict[str, float]]:
     """On one rank: every comparison by name."""
     rank = start()
-    return {name: compare(pair, rank) for name, pair in pairs.items()} | {
-        name: compare_frequencies(pair, rank) for name, pair in frequencies.items()
-    }
+    found = {name: compare(pair, rank) for name, pair in pairs.items()}
+    return found | {name: compare_frequencies(pair, rank) for name, pair in frequencies.items()}
 
 
 def _rotary(model: Any) -> Tensor | None:
@@ -179,14 +161,10 @@ def pack(theirs: nn.Module, of: Callable[[nn.Parameter], Tensor]) -> dict[str, T
     packed = {"linear_proj.weight": of(theirs.o_proj.weight)}
     for name in ("weight", "bias"):
         if getattr(theirs.q_proj, name) is not None:
-            parts = [
-                of(getattr(projection, name)) for projection in (theirs.q_proj, theirs.k_proj, theirs.v_proj)
-            ]
+            parts = [of(getattr(one, name)) for one in (theirs.q_proj, theirs.k_proj, theirs.v_proj)]
             by_group = [part.view(GROUPS, -1, *part.shape[1:]) for part in parts]
             packed[f"linear_qkv.{name}"] = torch.cat(by_group, dim=1).flatten(0, 1)
     if hasattr(theirs, "q_norm"):
-        packed |= {
-            "q_layernorm.weight": of(theirs.q_norm.weight),
-            "k_layernorm.weight": of(theirs.k_norm.weight),
-        }
+        packed["q_layernorm.weight"] = of(theirs.q_norm.weight)
+        packed["k_layernorm.weight"] = of(theirs.k_norm.weight)
     return packed

@@ -58,9 +58,7 @@ def confidence(decision: RoutingDecision, group: ProcessGroup | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the parallel groups, the rest of `ranks` being data parallel, and the dispatcher; where
-    experts are whole, it is local.
-    """
+    """Sizes of the parallel groups, and the dispatcher; where experts are whole, it is local."""
 
     ep: int
     tp: int
@@ -75,16 +73,13 @@ class Layout:
 
 @dataclass(frozen=True)
 class Case:
-    """What the layer does; `padded`: how many tokens at the end of the sequences of a micro-batch are
-    padding, at most; `latent`: width of the experts, between projections down and up; `cosine`: routes by
-    CosineRouter.
-    """
+    """What the layer does."""
 
     router: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-    padded: int = 0
-    latent: int = 0
-    cosine: bool = False
+    padded: int = 0  # most tokens of padding at the end of a sequence
+    latent: int = 0  # width of the experts, between projections down and up
+    cosine: bool = False  # routes by CosineRouter
 
 
 @dataclass(frozen=True)
@@ -127,12 +122,10 @@ def initial_weights(dtype: torch.dtype, *, num_null_experts: int = 0, latent: in
     router = 0.5 * random(EXPERTS, HIDDEN, seed=1, dtype=dtype)
     router[:, 0] += torch.linspace(1, -1, EXPERTS, dtype=dtype)  # the first input of a token is positive
     width = latent or HIDDEN
-    shapes = {"weight1": (EXPERTS, 2 * FFN, width), "weight2": (EXPERTS, width, FFN)}
-    shapes |= {
-        "shared weight1": (2 * SHARED_FFN, HIDDEN),
-        "shared weight2": (HIDDEN, SHARED_FFN),
-        "shared gate": (1, HIDDEN),
-    }
+    shapes = {
+        "weight1": (EXPERTS, 2 * FFN, width), "weight2": (EXPERTS, width, FFN), "shared gate": (1, HIDDEN),
+        "shared weight1": (2 * SHARED_FFN, HIDDEN), "shared weight2": (HIDDEN, SHARED_FFN),
+    }  # fmt: skip
     shapes |= {"down": (latent, HIDDEN), "up": (HIDDEN, latent)} if latent else {}
     drawn = {
         name: random(*shape, seed=seed, dtype=dtype) * shape[-1] ** -0.5
@@ -143,9 +136,7 @@ def initial_weights(dtype: torch.dtype, *, num_null_experts: int = 0, latent: in
 
 
 def part_of_rank(name: str, whole: Tensor, ep: int, etp: int, layout: Layout) -> Tensor:
-    """This rank's part of an expert tensor: its experts, and of each its part of the width; all of any other
-    tensor.
-    """
+    """This rank's experts, and of each its part of the width; all of any tensor that is not of experts."""
     if name not in ("weight1", "weight2"):
         return whole
     whole = whole.chunk(layout.ep)[ep]
@@ -156,22 +147,17 @@ def part_of_rank(name: str, whole: Tensor, ep: int, etp: int, layout: Layout) ->
 def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tuple[MoELayer, Tensors]:
     """The layer of this rank and its parameters by name."""
     ep, etp = (0 if group is None else group.rank() for group in (groups.ep, groups.etp))
-    precision = "fp64" if dtype == torch.float64 else "fp32"
-    config = RouterConfig(
-        hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2, "dtype": precision} | case.router)
-    )
+    options = {"topk": 2, "dtype": "fp64" if dtype == torch.float64 else "fp32"} | case.router
+    config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **options)
     router_class = CosineRouter if case.cosine else Router
     router = router_class(config, microbatch_group=groups.tp, dtype=dtype)
-    sizes = {"num_local_experts": EXPERTS // layout.ep, "ffn_size": FFN // layout.etp}
-    sizes["hidden_size"] = case.latent or HIDDEN
+    width = case.latent or HIDDEN
+    sizes = {"num_local_experts": EXPERTS // layout.ep, "hidden_size": width, "ffn_size": FFN // layout.etp}
     experts = Experts(**sizes, activation="swiglu", backend="loop", dtype=dtype)
     shared = SharedExpert(hidden_size=HIDDEN, ffn_size=SHARED_FFN, gate=True, dtype=dtype)
     parameters = {"router": router.weight, "weight1": experts.weight1, "weight2": experts.weight2}
-    parameters |= {
-        "shared weight1": shared.weight1,
-        "shared weight2": shared.weight2,
-        "shared gate": shared.gate_weight,
-    }
+    parameters |= {"shared weight1": shared.weight1, "shared weight2": shared.weight2}
+    parameters["shared gate"] = shared.gate_weight
     if isinstance(router, CosineRouter):
         parameters["scale"] = router.scale
     down = up = None
@@ -188,26 +174,15 @@ def build(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> tup
     dispatcher = LocalDispatcher(EXPERTS)
     if layout.ep * layout.etp > 1:
         dispatcher = DISPATCHERS[layout.dispatcher](EXPERTS, ep_group=groups.ep, etp_group=groups.etp)
+    parts = {"router": router, "dispatcher": dispatcher, "experts": experts, "shared": shared}
     settings = MoESettings(**case.settings, batch_dim=1)
-    layer = MoELayer(
-        router=router,
-        dispatcher=dispatcher,
-        experts=experts,
-        settings=settings,
-        shared=shared,
-        down=down,
-        up=up,
-        microbatch_group=groups.tp,
-    )
-    return layer, parameters
+    return MoELayer(**parts, settings=settings, down=down, up=up, microbatch_group=groups.tp), parameters
 
 
 def microbatch(
     batch: int, index: int, case: Case, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Input [S, B, D], gradient of the output, and padding mask [S, B], of which micro-batches and sequences
-    have different numbers.
-    """
+    """Input [S, B, D], gradient of the output, and padding mask [S, B], with different numbers of tokens."""
     seed = 1000 * batch + 10 * index
     x = random(LENGTH, SEQUENCES, HIDDEN, seed=seed, dtype=dtype)
     x[..., 0] = x[..., 0].abs() + 0.5
@@ -255,10 +230,8 @@ def run_case(case: Case, groups: Groups, layout: Layout, dtype: torch.dtype) -> 
     for batch in range(BATCHES):
         layer.zero_grad()
         loss, of_tokens = run_batch(layer, batch, case, groups, layout, dtype)
-        for name, value in {
-            "loss": loss,
-            **{name: parameter.grad for name, parameter in parameters.items()},
-        }.items():
+        sums = {"loss": loss} | {name: parameter.grad for name, parameter in parameters.items()}
+        for name, value in sums.items():
             if everyone is not None:
                 dist.all_reduce(value, group=groups.edp if name in ("weight1", "weight2") else everyone)
             found[f"{name}, batch {batch}"] = value.clone()

@@ -44,31 +44,20 @@ Tensors = dict[str, Tensor | None]
 
 @dataclass(frozen=True)
 class Pair:
-    """Settings under which the two layers are the same function.
-
-    Args:
-        megatron: fields of TransformerConfig.
-        router: fields of our RouterConfig for the plain layer; the one in Megatron reads TransformerConfig.
-        settings: fields of our MoESettings for the plain layer.
-        ours: fields of TransformerConfig that are others for our layer in Megatron.
-        shared: SharedExpert of the plain layer: None, or whether it has a gate.
-        latent: width of the plain layer's experts between latent projections; 0: none.
-        activation: our name of it.
-        dispatchers: Megatron's that allow these settings.
-        passes: forward and backward passes before the one that is compared, each a global batch of its own.
-        only_ep: the expert parallel size at which the definitions agree; None for every one.
+    """Settings under which the two layers are the same function. `router` to `latent` but `ours` are for our
+    plain layer; the one in Megatron reads TransformerConfig.
     """
 
-    megatron: dict[str, Any] = field(default_factory=dict)
-    router: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)
-    shared: bool | None = None
-    latent: int = 0
+    megatron: dict[str, Any] = field(default_factory=dict)  # fields of TransformerConfig
+    router: dict[str, Any] = field(default_factory=dict)  # fields of our RouterConfig
+    settings: dict[str, Any] = field(default_factory=dict)  # fields of our MoESettings
+    ours: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig, others for our layer
+    shared: bool | None = None  # SharedExpert: None, or whether it has a gate
+    latent: int = 0  # width of the experts between latent projections; 0: none
     activation: str = "swiglu"
-    dispatchers: tuple[str, ...] = ("alltoall", "allgather")
-    passes: int = 0
-    only_ep: int | None = None
+    dispatchers: tuple[str, ...] = ("alltoall", "allgather")  # Megatron's that allow these settings
+    passes: int = 0  # global batches before the one that is compared
+    only_ep: int | None = None  # the expert parallel size at which the definitions agree; None: all
 
 
 def balancing(**coeffs: float) -> dict[str, Any]:
@@ -82,26 +71,15 @@ def losses(**coeffs: float) -> dict[str, Any]:
 
 
 def megatron_config(ep: int, dispatcher: str, settings: dict[str, Any]) -> TransformerConfig:
-    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS}
-    sizes |= {"ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN}
     defaults = {
-        "moe_router_topk": 2,
-        "moe_router_pre_softmax": True,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
-    }
-    defaults |= {
-        "gated_linear_unit": True,
-        "activation_func": nn.functional.silu,
-        "add_bias_linear": False,
-        "bias_activation_fusion": False,
-    }
-    fixed = {
-        "moe_token_dispatcher_type": dispatcher,
-        "expert_model_parallel_size": ep,
-        "params_dtype": torch.float32,
-    }
-    return TransformerConfig(**sizes, **fixed, **(defaults | settings))
+        "num_layers": 1, "hidden_size": HIDDEN, "num_attention_heads": 2, "num_moe_experts": EXPERTS,
+        "ffn_hidden_size": FFN, "moe_ffn_hidden_size": FFN, "moe_router_topk": 2,
+        "moe_router_pre_softmax": True, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0,
+        "gated_linear_unit": True, "activation_func": nn.functional.silu, "add_bias_linear": False,
+        "bias_activation_fusion": False, "params_dtype": torch.float32,
+        "moe_token_dispatcher_type": dispatcher, "expert_model_parallel_size": ep,
+    }  # fmt: skip
+    return TransformerConfig(**(defaults | settings))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -143,12 +121,9 @@ def copy_weights(theirs: nn.Module, router: Router, experts: Experts) -> None:
             router.bias.copy_(theirs.router.bias)
         if theirs.router.expert_bias is not None:
             router.expert_bias.copy_(theirs.router.expert_bias)
-        experts.weight1.copy_(
-            torch.stack([expert.linear_fc1.weight for expert in theirs.experts.local_experts])
-        )
-        experts.weight2.copy_(
-            torch.stack([expert.linear_fc2.weight for expert in theirs.experts.local_experts])
-        )
+        for index, expert in enumerate(theirs.experts.local_experts):
+            experts.weight1[index] = expert.linear_fc1.weight
+            experts.weight2[index] = expert.linear_fc2.weight
 
 
 def in_megatron(theirs: nn.Module, config: TransformerConfig, dispatcher: str) -> nn.Module:
@@ -172,34 +147,27 @@ def plain(theirs: nn.Module, pair: Pair, dispatcher: str) -> MoELayer:
     """Our layer without Megatron."""
     ep_group = get_default_pg_collection().ep
     router = Router(RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **({"topk": 2} | pair.router)))
-    sizes = {"num_local_experts": EXPERTS // ep_group.size(), "ffn_size": FFN}
-    sizes["hidden_size"] = pair.latent or HIDDEN
+    width = pair.latent or HIDDEN
+    sizes = {"num_local_experts": EXPERTS // ep_group.size(), "hidden_size": width, "ffn_size": FFN}
     experts = Experts(**sizes, activation=pair.activation, backend="loop")
     copy_weights(theirs, router, experts)
     shared = None
     if pair.shared is not None:
-        shared = SharedExpert(
-            hidden_size=HIDDEN, ffn_size=SHARED_FFN, activation=pair.activation, gate=pair.shared
-        )
+        options = {"activation": pair.activation, "gate": pair.shared}
+        shared = SharedExpert(hidden_size=HIDDEN, ffn_size=SHARED_FFN, **options)
         with torch.no_grad():
             shared.weight1.copy_(theirs.shared_experts.linear_fc1.weight)
             shared.weight2.copy_(theirs.shared_experts.linear_fc2.weight)
             if shared.gate_weight is not None:
                 shared.gate_weight.copy_(theirs.shared_experts.gate_weight)
-    transport = DISPATCHERS[dispatcher](EXPERTS, ep_group=ep_group, etp_group=None)
-    settings = MoESettings(**pair.settings, batch_dim=1)
-    down, up = (
-        nn.Linear(inputs, outputs, bias=False) if pair.latent else None
-        for inputs, outputs in ((HIDDEN, pair.latent), (pair.latent, HIDDEN))
-    )
     layer = MoELayer(
         router=router,
-        dispatcher=transport,
+        dispatcher=DISPATCHERS[dispatcher](EXPERTS, ep_group=ep_group, etp_group=None),
         experts=experts,
-        settings=settings,
+        settings=MoESettings(**pair.settings, batch_dim=1),
         shared=shared,
-        down=down,
-        up=up,
+        down=nn.Linear(HIDDEN, width, bias=False) if pair.latent else None,
+        up=nn.Linear(width, HIDDEN, bias=False) if pair.latent else None,
     )
     copy_latent_weights(theirs, layer)
     return layer
@@ -242,20 +210,31 @@ def _expert_gradients(layer: nn.Module) -> Tensors:
     if isinstance(layer.experts, Experts):
         found = {"weight1": layer.experts.weight1.grad, "weight2": layer.experts.weight2.grad}
     else:
-        experts = layer.experts.local_experts
+        matrices = zip(*map(_matrices, layer.experts.local_experts), strict=True)
         found = {
-            "weight1": torch.stack([expert.linear_fc1.weight.grad for expert in experts]),
-            "weight2": torch.stack([expert.linear_fc2.weight.grad for expert in experts]),
+            name: torch.stack([weight.grad for weight in weights])
+            for name, weights in zip(("weight1", "weight2"), matrices, strict=True)
         }
     shared = getattr(layer, "shared", None) or getattr(layer, "shared_experts", None)
     if shared is None:
         return found
-    is_ours = isinstance(shared, SharedExpert)
-    weights = (
-        (shared.weight1, shared.weight2) if is_ours else (shared.linear_fc1.weight, shared.linear_fc2.weight)
-    )
-    found |= {"shared weight1": weights[0].grad, "shared weight2": weights[1].grad}
+    weight1, weight2 = _matrices(shared)
+    found |= {"shared weight1": weight1.grad, "shared weight2": weight2.grad}
     return found if shared.gate_weight is None else found | {"shared gate": shared.gate_weight.grad}
+
+
+def _matrices(mlp: nn.Module) -> tuple[Tensor, Tensor]:
+    if isinstance(mlp, SharedExpert):
+        return mlp.weight1, mlp.weight2
+    return mlp.linear_fc1.weight, mlp.linear_fc2.weight
+
+
+def start_parallel(*, tp: int = 1, ep: int = 1, etp: int = 1) -> None:
+    """Megatron's groups on the ranks of this job, and its random numbers."""
+    sizes = {"tensor_model_parallel_size": tp, "expert_model_parallel_size": ep}
+    sizes["expert_tensor_parallel_size"] = etp
+    parallel_state.initialize_model_parallel(**sizes, create_gloo_process_groups=False)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
 def start_megatron(ep: int) -> None:
@@ -269,8 +248,7 @@ def start_megatron(ep: int) -> None:
     if not torch.cuda.is_available():
         token_dispatcher.maybe_move_tensor_to_cpu = _as_list
     build_latent_projections_without_te()
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=ep, create_gloo_process_groups=False)
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    start_parallel(ep=ep)
 
 
 def build_latent_projections_without_te() -> None:
@@ -291,16 +269,10 @@ def _as_list(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one rank found for a pair.
+    """What one rank found for a pair."""
 
-    Args:
-        errors: relative error of every tensor, by kind of our layer and Megatron's dispatcher.
-        effect: relative change of the router's gradient where the plain layer is left without its capacity
-            and losses.
-    """
-
-    errors: dict[str, dict[str, float]]
-    effect: float
+    errors: dict[str, dict[str, float]]  # of every tensor, by kind of our layer and Megatron's dispatcher
+    effect: float  # change of the router's gradient where the plain layer has no capacity and no losses
 
 
 def _theirs(ep: int, dispatcher: str, pair: Pair) -> nn.Module:
@@ -327,10 +299,8 @@ def compare_on_rank(ep: int, pairs: dict[str, Pair]) -> dict[str, Comparison]:
             draw_weights(theirs, first_expert)
             expected = run(theirs, pair.passes)
             our_config = megatron_config(ep, dispatcher, pair.megatron | pair.ours)
-            for kind, layer in (
-                ("in Megatron", in_megatron(theirs, our_config, dispatcher)),
-                ("plain", plain(theirs, pair, dispatcher)),
-            ):
+            ours = in_megatron(theirs, our_config, dispatcher), plain(theirs, pair, dispatcher)
+            for kind, layer in zip(("in Megatron", "plain"), ours, strict=True):
                 errors[f"{kind}, {dispatcher}"] = relative_errors(run(layer, pair.passes), expected)
         without = run(plain(theirs, replace(pair, settings={}), dispatcher), pair.passes)
         found[name] = Comparison(errors, relative_errors(without, expected)["router"])
