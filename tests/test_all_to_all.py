@@ -13,14 +13,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
-from datetime import timedelta
-from pathlib import Path
-
-# torchrun puts this folder on the path, not the clone: then it runs without an installation, too.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import pytest
 import torch
@@ -28,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.ranks import run_script_on_ranks
+
+# before moe_exp: it may have to put it on the path
+from helpers.under_torchrun import on_first_rank, torchrun, torchrun_job
 from moe_exp.layers.dispatcher.collectives import AllToAll, exchange_rows
 
 WIDTH = 256
@@ -116,99 +113,53 @@ def speed_table(device: torch.device, max_bytes: int) -> list[str]:
     return lines
 
 
-def say(text: str) -> None:
-    if dist.get_rank() == 0:
-        print(text, flush=True)
-
-
 def run(max_bytes: int) -> int:
     """Checks every route, then prints the table; the exit code."""
-    local_rank = int(os.environ["LOCAL_RANK"])
-    with_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if with_gpus else torch.device("cpu")
-    if with_gpus:
-        torch.cuda.set_device(device)
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("nccl" if with_gpus else "gloo", timeout=timedelta(seconds=120))
-    say(f"all-to-all over {dist.get_world_size()} ranks, {dist.get_backend()}, torch {torch.__version__}")
-    failed = False
-    for name, route in routes(dist.get_world_size()).items():
-        problems = check(route, device)
-        failed = failed or bool(problems)
-        say(f"  {name:<14} {'; '.join(problems) or 'forward and gradient equal'}")
-    for line in speed_table(device, max_bytes):
-        say(line)
-    dist.barrier()
-    dist.destroy_process_group()
+    with torchrun_job() as device:
+        ranks, failed = dist.get_world_size(), False
+        on_first_rank(f"all-to-all over {ranks} ranks, {dist.get_backend()}, torch {torch.__version__}")
+        for name, route in routes(ranks).items():
+            problems = check(route, device)
+            failed = failed or bool(problems)
+            on_first_rank(f"  {name:<14} {'; '.join(problems) or 'forward and gradient equal'}")
+        for line in speed_table(device, max_bytes):
+            on_first_rank(line)
+        dist.barrier()
     return int(failed)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--max-mb",
-        type=float,
-        default=16,
-        help="largest message that the table measures, in MB sent per rank",
-    )
+    text = "largest message that the table measures, in MB sent per rank"
+    parser.add_argument("--max-mb", type=float, default=16, help=text)
     arguments = parser.parse_args()
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         parser.error("run it by torchrun: torchrun --nproc_per_node=2 tests/test_all_to_all.py")
     return run(int(arguments.max_mb * 2**20))
 
 
-# Under pytest
-
-
-def torchrun(ranks: int) -> tuple[int, str, str]:
-    """The command as people type it, in an environment that another job has left its variables in: exit code,
-    stdout, stderr.
-    """
-    stray = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "23458"}
-    # A free port: 29500 may be another test's. OMP_NUM_THREADS keeps torchrun from warning that it sets it.
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--rdzv-backend=c10d",
-        "--rdzv-endpoint=localhost:0",
-    ]
-    command += [f"--nproc-per-node={ranks}", __file__, "--max-mb=1"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **stray}
-    environment.pop("PYTHONPATH", None)
-    with subprocess.Popen(
-        command, env=environment, cwd="/", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        try:
-            out, err = process.communicate(timeout=110)
-        finally:
-            process.terminate()  # ends the ranks, too
-    return process.returncode, out, err
-
-
 @pytest.mark.slow
 def test_under_torchrun():
-    code, out, err = torchrun(2)
-    assert code == 0, err
-    _is_whole(out, 2)
+    """In an environment where another job has left its variables."""
+    stray = {"LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "node0", "MASTER_PORT": "23458"}
+    result = torchrun(2, __file__, **stray)
+    assert result.returncode == 0, result.stderr
+    _is_whole(result.stdout, ranks=2, sizes=5)
 
 
 def test_on_four_forked_ranks():
     codes, out = run_script_on_ranks(4, run, 2**20)
     assert codes == [0] * 4
-    _is_whole(out, 4)
+    _is_whole(out, ranks=4, sizes=3)
 
 
-def _is_whole(out: str, ranks: int) -> None:
+def _is_whole(out: str, *, ranks: int, sizes: int) -> None:
     lines = out.splitlines()
     assert lines[0].startswith(f"all-to-all over {ranks} ranks, ")
-    assert [line[2:16].strip() for line in lines if line.endswith("forward and gradient equal")] == list(
-        routes(ranks)
-    )
-    header = lines.index(f"{'bytes sent':>14} {'time ms':>9} {'GB/s':>7}")
-    table = [line.replace(",", "").split() for line in lines[header + 1 :]]
-    assert [int(row[0]) for row in table] == [size * (ranks - 1) for size in (4096, 32768, 262144)]
+    equal = [line[2:16].strip() for line in lines if line.endswith("forward and gradient equal")]
+    assert equal == list(routes(ranks))
+    table = [line.replace(",", "").split() for line in lines[len(equal) + 2 :]]
+    assert [int(row[0]) for row in table] == [4096 * 8**i * (ranks - 1) for i in range(sizes)]
     for sent, milliseconds, speed in table:
         assert float(speed) == pytest.approx(int(sent) / float(milliseconds) / 1e6, rel=0.05, abs=1e-3)
 
@@ -239,8 +190,7 @@ def test_without_torchrun(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [__file__])
     with pytest.raises(SystemExit, match="2"):
         main()
-    line = "run it by torchrun: torchrun --nproc_per_node=2 tests/test_all_to_all.py"
-    assert line in capsys.readouterr().err
+    assert "run it by torchrun: torchrun --nproc_per_node=2" in capsys.readouterr().err
 
 
 if __name__ == "__main__":

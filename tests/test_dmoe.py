@@ -97,30 +97,23 @@ def our_layer(weights: Tensors, *, topk: int, spread: bool, device: torch.device
         router.weight.copy_(weights["router"])
         experts.weight1.copy_(weights["weight1"].chunk(ranks)[rank])
         experts.weight2.copy_(weights["weight2"].chunk(ranks)[rank])
-    dispatcher = (
-        AllToAllDispatcher(EXPERTS, ep_group=group, etp_group=None) if spread else LocalDispatcher(EXPERTS)
-    )
+    dispatcher = LocalDispatcher(EXPERTS)
+    if spread:
+        dispatcher = AllToAllDispatcher(EXPERTS, ep_group=group, etp_group=None)
     settings = MoESettings(losses=(AuxLoss("aux_loss", AUX),), z_loss_coeff=Z)
-    return MoELayer(
-        router=router, dispatcher=dispatcher, experts=experts, settings=settings, microbatch_group=group
-    )
+    parts = {"router": router, "dispatcher": dispatcher, "experts": experts}
+    return MoELayer(**parts, settings=settings, microbatch_group=group)
 
 
-def step(
-    forward: Forward,
-    weights: Tensors,
-    x_TD: Tensor,
-    target_TD: Tensor,
-    after_backward: Callable[[], object] | None = None,
-) -> Tensors:
+def step(forward: Forward, weights: Tensors, x_TD: Tensor, target_TD: Tensor, *, spread=False) -> Tensors:
     """Output, gradients, and the weights and the output after one step of SGD on a squared error summed over
     the tokens.
     """
     x_TD = x_TD.clone().requires_grad_()
     y_TD, loss = forward(x_TD)
     ((y_TD - target_TD).square().sum() / HIDDEN + loss).backward()
-    if after_backward is not None:
-        after_backward()
+    if spread:  # an expert's rank has seen all of its tokens, the router of each rank its own
+        dist.all_reduce(weights["router"].grad)
     found = {"output": y_TD, "gradient of x": x_TD.grad}
     found |= {f"gradient of {name}": weight.grad for name, weight in weights.items()}
     torch.optim.SGD(weights.values(), lr=LEARNING_RATE).step()
@@ -131,17 +124,8 @@ def step(
 
 
 def run_layer(layer: MoELayer, x_TD: Tensor, target_TD: Tensor) -> Tensors:
-    weights = {
-        "router": layer.router.weight,
-        "weight1": layer.experts.weight1,
-        "weight2": layer.experts.weight2,
-    }
-    # The router is on every rank, each with the gradient of its own tokens. An expert's rank has seen all of
-    # its tokens.
-    reduce = (
-        (lambda: dist.all_reduce(layer.router.weight.grad)) if layer.microbatch_group is not None else None
-    )
-    return step(layer, weights, x_TD, target_TD, reduce)
+    weights = {"router": layer.router.weight, **dict(layer.experts.named_parameters())}
+    return step(layer, weights, x_TD, target_TD, spread=layer.microbatch_group is not None)
 
 
 def run_plain_torch(weights: Tensors, topk: int, x_TD: Tensor, target_TD: Tensor) -> Tensors:
@@ -161,18 +145,15 @@ def compare(case: Case, device: torch.device) -> dict[str, tuple[float, float]]:
     x_TD, target_TD = (tensor.to(device) for tensor in batch(case.num_tokens * dist.get_world_size()))
     weights = {name: weight.to(device) for name, weight in initial_weights(case.pull).items()}
     mine = [of_this_rank("tokens", tensor) for tensor in (x_TD, target_TD)]
-    spread, alone = (
-        our_layer(weights, topk=case.topk, spread=spread, device=device) for spread in (True, False)
-    )
-    found = run_layer(spread, *mine)
+    options = {"topk": case.topk, "device": device}
+    found = run_layer(our_layer(weights, spread=True, **options), *mine)
+    alone = our_layer(weights, spread=False, **options)
     references = run_layer(alone, x_TD, target_TD), run_plain_torch(weights, case.topk, x_TD, target_TD)
-    errors = torch.tensor(
-        [
-            [relative_error(found[name], of_this_rank(name, whole[name])) for whole in references]
-            for name in found
-        ]
-    )
-    errors = errors.to(device)
+    errors = [
+        [relative_error(y, of_this_rank(name, whole[name])) for whole in references]
+        for name, y in found.items()
+    ]
+    errors = torch.tensor(errors, device=device)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return {name: (one_rank, plain) for name, (one_rank, plain) in zip(found, errors.tolist(), strict=True)}
 
@@ -190,16 +171,11 @@ def main() -> int:
     ranks = int(os.environ["WORLD_SIZE"])
     if EXPERTS % ranks:
         if os.environ["RANK"] == "0":
-            print(
-                f"nproc_per_node={ranks}: does not divide the {EXPERTS} experts of this test. Fix: use 1, 2,"
-                " 4 or 8."
-            )
+            print(f"nproc_per_node={ranks}: does not divide the {EXPERTS} experts. Fix: use 1, 2, 4 or 8.")
         return 1
     with torchrun_job() as device:
-        on_first_rank(
-            f"dropless, EP={ranks}, {dist.get_backend()}, fp32, torch {torch.__version__}; relative errors,"
-            f" limit {LIMIT:g}"
-        )
+        on_first_rank(f"dropless, EP={ranks}, {dist.get_backend()}, fp32, torch {torch.__version__}")
+        on_first_rank(f"relative errors, limit {LIMIT:g}")
         worst = 0.0
         for name, case in CASES.items():
             errors = compare(case, device)
@@ -237,27 +213,21 @@ def test_number_of_ranks_that_does_not_divide_the_experts(monkeypatch, capsys):
         monkeypatch.setenv("RANK", str(rank))
         assert main() == 1
         printed.append(capsys.readouterr().out)
-    assert printed == [
-        "nproc_per_node=3: does not divide the 8 experts of this test. Fix: use 1, 2, 4 or 8.\n",
-        "",
-        "",
-    ]
+    assert printed == ["nproc_per_node=3: does not divide the 8 experts. Fix: use 1, 2, 4 or 8.\n", "", ""]
 
 
 def test_cases_route_as_they_say():
+    cpu = torch.device("cpu")
     for title, case in CASES.items():
-        layer = our_layer(
-            initial_weights(case.pull), topk=case.topk, spread=False, device=torch.device("cpu")
-        )
+        layer = our_layer(initial_weights(case.pull), topk=case.topk, spread=False, device=cpu)
         tokens_per_expert = layer.route(batch(4 * case.num_tokens)[0]).tokens_per_expert_E
         assert (tokens_per_expert.count_nonzero() == 1) == (title == "all to one expert")
         assert (tokens_per_expert[0] > 0.9 * 4 * case.num_tokens) == (case.pull > 0)
 
 
 def test_table_marks_what_differs():
-    lines = table(
-        "a case", {"output": (1e-7, 2e-5), "gradient of x": (float("inf"), 0.0), "router": (1e-7, 0.0)}
-    ).splitlines()
+    errors = {"output": (1e-7, 2e-5), "gradient of x": (float("inf"), 0.0), "router": (1e-7, 0.0)}
+    lines = table("a case", errors).splitlines()
     assert ["DIFFERS" in line for line in lines] == [False, True, True, False]
 
 
