@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from moe_exp.config import Config
 from moe_exp.engine.runtime import Runtime
+from moe_exp.layers.megatron.attention import KeyValueCache
 from moe_exp.layers.megatron.documents import Documents, document_lengths, document_positions
-from moe_exp.layers.megatron.kv_cache import KeyValueCache
 
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.models.gpt import GPTModel

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moe_exp.layers.kernel_choice import takes_kernels
-from moe_exp.layers.kernels.drops import keep_within
+from moe_exp.layers.kernels.drops import keep_within, keep_within_torch
 
 DROP_POLICIES = ("probs", "position")
 
@@ -47,53 +47,28 @@ def without_dropped(expert_TK: Tensor, kept_TK: Tensor | None, num_experts: int)
     return expert_TK if kept_TK is None else expert_TK.masked_fill(~kept_TK, num_experts)
 
 
-def rank_in_expert(expert_N: Tensor, priority_N: Tensor | None, *, num_experts: int) -> Tensor:
-    """Position [N] of every slot in its expert's queue, starting at 0.
-
-    Args:
-        expert_N: expert of each slot, integer, in [0, num_experts]; slots with E belong to no expert.
-        priority_N: higher goes first; ties, and None, by position.
-    """
-    first_N = torch.arange(expert_N.numel(), device=expert_N.device)
-    if priority_N is not None:
-        first_N = torch.argsort(priority_N, descending=True, stable=True)
-    order_N = first_N[torch.argsort(expert_N[first_N], stable=True)]
-    counts_E1 = count_per_expert(expert_N, num_experts + 1)
-    starts_E1 = counts_E1.cumsum(0) - counts_E1
-    place_N = torch.empty_like(order_N)
-    place_N[order_N] = torch.arange(order_N.numel(), device=order_N.device) - starts_E1[expert_N[order_N]]
-    return place_N
-
-
-def keep_most_probable(
+def keep_within_capacity(
     expert_TK: Tensor,
-    weights_TK: Tensor,
+    weights_TK: Tensor | None,
     *,
     num_experts: int,
     capacity: int | Tensor,
     use_kernels: bool | None = None,
 ) -> Tensor:
-    """Slots that remain when every expert keeps its `capacity` slots of highest router weight, bool [T, K].
+    """Slots that remain when every expert keeps `capacity` of its slots, bool [T, K].
 
     Args:
         expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
-        weights_TK: router weights; detached.
+        weights_TK: router weights; detached. The highest stay, ties by position. None: the first of the
+            sequence stay.
         use_kernels: see RouterConfig.
     """
-    if takes_kernels(expert_TK, use_kernels):
-        return keep_within(expert_TK, weights_TK.detach(), _limits(expert_TK, num_experts, capacity))
-    place_N = rank_in_expert(expert_TK.flatten(), weights_TK.detach().flatten(), num_experts=num_experts)
-    return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)
-
-
-def keep_first(
-    expert_TK: Tensor, *, num_experts: int, capacity: int | Tensor, use_kernels: bool | None = None
-) -> Tensor:
-    """Like `keep_most_probable`, but every expert keeps its first `capacity` slots in the sequence."""
-    if takes_kernels(expert_TK, use_kernels):
-        return keep_within(expert_TK, None, _limits(expert_TK, num_experts, capacity))
-    place_N = rank_in_expert(expert_TK.flatten(), None, num_experts=num_experts)
-    return (place_N < capacity).view_as(expert_TK) & (expert_TK < num_experts)
+    most = expert_TK.numel()
+    if isinstance(capacity, Tensor):
+        limits_E = capacity.clamp(max=most).int().repeat(num_experts)
+    else:
+        limits_E = torch.full((num_experts,), min(capacity, most), dtype=torch.int32, device=expert_TK.device)
+    return _keep(expert_TK, weights_TK, limits_E, use_kernels)
 
 
 def keep_full_tiles(
@@ -107,23 +82,14 @@ def keep_full_tiles(
     slots are only dropped, so no token gets an expert that it did not choose.
 
     Args:
-        expert_TK: chosen experts, integer; E for a padding slot, which is never kept.
-        weights_TK: router weights; detached.
+        expert_TK, weights_TK, use_kernels: as for `keep_within_capacity`.
         tile: rows per tile.
-        use_kernels: see RouterConfig.
     """
-    expert_N, weights_TK = expert_TK.flatten(), weights_TK.detach()
-    counts_E = count_per_expert(expert_N, num_experts + 1)[:num_experts]
+    counts_E = count_per_expert(expert_TK.flatten(), num_experts + 1)[:num_experts]
     limits_E = torch.where(counts_E < tile, counts_E, counts_E // tile * tile)
-    if takes_kernels(expert_TK, use_kernels):
-        return keep_within(expert_TK, weights_TK, limits_E.int())
-    place_N = rank_in_expert(expert_N, weights_TK.flatten(), num_experts=num_experts)
-    return (place_N < torch.cat([limits_E, limits_E.new_zeros(1)])[expert_N]).view_as(expert_TK)
+    return _keep(expert_TK, weights_TK, limits_E.int(), use_kernels)
 
 
-def _limits(expert_TK: Tensor, num_experts: int, capacity: int | Tensor) -> Tensor:
-    if isinstance(capacity, Tensor):
-        return capacity.clamp(max=expert_TK.numel()).int().repeat(num_experts)
-    return torch.full(
-        (num_experts,), min(capacity, expert_TK.numel()), dtype=torch.int32, device=expert_TK.device
-    )
+def _keep(expert_TK: Tensor, weights_TK: Tensor | None, limits_E: Tensor, use_kernels: bool | None) -> Tensor:
+    keep = keep_within if takes_kernels(expert_TK, use_kernels) else keep_within_torch
+    return keep(expert_TK, None if weights_TK is None else weights_TK.detach(), limits_E)

@@ -19,17 +19,11 @@ ROUTING_KERNELS = ("auto", "off")
 
 @dataclass(frozen=True)
 class KernelFailure:
-    """A part of the model whose kernels are not used, because they have failed their self-test.
+    """A part of the model whose kernels are not used because they failed their self-test."""
 
-    Args:
-        part: `experts`, `routing` or `cross entropy`.
-        problems: one line per kernel, with the first rank and host that found it.
-        backend: what runs instead.
-    """
-
-    part: str
-    problems: list[str]
-    backend: str
+    part: str  # `experts`, `routing` or `cross entropy`
+    problems: list[str]  # one line per kernel, with the first rank and host that found it
+    backend: str  # what runs instead
 
 
 def failure_of(part: str, failures: Sequence[KernelFailure]) -> str:

@@ -41,30 +41,24 @@ LossFunction = Callable[[RoutingDecision, ProcessGroup | None], Tensor]
 class AuxLoss:
     """One auxiliary loss of a layer.
 
-    Args:
-        kind: `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per
-            global batch, `importance`, `phi_balancing` against a moving average, `l1` of ReLU scores, or
-            `entropy` of the scores; or a LossFunction.
-        coeff: weight in the sum of losses; of `l1` at the start.
-
     Raises:
         ValueError: for an unknown kind or a negative coefficient.
     """
 
+    # `aux_loss` per micro-batch, `seq_aux_loss` per sequence, `global_aux_loss` per global batch, `l1` of
+    # ReLU scores, or `entropy` of the scores; or a LossFunction.
     kind: str | LossFunction
-    coeff: float
+    coeff: float  # weight in the sum of losses; of `l1` at the start
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, str):
             _check_function(self.kind)
         elif self.kind not in LOSSES:
-            raise ValueError(
-                f"aux_loss_type={self.kind}: is not a loss. Fix: use {', '.join(LOSSES)}, or none."
-            )
+            fix = f"use {', '.join(LOSSES)}, or none"
+            raise ValueError(f"aux_loss_type={self.kind}: is not a loss. Fix: {fix}.")
         if self.coeff < 0:
-            raise ValueError(
-                f"aux_loss_coeff={self.coeff}: is negative, which rewards imbalance. Fix: use 0 for none."
-            )
+            rule = "is negative, which rewards imbalance"
+            raise ValueError(f"aux_loss_coeff={self.coeff}: {rule}. Fix: use 0 for none.")
 
     @property
     def name(self) -> str:
@@ -94,12 +88,10 @@ def _check_function(kind: LossFunction) -> None:
 def as_losses(losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction) -> tuple[AuxLoss, ...]:
     """One loss or several, each with its coefficient: that of a LossFunction alone is 1."""
     given = [losses] if isinstance(losses, AuxLoss) or callable(losses) else losses
-    return tuple(loss if isinstance(loss, AuxLoss) else _function_alone(loss) for loss in given)
-
-
-def _function_alone(loss: LossFunction) -> AuxLoss:
-    _check_function(loss)
-    return AuxLoss(loss, 1.0)
+    for loss in given:
+        if not isinstance(loss, AuxLoss):
+            _check_function(loss)
+    return tuple(loss if isinstance(loss, AuxLoss) else AuxLoss(loss, 1.0) for loss in given)
 
 
 def load_balancing_loss_share(
@@ -124,11 +116,8 @@ def load_balancing_loss_share(
     """
     num_experts = scores.size(-1)
     num_tokens = _num_tokens(scores, num_tokens, group)
-    return (
-        torch.dot(_summed(scores), tokens_per_expert_E.to(scores.dtype))
-        * num_experts
-        / (topk * num_tokens**2)
-    )
+    balance = torch.dot(_summed(scores), tokens_per_expert_E.to(scores.dtype)) * num_experts
+    return balance / (topk * num_tokens**2)
 
 
 def sequence_balancing_loss_share(

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_exp.layers.dispatcher import DispatchRecord, LocalDispatcher, Pending
-from moe_exp.layers.groups import group_size
+from moe_exp.layers.groups import group_size, sum_over
 from moe_exp.layers.router import RoutingDecision
 
 
@@ -29,7 +29,7 @@ class _SumGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _sum_over(grads[0], ctx.group), None
+        return sum_over(grads[0].contiguous(), ctx.group), None
 
 
 class _SumOutput(torch.autograd.Function):
@@ -37,17 +37,11 @@ class _SumOutput(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
-        return _sum_over(x, group)
+        return sum_over(x.contiguous(), group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
-
-
-def _sum_over(x: Tensor, group: ProcessGroup) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    torch.distributed.all_reduce(total, group=group)
-    return total
 
 
 class TensorParallelDispatcher(LocalDispatcher):
@@ -68,10 +62,8 @@ class TensorParallelDispatcher(LocalDispatcher):
     def __init__(self, num_experts: int, *, tp_mesh: DeviceMesh):
         super().__init__(num_experts)
         if tp_mesh.ndim != 1:
-            raise ValueError(
-                f"tp_mesh={tp_mesh}: has {tp_mesh.ndim} dimensions, not one. Fix: pass one dimension of it,"
-                ' as in mesh["tp"].'
-            )
+            rule = f"has {tp_mesh.ndim} dimensions, not one"
+            raise ValueError(f'tp_mesh={tp_mesh}: {rule}. Fix: pass one dimension of it, as in mesh["tp"].')
         self.group: ProcessGroup = tp_mesh.get_group()
 
     def start(
@@ -103,10 +95,8 @@ def expert_width_part(weight: Tensor, *, axis: int, num_halves: int, tp_mesh: De
     ranks, rank = tp_mesh.size(), tp_mesh.get_local_rank()
     width = weight.size(axis) // num_halves
     if width % ranks:
-        raise ValueError(
-            f"ffn_size={width}: is not divisible by the {ranks} tensor parallel ranks. Fix: use a multiple of"
-            f" {ranks}."
-        )
+        rule = f"is not divisible by the {ranks} tensor parallel ranks"
+        raise ValueError(f"ffn_size={width}: {rule}. Fix: use a multiple of {ranks}.")
     return torch.cat(
         [half.chunk(ranks, dim=axis)[rank] for half in weight.chunk(num_halves, dim=axis)], dim=axis
     )

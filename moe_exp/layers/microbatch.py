@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,9 +17,8 @@ from moe_exp.host import gloo
 from moe_exp.layers.capacity import (
     DROP_POLICIES,
     expert_capacity,
-    keep_first,
     keep_full_tiles,
-    keep_most_probable,
+    keep_within_capacity,
     without_dropped,
 )
 from moe_exp.layers.groups import group_size, max_over
@@ -31,62 +30,42 @@ from moe_exp.layers.router import RouterConfig, RoutingDecision, count_kept, tok
 class MoESettings:
     """Settings of the layer beside those of the router: capacity and losses.
 
-    Args:
-        capacity_factor: None for a dropless layer. Capacity is that of a micro-batch, without its padding
-            tokens.
-        min_capacity: slots that an expert takes at least.
-        pad_to_capacity: give every expert the same number of rows, the capacity. With TP or CP that of the
-            rank's tokens, and more only if a rank keeps more, which waits for the device.
-        drop_policy: `probs` keeps the slots of highest router weight, `position` the first of the sequence.
-        token_rounding: of a dropless layer in training: rows that the slots of each expert in a micro-batch
-            are rounded down to a multiple of, see capacity.keep_full_tiles; 0 for no rounding.
-        losses: auxiliary losses with their coefficients, see `as_losses`.
-        z_loss_coeff: weight of the z-loss; 0 for none.
-        batch_dim: which of the two leading dimensions of the input counts sequences: 0 for [B, S, D], 1 for
-            Megatron's [S, B, D].
-
     Raises:
         ValueError: for a value that cannot work.
     """
 
-    capacity_factor: float | None = None
-    min_capacity: int = 0
+    capacity_factor: float | None = None  # of a micro-batch without padding; None for a dropless layer
+    min_capacity: int = 0  # slots that an expert takes at least
+    # Give every expert the same number of rows, the capacity. With TP or CP that of the rank's tokens, and
+    # more only if a rank keeps more, which waits for the device.
     pad_to_capacity: bool = False
-    drop_policy: str = "probs"
+    drop_policy: str = "probs"  # keeps the slots of highest router weight; `position` the first ones
+    # Of a dropless layer in training: each expert's slots in a micro-batch are rounded down to a multiple of
+    # it, see capacity.keep_full_tiles; 0 for no rounding.
     token_rounding: int = 0
-    losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = ()
-    z_loss_coeff: float = 0.0
-    batch_dim: int = 0
+    losses: Sequence[AuxLoss | LossFunction] | AuxLoss | LossFunction = ()  # see `as_losses`
+    z_loss_coeff: float = 0.0  # weight of the z-loss; 0 for none
+    batch_dim: int = 0  # which dimension counts sequences: 0 of [B, S, D], 1 of Megatron's [S, B, D]
 
     def __post_init__(self) -> None:
         if self.drop_policy not in DROP_POLICIES:
-            raise ValueError(
-                f"drop_policy={self.drop_policy}: is not a policy. Fix: use {' or '.join(DROP_POLICIES)}."
-            )
+            fix = f"use {' or '.join(DROP_POLICIES)}"
+            raise ValueError(f"drop_policy={self.drop_policy}: is not a policy. Fix: {fix}.")
         if self.capacity_factor is not None and self.capacity_factor <= 0:
-            raise ValueError(
-                f"capacity_factor={self.capacity_factor}: is not positive. Fix: 1.0 is the fair share; None"
-                " never drops."
-            )
+            fix = "1.0 is the fair share; None never drops"
+            raise ValueError(f"capacity_factor={self.capacity_factor}: is not positive. Fix: {fix}.")
         if self.capacity_factor is None and (self.pad_to_capacity or self.min_capacity):
             field = "pad_to_capacity=True" if self.pad_to_capacity else f"min_capacity={self.min_capacity}"
             raise ValueError(f"{field}: a dropless layer has no capacity. Fix: set capacity_factor.")
         if self.token_rounding < 0 or (self.token_rounding and self.capacity_factor is not None):
-            rule = (
-                "is negative"
-                if self.token_rounding < 0
-                else "a layer with capacity has its number of rows from that"
-            )
-            raise ValueError(
-                f"token_rounding={self.token_rounding}: {rule}. Fix: set it to 0, or to a tile, 128, of a"
-                " dropless layer."
-            )
+            rule = "a layer with capacity has its number of rows from that"
+            rule = "is negative" if self.token_rounding < 0 else rule
+            fix = "set it to 0, or to a tile, 128, of a dropless layer"
+            raise ValueError(f"token_rounding={self.token_rounding}: {rule}. Fix: {fix}.")
         names = [loss.name for loss in self.aux_losses]
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"losses={','.join(names)}: names a loss twice. Fix: add up their coefficients, or"
-                " rename the function."
-            )
+            fix = "add up their coefficients, or rename the function"
+            raise ValueError(f"losses={','.join(names)}: names a loss twice. Fix: {fix}.")
 
     @cached_property
     def aux_losses(self) -> tuple[AuxLoss, ...]:
@@ -96,21 +75,13 @@ class MoESettings:
 
 @dataclass(frozen=True)
 class MicrobatchCapacity:
-    """Which slots of a micro-batch are kept, and how many rows each expert gets.
-
-    Args:
-        settings: capacity, drop policy, token rounding.
-        config: of the router.
-        group: ranks that hold the other tokens of the micro-batch, or None.
-        context_parallel_size: of `group`, see MoELayer.
-        context_stripes: parts of a sequence that its ranks share, see `sequence_blocks`.
-    """
+    """Which slots of a micro-batch are kept, and how many rows each expert gets."""
 
     settings: MoESettings
-    config: RouterConfig
-    group: ProcessGroup | None
-    context_parallel_size: int
-    context_stripes: int = 1
+    config: RouterConfig  # of the router
+    group: ProcessGroup | None  # ranks that hold the other tokens of the micro-batch
+    context_parallel_size: int  # of `group`, see MoELayer
+    context_stripes: int = 1  # parts of a sequence that its ranks share, see `sequence_blocks`
 
     def kept(self, decision: RoutingDecision, shape: torch.Size) -> Tensor:
         """bool [T, K]: the slots of this rank that are kept; `shape`: of the layer's input, without D."""
@@ -148,18 +119,16 @@ class MicrobatchCapacity:
             return keep_full_tiles(
                 expert_TK, weights_TK, num_experts=num_experts, tile=tile, use_kernels=use_kernels
             )
-        capacity = self._capacity(num_tokens)
-        if self.settings.drop_policy == "position":
-            return keep_first(expert_TK, num_experts=num_experts, capacity=capacity, use_kernels=use_kernels)
-        return keep_most_probable(
-            expert_TK, weights_TK, num_experts=num_experts, capacity=capacity, use_kernels=use_kernels
+        return keep_within_capacity(
+            expert_TK,
+            None if self.settings.drop_policy == "position" else weights_TK,
+            num_experts=num_experts,
+            capacity=self._capacity(num_tokens),
+            use_kernels=use_kernels,
         )
 
-    @overload
-    def _capacity(self, num_tokens: int) -> int: ...
-    @overload
-    def _capacity(self, num_tokens: Tensor) -> Tensor: ...
-    def _capacity(self, num_tokens: int | Tensor) -> int | Tensor:
+    def _capacity(self, num_tokens: Any) -> Any:
+        """Slots per expert: an int for an int, a tensor for a tensor."""
         settings, config = self.settings, self.config
         assert settings.capacity_factor is not None
         return expert_capacity(

@@ -82,15 +82,17 @@ class MoELayer(nn.Module):
     ):
         super().__init__()
         for loss in settings.aux_losses:
-            _check_router_keeps(loss.needs.state, loss.name, router)
+            if (state := loss.needs.state) and not hasattr(router, state):
+                rule = f"the router keeps no {state}"
+                field = "score=relu" if state == "l1_factor" else "global_fractions=True"
+                raise ValueError(f"aux_loss_type={loss.name}: {rule}. Fix: set {field} in RouterConfig.")
         self.router, self.dispatcher, self.experts = router, dispatcher, experts
         self.settings, self.shared = settings, shared
         if (down is None) != (up is None):
             raise ValueError("down, up: only one is given. Fix: pass both projections, or neither.")
         self.down, self.up = down, up
-        router.needs_scores = needs_scores(
-            settings.aux_losses
-        )  # else its kernel may run, which has only sums
+        # Else its kernel may run, which has only sums.
+        router.needs_scores = needs_scores(settings.aux_losses)
         self.microbatch_group, self.context_parallel_size = microbatch_group, context_parallel_size
         self.capacity = MicrobatchCapacity(
             settings, router.config, microbatch_group, context_parallel_size, context_stripes
@@ -190,9 +192,8 @@ class MoELayer(nn.Module):
         rounds = self.settings.token_rounding > 0 and self.is_training
         if self.settings.capacity_factor is None and not rounds:
             return decision
-        return replace(
-            decision, kept_TK=self.capacity.kept(decision, x_TD.shape[:1] if shape is None else shape)
-        )
+        kept_TK = self.capacity.kept(decision, x_TD.shape[:1] if shape is None else shape)
+        return replace(decision, kept_TK=kept_TK)
 
     def auxiliary_loss(self, decision: RoutingDecision, shape: torch.Size) -> Tensor | None:
         """This rank's share of the weighted losses; also adds to the statistics.
@@ -237,7 +238,11 @@ class MoELayer(nn.Module):
         }
         if self.is_training and is_counted_forward():
             self.statistics.add(decision, scores, load_balancing_loss=balance, z_loss=z, aux_losses=shares)
-        weighted = [shares[loss.name] * self._coefficient(loss) for loss in settings.aux_losses if loss.coeff]
+        weighted = [
+            shares[loss.name] * (loss.coeff * self.router.l1_factor if loss.kind == "l1" else loss.coeff)
+            for loss in settings.aux_losses
+            if loss.coeff
+        ]
         weighted += [z * settings.z_loss_coeff] if settings.z_loss_coeff else []
         return sum(weighted[1:], weighted[0]) if weighted else None
 
@@ -246,13 +251,9 @@ class MoELayer(nn.Module):
         share = loss.kind(decision, self.microbatch_group)
         if not isinstance(share, Tensor) or share.dim():
             rule = f"returned {list(share.shape) if isinstance(share, Tensor) else share!r}"
-            raise ValueError(
-                f"losses={loss.name}: {rule}. Fix: return this rank's share of the loss, a scalar tensor."
-            )
+            fix = "return this rank's share of the loss, a scalar tensor"
+            raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
         return share
-
-    def _coefficient(self, loss: AuxLoss) -> Tensor | float:
-        return loss.coeff * self.router.l1_factor if loss.kind == "l1" else loss.coeff
 
     def _choice_by_score(self, decision: RoutingDecision) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Slots per expert [E], experts [T, K] and counted slots [T, K] (None for all), as the losses count
@@ -296,10 +297,3 @@ class MoELayer(nn.Module):
             counted_BSK=None if counted_TK is None else by_sequence(counted_TK),
             group=self.microbatch_group,
         )
-
-
-def _check_router_keeps(state: str, kind: str, router: Router) -> None:
-    if state and not hasattr(router, state):
-        field = {"global_tokens_per_expert": "global_fractions=True", "l1_factor": "score=relu"}[state]
-        rule = f"the router keeps no {state}"
-        raise ValueError(f"aux_loss_type={kind}: {rule}. Fix: set {field} in RouterConfig.")

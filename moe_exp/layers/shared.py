@@ -35,9 +35,8 @@ class SharedExpert(nn.Module):
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}."
-            )
+            fix = f"use one of {', '.join(ACTIVATIONS)}"
+            raise ValueError(f"activation={activation}: is not an activation. Fix: {fix}.")
         self.activation = activation
         width = ffn_size * (2 if ACTIVATIONS[activation].gated else 1)
         self.weight1 = nn.Parameter(torch.empty(width, hidden_size, dtype=dtype, device=device))

@@ -44,14 +44,9 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 __all__ = [
-    "MegatronExperts",
-    "MegatronMoELayer",
-    "MegatronRouter",
-    "decoder_spec",
-    "local_layer_spec",
-    "moe_submodule_spec",
-    "te_layer_spec",
-]
+    "MegatronExperts", "MegatronMoELayer", "MegatronRouter", "decoder_spec", "local_layer_spec",
+    "moe_submodule_spec", "te_layer_spec",
+]  # fmt: skip
 
 
 def moe_submodule_spec(
@@ -79,6 +74,12 @@ def moe_submodule_spec(
         fp8: the `triton` backend computes in e4m3, see Experts; `config.fp8` is Transformer Engine's.
         use_te: build shared expert and latent projections from Transformer Engine's linear layers.
     """
+    own_losses = as_losses(losses)
+    for loss in own_losses:
+        if loss.needs.state:
+            rule = "Megatron's finalize_model_grads would not update what it needs of earlier batches"
+            fix = "name it in moe_router_load_balancing_type of the TransformerConfig"
+            raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
     linears: tuple[Any, Any] = (ColumnParallelLinear, RowParallelLinear)
     latent = {}
     if use_te:
@@ -94,7 +95,7 @@ def moe_submodule_spec(
         params={
             "dispatcher": dispatcher,
             "router": router,
-            "losses": _beside_megatrons(as_losses(losses)),
+            "losses": own_losses,
             "min_capacity": min_capacity,
             "token_rounding": token_rounding,
             **latent,
@@ -108,15 +109,6 @@ def moe_submodule_spec(
         ),
         metainfo={"fuse_pre_mlp_layernorm": False},
     )
-
-
-def _beside_megatrons(losses: tuple[AuxLoss, ...]) -> tuple[AuxLoss, ...]:
-    for loss in losses:
-        if loss.needs.state:
-            rule = "Megatron's finalize_model_grads would not update what it needs of earlier batches"
-            fix = "name it in moe_router_load_balancing_type of the TransformerConfig"
-            raise ValueError(f"losses={loss.name}: {rule}. Fix: {fix}.")
-    return losses
 
 
 def local_layer_spec(
@@ -227,12 +219,9 @@ def decoder_spec(
     if config.num_moe_experts is not None:
         check_fields(config)
         moe = layer_spec(config, mlp=moe_submodule_spec(use_te=use_te, **moe_options))
-        frequency = config.moe_layer_freq
-        pattern = (
-            [index % frequency == 0 for index in range(config.num_layers)]
-            if isinstance(frequency, int)
-            else frequency
-        )
+        pattern = frequency = config.moe_layer_freq
+        if isinstance(frequency, int):
+            pattern = [index % frequency == 0 for index in range(config.num_layers)]
         layers = [moe if is_moe else dense for is_moe in pattern]
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = layers[first : first + get_num_layers_to_build(config, vp_stage=vp_stage)]

@@ -100,8 +100,7 @@ def tuned(settings: dict[str, Any], port: int) -> dict[str, Any]:
         return begin(*args)
 
     for module in TUNED:
-        blocks = getattr(module, "_set_blocks", None)
-        module._kernel.configs = [tuning.make_config(config, blocks) for config in module.CONFIGS]
+        module._kernel.configs = [tuning.make_config(config) for config in module.CONFIGS]
     tuning.milliseconds, train.train = stopwatch, note
     kernel_checks.check_kernels = lambda *args: []  # takes a minute for all configs
     self_test.ROWS_OF_CLASSES = ()

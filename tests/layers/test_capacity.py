@@ -7,120 +7,77 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.layers.references import kept_by_loop
-from helpers.layers.tiny_moe import identity_router
+from helpers.layers.tiny_moe import identity_router, random
 from helpers.ranks import run_on_ranks
-from moe_exp.layers.capacity import (
-    count_per_expert,
-    expert_capacity,
-    keep_first,
-    keep_full_tiles,
-    keep_most_probable,
-    rank_in_expert,
-)
+from moe_exp.layers.capacity import count_per_expert, expert_capacity, keep_full_tiles, keep_within_capacity
 from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "num_experts", "topk", "factor", "capacity"),
+    ("num_tokens", "num_experts", "topk", "factor", "least", "capacity"),
     [
-        (10, 4, 2, 1.0, 5),
-        (10, 4, 1, 1.0, 3),
-        (10, 4, 2, 1.25, 7),
-        (10, 4, 2, 0.5, 3),
-        (1, 64, 1, 1.0, 1),
-        (8, 8, 1, 8.0, 8),
+        (10, 4, 2, 1.0, 0, 5),
+        (10, 4, 1, 1.0, 0, 3),
+        (10, 4, 2, 1.25, 0, 7),
+        (10, 4, 2, 0.5, 0, 3),
+        (10, 4, 2, 0.5, 4, 4),
+        (10, 4, 2, 1.0, 4, 5),
+        (1, 64, 1, 1.0, 0, 1),
+        (8, 8, 1, 8.0, 0, 8),
         # 200 / 6 * 0.9 is just over 30 in floating point, as in Megatron; 200 * 0.9 / 6 would be 30
-        (200, 6, 1, 0.9, 31),
+        (200, 6, 1, 0.9, 0, 31),
     ],
 )
-def test_expert_capacity(num_tokens, num_experts, topk, factor, capacity):
-    others = {"num_experts": num_experts, "topk": topk, "capacity_factor": factor}
+def test_expert_capacity(num_tokens, num_experts, topk, factor, least, capacity):
+    others = {"num_experts": num_experts, "topk": topk, "capacity_factor": factor, "min_capacity": least}
     assert expert_capacity(num_tokens, **others) == capacity
     assert expert_capacity(torch.tensor(num_tokens), **others) == capacity
 
 
-def test_slots_of_lowest_weight_are_dropped_by_hand():
-    # Ten tokens, two slots each, three experts of capacity 4. Expert 0 has eight slots, expert 1 seven,
-    # expert 2 five.
-    expert_TK = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [1, 2], [0, 1], [0, 2], [1, 0], [2, 1]])
-    weights_TK = torch.tensor(
-        [
-            [0.9, 0.1],
-            [0.6, 0.4],
-            [0.7, 0.3],
-            [0.8, 0.2],
-            [0.55, 0.45],
-            [0.52, 0.48],
-            [0.51, 0.49],
-            [0.95, 0.05],
-            [0.65, 0.35],
-            [0.75, 0.25],
-        ]
-    )
-    # Expert 0 keeps .95 .9 .8 .6; expert 1 keeps .7 .65 .52 .49; expert 2 keeps .75 .55 .48 .4 and drops .05.
-    kept = [[1, 0], [1, 1], [1, 0], [1, 0], [1, 0], [1, 1], [0, 1], [1, 0], [1, 0], [1, 0]]
-    assert keep_most_probable(expert_TK, weights_TK, num_experts=3, capacity=4).int().tolist() == kept
+# Ten tokens, two slots each, of three experts: eight slots of expert 0, seven of 1, five of 2.
+TEN_TK = [[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [1, 2], [0, 1], [0, 2], [1, 0], [2, 1]]
+# Weights of the first slots; those of a token sum to 1.
+FIRST_T = [0.9, 0.6, 0.7, 0.8, 0.55, 0.52, 0.51, 0.95, 0.65, 0.75]
 
 
-def test_ties_go_by_position():
-    expert_TK = torch.tensor([[0], [0], [1], [0], [0], [1], [0], [1], [0], [0]])
-    weights_TK = torch.tensor([[0.5], [0.5], [0.2], [0.9], [0.5], [0.2], [0.5], [0.3], [0.9], [0.5]])
-    # Expert 0: both .9, then the first of the .5; expert 1: all three.
-    kept = [[1], [0], [1], [1], [0], [1], [0], [1], [1], [0]]
-    assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=3).int().tolist() == kept
+@pytest.mark.parametrize(
+    ("experts", "first", "capacity", "kept"),
+    [
+        # Expert 0 keeps .95 .9 .8 .6; 1 keeps .7 .65 .52 .49; 2 keeps .75 .55 .48 .4 and drops .05.
+        (TEN_TK, FIRST_T, 4, "10 11 10 10 10 11 01 10 10 10"),
+        # By position, expert 0 keeps tokens 0 to 3; expert 1 keeps 0, 2, 3, 5; expert 2 keeps 1, 4, 5, 7.
+        (TEN_TK, None, 4, "11 11 11 11 10 11 00 01 00 00"),
+        # Ties by position. Expert 0: both .9, then the first of the .5; expert 1: all three.
+        (
+            [[0], [0], [1], [0], [0], [1], [0], [1], [0], [0]],
+            [0.5, 0.5, 0.2, 0.9, 0.5, 0.2, 0.5, 0.3, 0.9, 0.5],
+            3,
+            "1 0 1 1 0 1 0 1 1 0",
+        ),
+        # Expert 3 of 3 is padding, in no queue.
+        ([[3], [0], [3], [0], [0], [1]], None, 2, "0 1 0 1 0 1"),
+        ([[3], [0], [3], [0], [0], [1]], [0.9, 0.1, 0.9, 0.2, 0.3, 0.4], 2, "0 0 0 1 1 1"),
+    ],
+)
+def test_slots_over_capacity_are_dropped_by_hand(experts, first, capacity, kept):
+    weights_TK = None
+    if first is not None:
+        weights_TK = torch.tensor([[weight, 1 - weight][: len(experts[0])] for weight in first])
+    found = keep_within_capacity(torch.tensor(experts), weights_TK, num_experts=3, capacity=capacity)
+    assert " ".join("".join(map(str, row)) for row in found.int().tolist()) == kept
 
 
 def test_rows_are_rounded_down_to_full_tiles_by_hand():
-    # Tiles of 3. Expert 0 has seven slots and keeps six, expert 1 exactly three, expert 2 has two, fewer than
-    # a tile, and keeps them.
+    # Tiles of 3. Expert 0 has seven slots and keeps six, expert 1 exactly three; expert 2 has fewer than a
+    # tile and keeps both. Of the two of weight .5 the later one goes. Expert 3 of 3 is padding.
     expert_TK = torch.tensor([[0, 1], [0, 1], [0, 2], [0, 1], [0, 2], [0, 3], [0, 3]])
-    weights_TK = torch.tensor(
-        [[0.9, 0.1], [0.5, 0.5], [0.6, 0.4], [0.7, 0.3], [0.5, 0.5], [0.8, 0.2], [0.7, 0.3]]
-    )
-    # Of the two of weight .5 the later one goes. Expert 3 of 3 is none: padding.
+    first_T = torch.tensor([0.9, 0.5, 0.6, 0.7, 0.5, 0.8, 0.7])
+    weights_TK = torch.stack([first_T, 1 - first_T], dim=1)
     kept = [[1, 1], [1, 1], [1, 1], [1, 1], [0, 1], [1, 0], [1, 0]]
     assert keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=3).int().tolist() == kept
-    assert (
-        keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=1).int().tolist()
-        == (expert_TK < 3).int().tolist()
-    )
-
-
-def test_minimum_capacity():
-    assert expert_capacity(10, num_experts=4, topk=2, capacity_factor=0.5, min_capacity=4) == 4
-    assert expert_capacity(10, num_experts=4, topk=2, capacity_factor=1.0, min_capacity=4) == 5
-
-
-def test_slots_of_the_last_tokens_are_dropped_by_hand():
-    # As above: expert 0 keeps its slots of tokens 0 to 3, expert 1 those of 0, 2, 3, 5, expert 2 those of 1,
-    # 4, 5, 7.
-    expert_TK = torch.tensor([[0, 1], [0, 2], [1, 0], [0, 1], [2, 0], [1, 2], [0, 1], [0, 2], [1, 0], [2, 1]])
-    kept = [[1, 1], [1, 1], [1, 1], [1, 1], [1, 0], [1, 1], [0, 0], [0, 1], [0, 0], [0, 0]]
-    assert keep_first(expert_TK, num_experts=3, capacity=4).int().tolist() == kept
-
-
-def test_padding_is_in_no_queue():
-    expert_TK = torch.tensor([[2], [0], [2], [0], [0], [1]])  # 2 is no expert
-    weights_TK = torch.tensor([[0.9], [0.1], [0.9], [0.2], [0.3], [0.4]])
-    assert keep_first(expert_TK, num_experts=2, capacity=2).int().flatten().tolist() == [0, 1, 0, 1, 0, 1]
-    assert keep_most_probable(expert_TK, weights_TK, num_experts=2, capacity=2).int().flatten().tolist() == [
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]
-
-
-def test_rank_in_expert_by_hand():
-    expert_N = torch.tensor([1, 0, 1, 2, 1, 0, 2])
-    # Expert 2 is one past the last of two: a place of its own, and nothing breaks.
-    assert rank_in_expert(expert_N, None, num_experts=2).tolist() == [0, 0, 1, 0, 2, 1, 1]
-    priority_N = torch.tensor([0.1, 0.5, 0.3, 0.0, 0.2, 0.9, 1.0])
-    assert rank_in_expert(expert_N, priority_N, num_experts=2).tolist() == [2, 1, 0, 1, 1, 0, 0]
+    assert torch.equal(keep_full_tiles(expert_TK, weights_TK, num_experts=3, tile=1), expert_TK < 3)
 
 
 def test_count_per_expert_by_hand():
@@ -141,30 +98,19 @@ def test_against_a_loop(data):
     weight = st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=topk, max_size=topk)
     weights = data.draw(st.lists(weight, min_size=num_tokens, max_size=num_tokens))
     capacity = data.draw(st.integers(0, num_tokens))
-    kept_TK = keep_most_probable(
+    kept_TK = keep_within_capacity(
         torch.tensor(experts), torch.tensor(weights), num_experts=num_experts, capacity=capacity
     )
     assert kept_TK.tolist() == kept_by_loop(experts, weights, capacity)
-
-
-def test_large_capacity_drops_nothing():
-    expert_TK = torch.zeros(9, 1, dtype=torch.int64)
-    assert keep_most_probable(expert_TK, torch.rand(9, 1), num_experts=4, capacity=9).all()
-    assert capacity_layer(4.0).route(tied_logits(24)).kept_TK.all()
 
 
 NUM_EXPERTS = 4
 
 
 def capacity_layer(factor: float, **groups) -> MoELayer:
-    router = identity_router(NUM_EXPERTS, 2)
-    return MoELayer(
-        router=router,
-        dispatcher=LocalDispatcher(NUM_EXPERTS),
-        experts=torch.nn.Identity(),
-        settings=MoESettings(capacity_factor=factor),
-        **groups,
-    )
+    router, dispatcher = identity_router(NUM_EXPERTS, 2), LocalDispatcher(NUM_EXPERTS)
+    parts = {"router": router, "dispatcher": dispatcher, "experts": torch.nn.Identity()}
+    return MoELayer(**parts, settings=MoESettings(capacity_factor=factor), **groups)
 
 
 def tied_logits(num_tokens: int) -> torch.Tensor:
@@ -188,21 +134,17 @@ SPLITS = {
 def kept_on_rank(
     x_TD: torch.Tensor, blocks: list[list[int]], context_parallel_size: int, factor: float
 ) -> torch.Tensor:
-    layer = capacity_layer(
-        factor, microbatch_group=dist.group.WORLD, context_parallel_size=context_parallel_size
-    )
+    groups = {"microbatch_group": dist.group.WORLD, "context_parallel_size": context_parallel_size}
     parts = x_TD.chunk(sum(len(row) for row in blocks))
-    decision = layer.route(torch.cat([parts[block] for block in blocks[dist.get_rank()]]))
-    return decision.kept_TK
+    mine_TD = torch.cat([parts[block] for block in blocks[dist.get_rank()]])
+    return capacity_layer(factor, **groups).route(mine_TD).kept_TK
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("tied", [True, False])
 def test_drops_do_not_depend_on_the_split_over_ranks(split, tied):
     context_parallel_size, blocks = SPLITS[split]
-    x_TD = (
-        tied_logits(48) if tied else torch.randn(48, NUM_EXPERTS, generator=torch.Generator().manual_seed(4))
-    )
+    x_TD = tied_logits(48) if tied else random(48, NUM_EXPERTS, seed=4).float()
     expected_TK = capacity_layer(0.75).route(x_TD).kept_TK
     assert 12 <= (~expected_TK).sum() <= 48
     ranks = run_on_ranks(len(blocks), kept_on_rank, x_TD, blocks, context_parallel_size, 0.75)
@@ -213,7 +155,5 @@ def test_drops_do_not_depend_on_the_split_over_ranks(split, tied):
 
 
 def test_router_weights_keep_their_gradient():
-    weights_TK = torch.rand(4, 1, requires_grad=True)
-    assert not keep_most_probable(
-        torch.zeros(4, 1, dtype=torch.int64), weights_TK, num_experts=1, capacity=2
-    ).requires_grad
+    expert_TK, weights_TK = torch.zeros(4, 1, dtype=torch.int64), torch.rand(4, 1, requires_grad=True)
+    assert not keep_within_capacity(expert_TK, weights_TK, num_experts=1, capacity=2).requires_grad

@@ -23,12 +23,11 @@ HIDDEN, EXPERTS = 16, 8
 def waits_of(backend: str, router: dict[str, Any], settings: Any, masks: bool = False) -> list[str]:
     """What waits in the second forward and backward pass of a layer."""
     torch.manual_seed(1)
+    sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": 16}
     layer = MoELayer(
         router=Router(RouterConfig(HIDDEN, EXPERTS, 2, use_kernels=backend == "triton", **router)),
         dispatcher=LocalDispatcher(EXPERTS),
-        experts=Experts(
-            num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=16, activation="swiglu", backend=backend
-        ),
+        experts=Experts(**sizes, activation="swiglu", backend=backend),
         settings=MoESettings(batch_dim=1, **settings),
     )
     x = torch.randn(8, 2, HIDDEN, requires_grad=True)

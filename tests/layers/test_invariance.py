@@ -43,20 +43,17 @@ DEFINED = [(quantity, score) for quantity in QUANTITIES for score in SCORES if i
 
 def found(quantity: str, score: str, logits_TE: torch.Tensor) -> torch.Tensor:
     options = {"score": score, "normalize": quantity == "normalized weights"}
-    dtype = "fp64" if logits_TE.dtype == torch.float64 else "fp32"
-    router = identity_router(
-        EXPERTS, TOPK, **options, dtype=dtype, expert_bias=quantity == "experts with bias"
-    )
+    options["dtype"] = "fp64" if logits_TE.dtype == torch.float64 else "fp32"
+    router = identity_router(EXPERTS, TOPK, **options, expert_bias=quantity == "experts with bias")
     if quantity == "experts with bias":
         router.expert_bias.copy_(BIAS)
     decision = router(logits_TE.detach())
     scores_TE, counts_E = decision.scores_TE, decision.tokens_per_expert_E
     by_sequence = [x.unflatten(0, (4, TOKENS // 4)) for x in (scores_TE, decision.expert_TK)]
+    experts = decision.expert_TK.sort(dim=1).values if decision.kept_TK is None else decision.kept_TK
     return {
-        "experts": lambda: (
-            decision.expert_TK.sort(dim=1).values if decision.kept_TK is None else decision.kept_TK
-        ),
-        "experts with bias": lambda: decision.expert_TK.sort(dim=1).values,
+        "experts": lambda: experts,
+        "experts with bias": lambda: experts,
         "weights": lambda: decision.weights_TK,
         "normalized weights": lambda: decision.weights_TK,
         "z_loss": lambda: z_loss_share(decision.logits_TE),
@@ -135,9 +132,8 @@ def test_far_below_zero_quotients_are_those_of_softmax(quantity, score):
 def test_far_above_zero_all_experts_are_alike(score, shift):
     """Weights 1/K; losses as of a score of 1/E: 1 for those of balance."""
     logits_TE = LOGITS + shift
-    assert torch.allclose(
-        found("normalized weights", score, logits_TE), torch.tensor(1 / TOPK).double(), atol=1e-8
-    )
+    weights_TK = found("normalized weights", score, logits_TE)
+    assert torch.allclose(weights_TK, torch.tensor(1 / TOPK).double(), atol=1e-8)
     for loss in LOSSES.keys() - {"l1"}:
         expected = math.log(EXPERTS) if loss == "entropy" else 1.0
         assert float(found(loss, score, logits_TE)) == pytest.approx(expected, abs=1e-7)
@@ -146,10 +142,8 @@ def test_far_above_zero_all_experts_are_alike(score, shift):
 def test_the_table_of_the_docs_is_this_one():
     text = (Path(__file__).parents[2] / "docs" / "moe_layer.md").read_text()
     section = text.partition("## Shifts and factors of the logits")[2].partition("\n## ")[0]
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if "|" in line
-    ]
-    header, _, *rows = rows
+    lines = [line.strip("|").split("|") for line in section.splitlines() if "|" in line]
+    header, _, *rows = [[cell.strip() for cell in line] for line in lines]
     assert header[1:] == list(SCORES)
     documented = {}
     for name, *cells in rows:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.capacity import count_per_expert
-from moe_exp.layers.groups import group_size, sum_over
+from moe_exp.layers.groups import sum_over
 from moe_exp.layers.losses import load_balancing_loss_share, z_loss_share
 
 
@@ -65,32 +66,20 @@ def test_gradcheck():
     logits_TE = random(5, 3, seed=1).requires_grad_()
     counts_E = torch.tensor([4, 1, 5])
     assert torch.autograd.gradcheck(z_loss_share, logits_TE)
-    assert torch.autograd.gradcheck(
-        lambda x: load_balancing_loss_share(x.softmax(dim=-1), counts_E, topk=2), logits_TE
-    )
+    scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
+    balance = functools.partial(load_balancing_loss_share, topk=2)
+    assert torch.autograd.gradcheck(balance, (scores_TE, counts_E))
+    assert counts_E.tolist() == [4, 1, 5]  # left as they are
 
 
-def test_counts_are_left_as_they_are():
-    counts_E = torch.tensor([1, 2, 3, 4])
-    load_balancing_loss_share(torch.full((10, 4), 0.25), counts_E, topk=1)
-    assert counts_E.tolist() == [1, 2, 3, 4]
-    assert group_size(None) == 1
-
-
-def shares(
-    logits_TE: torch.Tensor, topk: int, group
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Both shares of these tokens, and the gradients of each with respect to the scores or logits; counts are
-    float64, as scores are.
-    """
+def shares(logits_TE: torch.Tensor, topk: int, group) -> tuple[torch.Tensor, ...]:
+    """Both shares of these tokens, and the gradients of each with respect to the scores or logits."""
     logits_TE = logits_TE.clone().requires_grad_()
     scores_TE = logits_TE.detach().softmax(dim=-1).requires_grad_()
     counts_E = count_per_expert(scores_TE.topk(topk).indices.flatten(), scores_TE.size(1))
     all_E = sum_over(counts_E, group)
-    balance, z = (
-        load_balancing_loss_share(scores_TE, all_E, topk=topk, group=group),
-        z_loss_share(logits_TE, group=group),
-    )
+    balance = load_balancing_loss_share(scores_TE, all_E, topk=topk, group=group)
+    z = z_loss_share(logits_TE, group=group)
     (balance + z).backward()
     return balance.detach(), z.detach(), scores_TE.grad, logits_TE.grad, counts_E
 

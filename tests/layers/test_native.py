@@ -65,9 +65,8 @@ def test_activations_are_rounded_once(name, dtype, rows, width):
 @pytest.mark.parametrize("name", ["swiglu", "gelu"])
 def test_relative_error_of_an_activation_everywhere(name):
     """In units of the last place, also where the result is tiny; GELU squares its argument."""
-    gate = torch.cat(
-        [torch.linspace(-105, 105, 40001), torch.logspace(-30, 0, 2001), -torch.logspace(-30, 0, 2001)]
-    )
+    tiny = torch.logspace(-30, 0, 2001)
+    gate = torch.cat([torch.linspace(-105, 105, 40001), tiny, -tiny])
     hidden = torch.stack([gate, torch.ones_like(gate)], dim=1) if name == "swiglu" else gate.unsqueeze(1)
     actual = native.weighted_activation(hidden, torch.ones(len(gate)), name).squeeze(1).double()
     x = gate.double()
@@ -160,40 +159,31 @@ def test_processes_compile_once_between_them_and_compute_the_same(tmp_path, comp
     assert {path.suffix for path in (tmp_path / "cache" / "moe-exp").iterdir()} <= {".so", ".lock"}
 
 
-BROKEN = {
-    "compiler fails": "echo no header >&2; exit 1",
-    "not a library": 'while [ "$1" != -o ]; do shift; done; echo text >"$2"',
-}
-
-
 @pytest.mark.parametrize(
-    "case",
+    ("case", "expected"),
     [
-        "PATH is empty",
-        "compiler fails",
-        pytest.param("not a library", marks=pytest.mark.slow),
-        pytest.param("no folder", marks=pytest.mark.slow),
+        ("PATH is empty", "no C++ compiler: PATH has no g++, clang++, c++"),
+        ("echo no header >&2; exit 1", "broken fails with exit code 1: no header"),
+        pytest.param(
+            'while [ "$1" != -o ]; do shift; done; echo text >"$2"', "file too short", marks=pytest.mark.slow
+        ),
+        pytest.param("no folder", "Not a directory", marks=pytest.mark.slow),
     ],
 )
-def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case):
+def test_plain_torch_runs_where_there_is_no_library(tmp_path, compiler, case, expected):
+    """`case`: a line of a shell, what the compiler does, if nothing else."""
     environ = {"CXX": str(compiler), "COMPILED": str(tmp_path / "compiled")}
-    broken = tmp_path / "broken"
-    environ |= {"CXX": "", "PATH": str(tmp_path)} if case == "PATH is empty" else {}
-    if case == "no folder":
+    if case == "PATH is empty":
+        environ |= {"CXX": "", "PATH": str(tmp_path)}
+    elif case == "no folder":
         (tmp_path / "cache").write_text("a file")
-    if case in BROKEN:
-        broken.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo broken 1 && exit\n{BROKEN[case]}\n')
-    if broken.exists():
-        broken.chmod(0o755)
-        environ["CXX"] = str(broken)
+    else:
+        environ["CXX"] = str(tmp_path / "broken")
+        script = f'#!/bin/sh\n[ "$1" = --version ] && echo broken 1 && exit\n{case}\n'
+        (tmp_path / "broken").write_text(script)
+        (tmp_path / "broken").chmod(0o755)
     ((loaded, why, total, errors),) = run_on_ranks(1, library_in, tmp_path / "cache", environ, join=False)
     assert not loaded
-    expected = {
-        "PATH is empty": "no C++ compiler: PATH has no g++, clang++, c++",
-        "compiler fails": f"{broken} fails with exit code 1: no header",
-        "not a library": "file too short",
-        "no folder": "Not a directory",
-    }[case]
     assert expected in why
     # Where a compiler is there it should have worked, so that is said, once.
     assert errors.count("native.cpp is not used") == (case != "PATH is empty")

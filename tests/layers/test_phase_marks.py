@@ -8,13 +8,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from helpers.layers.tiny_moe import random
-from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
-from moe_exp.layers.experts import Experts
-from moe_exp.layers.microbatch import MoESettings
+from helpers.layers.tiny_moe import HIDDEN, random, tiny_layer
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.phase_marks import mark
-from moe_exp.layers.router import Router, RouterConfig
 
 
 class Seen:
@@ -31,16 +27,8 @@ class Seen:
 
 
 def layer_of(backend: str, dispatcher: str) -> MoELayer:
-    experts = Experts(num_local_experts=4, hidden_size=8, ffn_size=8, activation="swiglu", backend=backend)
-    router = Router(RouterConfig(hidden_size=8, num_experts=4, topk=2))
-    made = (
-        LocalDispatcher(4) if dispatcher == "local" else AllToAllDispatcher(4, ep_group=None, etp_group=None)
-    )
-    layer = MoELayer(router=router, dispatcher=made, experts=experts, settings=MoESettings())
-    with torch.no_grad():
-        for seed, weight in enumerate(layer.parameters()):
-            weight.copy_(random(*weight.shape, seed=seed))
-    return layer
+    # grouped_mm wants widths of a multiple of 16 bytes.
+    return tiny_layer(backend=backend, alltoall=dispatcher == "alltoall", latent=4, dtype=torch.float32)
 
 
 PHASES = {
@@ -59,7 +47,7 @@ def test_phases_in_both_directions_and_the_same_numbers(
 ) -> None:
     results = []
     for timers in (None, Seen()):
-        layer, x_TD = layer_of(backend, dispatcher), random(11, 8, seed=9).float().requires_grad_()
+        layer, x_TD = layer_of(backend, dispatcher), random(11, HIDDEN, seed=9).float().requires_grad_()
         layer.timers = timers
         y_TD, _ = (
             layer(x_TD) if use_reentrant is None else checkpoint(layer, x_TD, use_reentrant=use_reentrant)
@@ -79,7 +67,7 @@ def test_phases_in_both_directions_and_the_same_numbers(
 def test_evaluation_is_no_phase() -> None:
     layer, timers = layer_of("loop", "local"), Seen()
     layer.timers = timers
-    layer.eval()(random(5, 8, seed=1).float())
+    layer.eval()(random(5, HIDDEN, seed=1).float())
     assert timers.phases == []
 
 

@@ -4,6 +4,8 @@ tests/test_mesh.py.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,12 +30,9 @@ def run(layer: MoELayer) -> dict[str, torch.Tensor]:
     x_TD = pushed_tokens(TOKENS).requires_grad_()
     y_TD, loss = layer(x_TD)
     ((y_TD * random(len(TOKENS), HIDDEN, seed=9)).sum() + loss).backward()
-    grads = {
-        "weight1": layer.experts.weight1.grad,
-        "weight2": layer.experts.weight2.grad,
-        "router": layer.router.weight.grad,
-    }
-    return {"y": y_TD.detach(), "x": x_TD.grad, "loss": loss.detach(), **grads}
+    grads = {name: weight.grad for name, weight in layer.experts.named_parameters()}
+    grads |= {"router": layer.router.weight.grad, "x": x_TD.grad}
+    return {"y": y_TD.detach(), "loss": loss.detach(), **grads}
 
 
 def make_layer(settings: dict) -> MoELayer:
@@ -45,24 +44,17 @@ def run_on_rank(ranks: int) -> dict[str, tuple[dict, dict]]:
     mesh = init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",))["tp"]
     found = {}
     for name, settings in CASES.items():
-        whole = make_layer(settings)
-        halves = 2 if whole.experts.gated else 1
+        whole, part = make_layer(settings), make_layer(settings)
+        halves = {"weight1": 2 if whole.experts.gated else 1, "weight2": 1}
         sizes = {"num_local_experts": EXPERTS, "hidden_size": HIDDEN, "ffn_size": FFN // ranks}
-        experts = Experts(
-            **sizes, activation=settings.get("activation", "swiglu"), backend="loop", dtype=torch.float64
-        )
-        with torch.no_grad():
-            experts.weight1.copy_(
-                expert_width_part(whole.experts.weight1, axis=1, num_halves=halves, tp_mesh=mesh)
-            )
-            experts.weight2.copy_(
-                expert_width_part(whole.experts.weight2, axis=2, num_halves=1, tp_mesh=mesh)
-            )
-        part = make_layer(settings)
-        part.experts, part.dispatcher = experts, TensorParallelDispatcher(EXPERTS, tp_mesh=mesh)
+        activation = settings.get("activation", "swiglu")
+        part.experts = Experts(**sizes, activation=activation, backend="loop", dtype=torch.float64)
+        part.dispatcher = TensorParallelDispatcher(EXPERTS, tp_mesh=mesh)
         expected = run(whole)
-        expected["weight1"] = expert_width_part(expected["weight1"], axis=1, num_halves=halves, tp_mesh=mesh)
-        expected["weight2"] = expert_width_part(expected["weight2"], axis=2, num_halves=1, tp_mesh=mesh)
+        for axis, (weight, num_halves) in enumerate(halves.items(), 1):
+            cut = functools.partial(expert_width_part, axis=axis, num_halves=num_halves, tp_mesh=mesh)
+            part.experts.get_parameter(weight).data.copy_(cut(whole.experts.get_parameter(weight)))
+            expected[weight] = cut(expected[weight])
         found[name] = run(part), expected
     return found
 

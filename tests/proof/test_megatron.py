@@ -40,7 +40,7 @@ from helpers.layers.megatron_pair import (
 )
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.layers.activations import quick_gelu
-from moe_exp.layers.capacity import keep_first
+from moe_exp.layers.capacity import keep_within_capacity
 from moe_exp.layers.experts import squared_relu
 
 LIMIT = 1e-5
@@ -228,7 +228,7 @@ def test_drops_by_position_are_as_many(capacity):
         capacity_factor=capacity * EXPERTS / 72,
         drop_policy="position",
     )
-    kept_TK = keep_first(expert_TK, num_experts=EXPERTS, capacity=capacity)
+    kept_TK = keep_within_capacity(expert_TK, None, num_experts=EXPERTS, capacity=capacity)
     ours = torch.zeros(36, EXPERTS, dtype=torch.bool).scatter(1, expert_TK, kept_TK)
     assert ours.sum(dim=0).tolist() == theirs.sum(dim=0).tolist()
     assert (ours.sum() < routing_map.sum()) == (capacity < 20)

@@ -15,15 +15,9 @@ from torch.distributed import ProcessGroup
 from moe_exp.host import gloo
 from moe_exp.layers.capacity import without_dropped
 from moe_exp.layers.dispatcher.collectives import Departed, Exchange, GatherRows, arrive, depart
-from moe_exp.layers.dispatcher.dispatcher import (
-    Dispatched,
-    DispatchRecord,
-    Pending,
-    SpreadDispatcher,
-    sort_slots,
-)
-from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, pad_by_expert, sort_by_expert
-from moe_exp.layers.router import RoutingDecision
+from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher
+from moe_exp.layers.dispatcher.row_order import RowOrder, SortedSlots, received_order, sort_by_expert
+from moe_exp.layers.router import RoutingDecision, count_kept
 
 
 class AllGatherDispatcher(SpreadDispatcher):
@@ -46,7 +40,11 @@ class AllGatherDispatcher(SpreadDispatcher):
     ) -> Pending:
         weights_TK, kept_TK = decision.weights_TK, decision.kept_TK
         expert_TK = without_dropped(decision.expert_TK.to(torch.int32), kept_TK, self.num_experts)
-        travelling = None if kept_TK is None else _tokens_with_a_slot(kept_TK, decision.use_kernels)
+        travelling = None
+        if kept_TK is not None:  # tokens with a kept slot, as slots of a single expert
+            kept_T1 = kept_TK.any(dim=1, keepdim=True)
+            expert_T1 = torch.zeros_like(kept_T1, dtype=torch.int64)
+            travelling = sort_by_expert(expert_T1, kept_T1, num_experts=1, use_kernels=decision.use_kernels)
         sizes = self._exchange_sizes(decision, travelling)
         order = None
         if travelling is not None:
@@ -55,7 +53,7 @@ class AllGatherDispatcher(SpreadDispatcher):
             expert_TK = expert_TK.index_select(0, order.slot_R)
         gather = GatherRows(group=self.ep_group, sizes=sizes.tokens_ep)
         departed = depart(gather, x_TD, weights_TK, expert_TK)
-        return Pending(partial(self._land, departed, order, sizes, rows_per_expert, decision.use_kernels))
+        return partial(self._land, departed, order, sizes, rows_per_expert, decision.use_kernels)
 
     def _land(
         self,
@@ -71,44 +69,28 @@ class AllGatherDispatcher(SpreadDispatcher):
             gather = GatherRows(group=self.etp_group, sizes=sizes.tokens_etp)
             x_AD, weights_AK, expert_AK = arrive(depart(gather, x_AD, weights_AK, expert_AK))
             back = (gather.reverse, *back)
-        by_expert, counts_L, splits = self._local_rows(
-            expert_AK.long() - self.first_expert, sizes, rows_per_expert, use_kernels
-        )
-        record = DispatchRecord(order, back, by_expert)
-        return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), counts_L, record, splits)
-
-    def _local_rows(
-        self, local_AK: Tensor, sizes: _Sizes, rows_per_expert: int | None, use_kernels: bool | None
-    ) -> tuple[RowOrder, Tensor, tuple[int, ...]]:
-        """Order of the rows of this rank's experts (other ranks' slots count as dropped), rows per expert."""
+        local_AK, rows_L = expert_AK.long() - self.first_expert, sizes.rows_L
         here_AK = (local_AK >= 0) & (local_AK < self.num_local_experts)
-        if rows_per_expert is None:
-            slots = sort_by_expert(
-                local_AK,
-                here_AK,
-                num_experts=self.num_local_experts,
-                counts_E=sizes.rows_L,
-                use_kernels=use_kernels,
-            )
-            return slots.order(sum(sizes.splits)), sizes.rows_L, sizes.splits
-        rows = self.ep * self.etp * rows_per_expert
-        order = pad_by_expert(
+        if rows_per_expert is not None:
+            rows_per_expert *= self.ep * self.etp
+            rows_L = torch.full_like(rows_L, rows_per_expert)
+        by_expert, splits = received_order(
             local_AK,
             here_AK,
-            num_experts=self.num_local_experts,
-            rows_per_expert=rows,
+            sizes.splits,
+            counts_L=rows_L,
+            rows_per_expert=rows_per_expert,
             use_kernels=use_kernels,
         )
-        return order, torch.full_like(sizes.rows_L, rows), (rows,) * self.num_local_experts
+        record = DispatchRecord(order, back, by_expert)
+        return Dispatched(by_expert.rows(x_AD), by_expert.weights(weights_AK), rows_L, record, splits)
 
     def _exchange_sizes(self, decision: RoutingDecision, travelling: SortedSlots | None) -> _Sizes:
         """Synchronizes for the token count of every rank and the row counts of this rank's experts."""
-        counts_E = sort_slots(decision, num_experts=self.num_experts).rows_per_expert_E
-        num_tokens = (
-            counts_E.new_full((1,), decision.expert_TK.size(0))
-            if travelling is None
-            else travelling.rows_per_expert_E
-        )
+        counts_E = count_kept(decision.expert_TK, decision.kept_TK, self.num_experts)
+        num_tokens = counts_E.new_full((1,), decision.expert_TK.size(0))
+        if travelling is not None:
+            num_tokens = travelling.rows_per_expert_E
         counts = torch.cat([num_tokens, counts_E])
         for group, size in ((self.ep_group, self.ep), (self.etp_group, self.etp)):
             if size > 1:
@@ -130,17 +112,10 @@ class AllGatherDispatcher(SpreadDispatcher):
 
 
 class _Sizes(NamedTuple):
-    """Tokens this rank sends; tokens per EP rank, per ETP rank after the first gather; rows per expert."""
+    """What travels, as this rank knows it."""
 
-    num_sent: int
-    tokens_ep: tuple[int, ...]
-    tokens_etp: tuple[int, ...]
-    splits: tuple[int, ...]
-    rows_L: Tensor
-
-
-def _tokens_with_a_slot(kept_TK: Tensor, use_kernels: bool | None) -> SortedSlots:
-    """Tokens with a kept slot, as slots of a single expert; the other tokens are dropped."""
-    kept_T1 = kept_TK.any(dim=1, keepdim=True)
-    expert_T1 = torch.zeros_like(kept_T1, dtype=torch.int64)
-    return sort_by_expert(expert_T1, kept_T1, num_experts=1, use_kernels=use_kernels)
+    num_sent: int  # tokens
+    tokens_ep: tuple[int, ...]  # per rank of the expert parallel group
+    tokens_etp: tuple[int, ...]  # per rank of the expert tensor parallel group, after the first gather
+    splits: tuple[int, ...]  # rows per local expert, on the host
+    rows_L: Tensor  # and on the device

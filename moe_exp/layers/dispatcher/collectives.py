@@ -23,20 +23,9 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.host import gloo
 
-
-class Arrival:
-    """Result tensors of a collective in flight.
-
-    Args:
-        wait: waits and returns them. On a GPU the current stream waits, not the host; it must be the stream
-            of the launch, or the allocator could reuse memory that is still being sent.
-    """
-
-    def __init__(self, wait: Callable[[], list[Tensor | None]]):
-        self._wait = wait
-
-    def wait(self) -> list[Tensor | None]:
-        return self._wait()
+# Waits for a collective in flight and returns its results. On a GPU the current stream waits, not the host;
+# it must be the stream of the launch, or the allocator could reuse memory that is still being sent.
+Arrival = Callable[[], list[Tensor | None]]
 
 
 class Exchange(Protocol):
@@ -60,14 +49,14 @@ class _OneByOne(ABC):
         if self.group is None or self.group.size() == 1:
             # Detached: what an autograd function returns must not have a history.
             here = [None if x is None else x.detach() for x in tensors]
-            return Arrival(lambda: here)
+            return lambda: here
         sent = [None if x is None else x.contiguous() for x in tensors]
         moves = [None if x is None else self._launch(x, self.group) for x in sent]
 
         def wait(_alive: Any = sent) -> list[Tensor | None]:
             return [None if move is None else move() for move in moves]
 
-        return Arrival(wait)
+        return wait
 
     @abstractmethod
     def _launch(self, x: Tensor, group: ProcessGroup) -> Callable[[], Tensor]:
@@ -156,7 +145,7 @@ class _Exchanged(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, exchange: Exchange) -> Tensor:
         ctx.exchange = exchange
-        (out,) = exchange.launch([x]).wait()
+        (out,) = exchange.launch([x])()
         assert out is not None
         return out
 
@@ -189,7 +178,7 @@ class _Depart(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         arrival, ctx.flight.homeward = ctx.flight.homeward, None
-        return None, *arrival.wait()
+        return None, *arrival()
 
 
 class _Arrive(torch.autograd.Function):
@@ -198,7 +187,7 @@ class _Arrive(torch.autograd.Function):
         ctx.flight, ctx.edge = flight, edge.detach()
         assert flight.outward is not None
         arrival, flight.outward = flight.outward, None
-        tensors = tuple(arrival.wait())
+        tensors = tuple(arrival())
         ctx.mark_non_differentiable(
             *(x for x, needed in zip(tensors, flight.needs_grad, strict=True) if not needed)
         )

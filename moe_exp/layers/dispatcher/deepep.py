@@ -17,14 +17,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher.collectives import Arrival, Departed, arrive, depart
-from moe_exp.layers.dispatcher.dispatcher import (
-    Dispatched,
-    Dispatcher,
-    DispatchRecord,
-    Pending,
-    experts_per_rank,
-)
-from moe_exp.layers.dispatcher.row_order import RowOrder, pad_by_expert, sort_by_expert
+from moe_exp.layers.dispatcher.dispatcher import Dispatched, DispatchRecord, Pending, SpreadDispatcher
+from moe_exp.layers.dispatcher.row_order import received_order
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.router import RoutingDecision
 
@@ -33,7 +27,7 @@ INSTALL = "pip install git+https://github.com/deepseek-ai/DeepEP@v1.2.1"
 SIZES = (2, 4, 8, 16, 24, 32, 64, 128, 144, 160)
 
 
-class DeepEPDispatcher(Dispatcher):
+class DeepEPDispatcher(SpreadDispatcher):
     """Experts are split over `ep_group`. Needs bf16 rows, a CUDA device per rank and NVLink within a node.
 
     The host waits in `start` for the counts, which DeepEP writes to host memory; the rows arrive meanwhile.
@@ -51,35 +45,32 @@ class DeepEPDispatcher(Dispatcher):
 
     def __init__(self, num_experts: int, *, ep_group: ProcessGroup | None, etp_group: ProcessGroup | None):
         check_deepep(ep=group_size(ep_group), etp=group_size(etp_group))
-        assert ep_group is not None
-        self.num_experts, self.ep_group = num_experts, ep_group
-        self.num_local_experts = experts_per_rank(num_experts, ep_group.size())
-
-    @property
-    def exchange_groups(self) -> tuple[ProcessGroup | None, ...]:
-        return (self.ep_group,)
+        super().__init__(num_experts, ep_group=ep_group, etp_group=etp_group)
 
     def start(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
     ) -> Pending:
         check_rows(x_TD)
+        assert self.ep_group is not None
         buffer = shared_buffer(self.ep_group, x_TD.size(1) * x_TD.element_size())
-        exchange = _Send(buffer, sent_experts(decision), self.num_experts)
+        # DeepEP's format: int64, -1 for a slot that is not sent.
+        expert_TK = decision.expert_TK.to(torch.int64)
+        if decision.kept_TK is not None:
+            expert_TK = expert_TK.masked_fill(~decision.kept_TK, -1)
+        exchange = _Send(buffer, expert_TK, self.num_experts)
         departed = depart(exchange, x_TD, decision.weights_TK)
-        return Pending(partial(self._land, departed, exchange, rows_per_expert, decision.use_kernels))
+        return partial(self._land, departed, exchange, rows_per_expert, decision.use_kernels)
 
     def _land(
-        self,
-        departed: Departed,
-        exchange: _Send,
-        rows_per_expert: int | None,
-        use_kernels: bool | None,
+        self, departed: Departed, exchange: _Send, rows_per_expert: int | None, use_kernels: bool | None
     ) -> Dispatched:
         x_AD, weights_AK = arrive(departed)
-        if rows_per_expert is not None:
-            rows_per_expert *= self.ep_group.size()
         by_expert, splits = received_order(
-            exchange.expert_AK, exchange.splits, rows_per_expert=rows_per_expert, use_kernels=use_kernels
+            exchange.expert_AK.long(),
+            exchange.expert_AK >= 0,  # -1: on another rank
+            exchange.splits,
+            rows_per_expert=None if rows_per_expert is None else self.ep * rows_per_expert,
+            use_kernels=use_kernels,
         )
         # A copy to the device that the host does not wait for.
         counts_L = torch.tensor(splits).to(x_AD.device, non_blocking=True)
@@ -90,21 +81,16 @@ class DeepEPDispatcher(Dispatcher):
 def check_deepep(*, ep: int, etp: int) -> None:
     """Raises a one-line ValueError if DeepEP cannot run here with these sizes."""
     if ep not in SIZES:
-        raise ValueError(
-            f"dispatcher=deepep: has no kernels for EP={ep}. Fix: EP among {', '.join(map(str, SIZES))}, or"
-            " alltoall."
-        )
+        fix = f"EP among {', '.join(map(str, SIZES))}, or alltoall"
+        raise ValueError(f"dispatcher=deepep: has no kernels for EP={ep}. Fix: {fix}.")
     if etp > 1:
-        raise ValueError(
-            f"dispatcher=deepep: cannot split experts over ETP={etp} ranks. Fix: ETP=1, or use alltoall."
-        )
+        rule = f"cannot split experts over ETP={etp} ranks"
+        raise ValueError(f"dispatcher=deepep: {rule}. Fix: ETP=1, or use alltoall.")
     try:
         importlib.import_module("deep_ep").Buffer  # noqa: B018  # not in every build
     except (ImportError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"dispatcher=deepep: needs the package deep_ep ({reason}). Fix: {INSTALL}, or use alltoall."
-        ) from None
+        rule = f"needs the package deep_ep ({str(error).splitlines()[0]})"
+        raise ValueError(f"dispatcher=deepep: {rule}. Fix: {INSTALL}, or use alltoall.") from None
     if not torch.cuda.is_available():
         raise ValueError("dispatcher=deepep: needs a CUDA device. Fix: use alltoall.")
 
@@ -112,50 +98,11 @@ def check_deepep(*, ep: int, etp: int) -> None:
 def check_rows(x_TD: Tensor) -> None:
     """Raises a one-line ValueError for rows that DeepEP cannot send."""
     if x_TD.dtype != torch.bfloat16:
-        dtype = str(x_TD.dtype).removeprefix("torch.")
-        raise ValueError(
-            f"dispatcher=deepep: sends bfloat16 rows, not {dtype}. Fix: DTYPE=bf16, or use alltoall."
-        )
+        rule = f"sends bfloat16 rows, not {str(x_TD.dtype).removeprefix('torch.')}"
+        raise ValueError(f"dispatcher=deepep: {rule}. Fix: DTYPE=bf16, or use alltoall.")
     if x_TD.size(1) % 8:
-        raise ValueError(
-            f"hidden_size={x_TD.size(1)}: DeepEP sends rows of a multiple of 8. Fix: choose one, or use"
-            " alltoall."
-        )
-
-
-def sent_experts(decision: RoutingDecision) -> Tensor:
-    """Experts [T, K] in DeepEP's format: int64, -1 for a slot that is not sent."""
-    expert_TK = decision.expert_TK.to(torch.int64)
-    return expert_TK if decision.kept_TK is None else expert_TK.masked_fill(~decision.kept_TK, -1)
-
-
-def received_order(
-    expert_AK: Tensor,
-    splits: Sequence[int],
-    *,
-    rows_per_expert: int | None = None,
-    use_kernels: bool | None = None,
-) -> tuple[RowOrder, tuple[int, ...]]:
-    """Order of the received slots, and rows per expert [L] of this rank.
-
-    Args:
-        expert_AK: DeepEP's expert of every received slot, counted from this rank's first; -1: elsewhere.
-        splits: rows per expert of this rank, as counted by DeepEP.
-        rows_per_expert: pad every expert to this number of rows.
-        use_kernels: see RouterConfig.
-    """
-    num_experts, here_AK = len(splits), expert_AK >= 0
-    if rows_per_expert is not None:
-        order = pad_by_expert(
-            expert_AK.long(),
-            here_AK,
-            num_experts=num_experts,
-            rows_per_expert=rows_per_expert,
-            use_kernels=use_kernels,
-        )
-        return order, (rows_per_expert,) * num_experts
-    slots = sort_by_expert(expert_AK.long(), here_AK, num_experts=num_experts, use_kernels=use_kernels)
-    return slots.order(sum(splits)), tuple(splits)
+        rule = "DeepEP sends rows of a multiple of 8"
+        raise ValueError(f"hidden_size={x_TD.size(1)}: {rule}. Fix: choose one, or use alltoall.")
 
 
 @cache
@@ -235,4 +182,4 @@ def _arrival(event: Any, tensors: list[Tensor | None]) -> Arrival:
         event.current_stream_wait()
         return tensors
 
-    return Arrival(wait)
+    return wait

@@ -44,49 +44,25 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class DispatchRecord:
-    """Record of a `dispatch`, which `combine` undoes from last to first.
+    """Record of a `dispatch`, which `combine` undoes from last to first."""
 
-    Args:
-        order: how this rank's tokens became the rows it sent; None if they were sent unchanged.
-        back: exchanges that return the results, in order.
-        by_expert: how received rows were sorted by expert; None if they arrived sorted.
-    """
-
-    order: RowOrder | None
-    back: tuple[Exchange, ...] = ()
-    by_expert: RowOrder | None = None
+    order: RowOrder | None  # how this rank's tokens became the rows it sent; None: unchanged
+    back: tuple[Exchange, ...] = ()  # exchanges that return the results, in order
+    by_expert: RowOrder | None = None  # how received rows were sorted by expert; None: they arrived sorted
 
 
 @dataclass(frozen=True)
 class Dispatched:
-    """Rows for the experts of this rank.
+    """Rows for the experts of this rank."""
 
-    Args:
-        rows_RD: sorted by local expert.
-        weights_R: router weight of each row, fp32.
-        tokens_per_expert_L: rows per local expert, int64, on the device.
-        record: for `combine`.
-        splits: tokens_per_expert_L as Python ints if known without synchronizing.
-    """
-
-    rows_RD: Tensor
-    weights_R: Tensor
-    tokens_per_expert_L: Tensor
-    record: DispatchRecord
-    splits: tuple[int, ...] | None = None
+    rows_RD: Tensor  # sorted by local expert
+    weights_R: Tensor  # router weight of each row, fp32
+    tokens_per_expert_L: Tensor  # rows per local expert, int64, on the device
+    record: DispatchRecord  # for `combine`
+    splits: tuple[int, ...] | None = None  # tokens_per_expert_L on the host if known without synchronizing
 
 
-class Pending:
-    """A dispatch in flight; pass to `finish` once."""
-
-    def __init__(self, land: Callable[[], Dispatched]):
-        self._land: Callable[[], Dispatched] | None = land
-
-    def land(self) -> Dispatched:
-        if self._land is None:
-            raise RuntimeError("finish: this dispatch is finished already. Fix: start one for every finish.")
-        land, self._land = self._land, None
-        return land()
+Pending = Callable[[], Dispatched]  # a dispatch in flight; pass to `finish` once
 
 
 class Dispatcher(ABC):
@@ -122,12 +98,8 @@ class Dispatcher(ABC):
         """
 
     def finish(self, pending: Pending) -> Dispatched:
-        """Waits for the rows of this rank's experts.
-
-        Raises:
-            RuntimeError: if `pending` is already finished.
-        """
-        return pending.land()
+        """Waits for the rows of this rank's experts."""
+        return pending()
 
     def dispatch(
         self, x_TD: Tensor, decision: RoutingDecision, *, rows_per_expert: int | None = None
@@ -163,7 +135,7 @@ class LocalDispatcher(Dispatcher):
             decision, num_experts=self.num_experts, rows_per_expert=rows_per_expert
         )
         rows_RD, weights_R = order.rows(x_TD), order.weights(decision.weights_TK)
-        return Pending(lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits))
+        return lambda: Dispatched(rows_RD, weights_R, counts_E, DispatchRecord(order), splits)
 
 
 class SpreadDispatcher(Dispatcher):
@@ -190,21 +162,13 @@ class SpreadDispatcher(Dispatcher):
 
 
 class _ExchangeSizes(NamedTuple):
-    """Rows of one all-to-all, as this rank knows them.
+    """Rows of one all-to-all, as this rank knows them."""
 
-    Args:
-        send: per rank of the expert parallel group, [EP].
-        receive: per rank of the expert parallel group, [EP].
-        gathered: per rank of the expert tensor parallel group after its gather, [ETP].
-        splits: per local expert, [L].
-        rows_SL: per source (ETP * EP) and local expert, on the device.
-    """
-
-    send: tuple[int, ...]
-    receive: tuple[int, ...]
-    gathered: tuple[int, ...]
-    splits: tuple[int, ...]
-    rows_SL: Tensor
+    send: tuple[int, ...]  # per rank of the expert parallel group, [EP]
+    receive: tuple[int, ...]  # per rank of the expert parallel group, [EP]
+    gathered: tuple[int, ...]  # per rank of the expert tensor parallel group after its gather, [ETP]
+    splits: tuple[int, ...]  # per local expert, [L]
+    rows_SL: Tensor  # per source (ETP * EP) and local expert, on the device
 
 
 class AllToAllDispatcher(SpreadDispatcher):
@@ -231,7 +195,7 @@ class AllToAllDispatcher(SpreadDispatcher):
             route = self._padded_route(rows_per_expert, x_TD.device)
         there = AllToAll(group=self.ep_group, send=route.send, receive=route.receive)
         departed = depart(there, order.rows(x_TD), order.weights(decision.weights_TK))
-        return Pending(partial(self._land, departed, there, order, route))
+        return partial(self._land, departed, there, order, route)
 
     def _land(
         self, departed: Departed, there: Exchange, order: RowOrder, route: _ExchangeSizes
@@ -289,11 +253,8 @@ class AllToAllDispatcher(SpreadDispatcher):
         if self._padded is None or self._padded[0] != rows_per_expert:
             sources = self.ep * self.etp
             rows_SL = torch.full((sources, self.num_local_experts), rows_per_expert, device=device)
-            route = self._route(
-                [rows_per_expert] * self.num_experts,
-                [rows_per_expert] * sources * self.num_local_experts,
-                rows_SL,
-            )
+            received = [rows_per_expert] * sources * self.num_local_experts
+            route = self._route([rows_per_expert] * self.num_experts, received, rows_SL)
             self._padded = rows_per_expert, route
         return self._padded[1]
 
@@ -301,10 +262,8 @@ class AllToAllDispatcher(SpreadDispatcher):
 def experts_per_rank(num_experts: int, ep: int) -> int:
     """L, or a ValueError if `ep` does not divide `num_experts`."""
     if num_experts % ep:
-        raise ValueError(
-            f"num_experts={num_experts}: is not divisible by the expert parallel size {ep}. Fix: use a"
-            " divisor for EP."
-        )
+        rule = f"is not divisible by the expert parallel size {ep}"
+        raise ValueError(f"num_experts={num_experts}: {rule}. Fix: use a divisor for EP.")
     return num_experts // ep
 
 

@@ -7,6 +7,7 @@ The argument `use_kernels` is that of RouterConfig.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,32 +16,23 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from moe_exp.layers import native
-from moe_exp.layers.capacity import count_per_expert, rank_in_expert, without_dropped
+from moe_exp.layers.capacity import count_per_expert, without_dropped
 from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.combine import combine
-from moe_exp.layers.kernels.drops import padded_order
-from moe_exp.layers.kernels.rows import chunk_order, gather_rows
+from moe_exp.layers.kernels.drops import padded_order, padded_order_torch
+from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows
 from moe_exp.layers.kernels.slot_sort import slot_sort
 
 
 @dataclass(frozen=True)
 class RowOrder:
-    """How slots become rows.
+    """How slots become rows."""
 
-    Args:
-        slot_R: slot of each row; N for a padding row.
-        row_N: row of each slot; R for a dropped slot.
-        topk: slots per token.
-        has_padding: some rows may have no slot.
-        has_drops: some slots may have no row.
-        use_kernels: move rows by Triton kernels.
-    """
-
-    slot_R: Tensor
-    row_N: Tensor
-    topk: int
-    has_padding: bool = False
-    has_drops: bool = False
+    slot_R: Tensor  # slot of each row; N for a padding row
+    row_N: Tensor  # row of each slot; R for a dropped slot
+    topk: int  # slots per token
+    has_padding: bool = False  # some rows may have no slot
+    has_drops: bool = False  # some slots may have no row
     use_kernels: bool | None = None
 
     def rows(self, x_TD: Tensor) -> Tensor:
@@ -60,27 +52,21 @@ class RowOrder:
 
 @dataclass(frozen=True)
 class SortedSlots:
-    """Slots sorted by expert, dropped ones last.
+    """Slots sorted by expert, dropped ones last."""
 
-    Args:
-        slot_N: slots in that order, by position within an expert.
-        rows_per_expert_E: kept slots per expert, int64, on the device.
-        topk: slots per token.
-        has_drops: some slots may be dropped.
-        row_N: row of each slot, N if dropped; None if not computed yet.
-        use_kernels: of the row order.
-    """
-
-    slot_N: Tensor
-    rows_per_expert_E: Tensor
-    topk: int
-    has_drops: bool
-    row_N: Tensor | None = None
+    slot_N: Tensor  # slots in that order, by position within an expert
+    rows_per_expert_E: Tensor  # kept slots per expert, int64, on the device
+    topk: int  # slots per token
+    has_drops: bool  # some slots may be dropped
+    row_N: Tensor | None = None  # row of each slot, N if dropped; None if not computed yet
     use_kernels: bool | None = None
 
     def order(self, num_rows: int | None = None) -> RowOrder:
         """The row order. `num_rows`: sum of rows_per_expert_E; with drops, None synchronizes to get it."""
-        row_N = _inverse(self.slot_N) if self.row_N is None else self.row_N
+        row_N = self.row_N
+        if row_N is None:
+            row_N = torch.empty_like(self.slot_N)
+            row_N[self.slot_N] = torch.arange(self.slot_N.numel(), device=self.slot_N.device)
         if not self.has_drops:
             return RowOrder(self.slot_N, row_N, self.topk, use_kernels=self.use_kernels)
         if num_rows is None:
@@ -135,43 +121,45 @@ def pad_by_expert(
         rows_per_expert: at least the number of kept slots of any expert; more are not detected and corrupt
             the rows of other experts.
     """
-    if takes_kernels(expert_TK, use_kernels):
-        order = padded_order(expert_TK, num_experts, rows_per_expert, kept_TK)
-        return RowOrder(*order, expert_TK.size(1), has_padding=True, has_drops=True, use_kernels=use_kernels)
-    expert_N = without_dropped(expert_TK, kept_TK, num_experts).flatten()
-    num_slots, num_rows = expert_N.numel(), num_experts * rows_per_expert
-    place_N = rank_in_expert(expert_N, None, num_experts=num_experts)
-    row_N = torch.where(expert_N < num_experts, expert_N * rows_per_expert + place_N, num_rows)
-    slot_R = torch.full((num_rows + 1,), num_slots, device=row_N.device, dtype=row_N.dtype)
-    slot_R[row_N] = torch.arange(num_slots, device=row_N.device)
+    padded = padded_order if takes_kernels(expert_TK, use_kernels) else padded_order_torch
     # A padding row's slot is N, one past the last: divided by K it must remain one past the last token.
-    return RowOrder(
-        slot_R[:num_rows],
-        row_N,
-        expert_TK.size(1),
-        has_padding=True,
-        has_drops=True,
-        use_kernels=use_kernels,
+    order = padded(expert_TK, num_experts, rows_per_expert, kept_TK)
+    return RowOrder(*order, expert_TK.size(1), has_padding=True, has_drops=True, use_kernels=use_kernels)
+
+
+def received_order(
+    expert_AK: Tensor,
+    here_AK: Tensor,
+    splits: Sequence[int],
+    *,
+    counts_L: Tensor | None = None,
+    rows_per_expert: int | None = None,
+    use_kernels: bool | None = None,
+) -> tuple[RowOrder, tuple[int, ...]]:
+    """Order of received slots by expert of this rank, and the rows per expert [L].
+
+    Args:
+        expert_AK: expert of every received slot, counted from this rank's first, int64.
+        here_AK: bool, slots of this rank's experts; the others count as dropped.
+        splits, counts_L: slots per expert, on the host, and on the device if known there.
+        rows_per_expert: pad every expert to this number of rows.
+    """
+    num_experts = len(splits)
+    if rows_per_expert is None:
+        slots = sort_by_expert(
+            expert_AK, here_AK, num_experts=num_experts, counts_E=counts_L, use_kernels=use_kernels
+        )
+        return slots.order(sum(splits)), tuple(splits)
+    order = pad_by_expert(
+        expert_AK, here_AK, num_experts=num_experts, rows_per_expert=rows_per_expert, use_kernels=use_kernels
     )
+    return order, (rows_per_expert,) * num_experts
 
 
 def regroup_chunks(rows_SL: Tensor, *, num_rows: int, use_kernels: bool | None = None) -> RowOrder:
-    """Row order from chunks by source and expert to chunks by expert and source.
-
-    Args:
-        rows_SL: rows per source and expert, int64, on the device.
-        num_rows: R, their sum.
-    """
-    if takes_kernels(rows_SL, use_kernels):
-        return RowOrder(*chunk_order(rows_SL, num_rows), topk=1, use_kernels=use_kernels)
-    ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
-    first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
-    # A row keeps its place in its chunk, so each chunk has one shift and no sort is needed.
-    shift_C = first_C - (rows_C.cumsum(0) - rows_C)
-    slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + torch.arange(
-        num_rows, device=rows_SL.device
-    )
-    return RowOrder(slot_R, _inverse(slot_R), topk=1, use_kernels=use_kernels)
+    """`chunk_order` as a RowOrder: from chunks by source and expert to chunks by expert and source."""
+    regrouped = chunk_order if takes_kernels(rows_SL, use_kernels) else chunk_order_torch
+    return RowOrder(*regrouped(rows_SL, num_rows), topk=1, use_kernels=use_kernels)
 
 
 class _TokensToRows(torch.autograd.Function):
@@ -206,11 +194,9 @@ def _to_rows(x_TD: Tensor, order: RowOrder) -> Tensor:
 def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
     """Sums each token's rows in the accumulation dtype of y, without the [N, D] of a gather and a sum."""
     if takes_kernels(y_RD, order.use_kernels):
-        return (
-            gather_rows(y_RD, order.row_N)
-            if order.topk == 1
-            else combine(y_RD, order.row_N.view(-1, order.topk))
-        )
+        if order.topk == 1:
+            return gather_rows(y_RD, order.row_N)
+        return combine(y_RD, order.row_N.view(-1, order.topk))
     if order.topk == 1 and not order.has_drops:
         return y_RD.index_select(0, order.row_N)
     row_TK = order.row_N.view(-1, order.topk)
@@ -223,17 +209,11 @@ def sum_slots(y_RD: Tensor, order: RowOrder) -> Tensor:
         # The host does not know the number of kept slots: a dropped one takes some row, times zero.
         row_TK = row_TK.clamp(max=y_RD.size(0) - 1)
         return embedding_bag(row_TK, y_RD, mode="sum", per_sample_weights=kept_TK.to(y_RD.dtype))
-    kept_T = kept_TK.sum(dim=1)
-    return embedding_bag(
-        _kept_rows(row_TK, kept_TK, y_RD.size(0)), y_RD, kept_T.cumsum(0) - kept_T, mode="sum"
-    )
-
-
-def _kept_rows(row_TK: Tensor, kept_TK: Tensor, num_kept: int) -> Tensor:
-    """row_TK[kept_TK] without synchronizing."""
-    kept_N = kept_TK.flatten()
+    # row_TK[kept_TK] without synchronizing.
+    kept_T, kept_N, num_kept = kept_TK.sum(dim=1), kept_TK.flatten(), y_RD.size(0)
     place_N = torch.where(kept_N, kept_N.cumsum(0) - 1, num_kept)
-    return row_TK.new_empty(num_kept + 1).scatter_(0, place_N, row_TK.flatten())[:num_kept]
+    row_R = row_TK.new_empty(num_kept + 1).scatter_(0, place_N, row_TK.flatten())[:num_kept]
+    return embedding_bag(row_R, y_RD, kept_T.cumsum(0) - kept_T, mode="sum")
 
 
 def _take(x: Tensor, index: Tensor, with_zero: bool) -> Tensor:
@@ -241,9 +221,3 @@ def _take(x: Tensor, index: Tensor, with_zero: bool) -> Tensor:
     if with_zero:
         x = torch.cat([x, x.new_zeros(1, *x.shape[1:])])
     return x.index_select(0, index)
-
-
-def _inverse(permutation_N: Tensor) -> Tensor:
-    inverse_N = torch.empty_like(permutation_N)
-    inverse_N[permutation_N] = torch.arange(permutation_N.numel(), device=permutation_N.device)
-    return inverse_N

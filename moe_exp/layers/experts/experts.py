@@ -26,14 +26,11 @@ from moe_exp.layers.router import RoutingDecision
 
 @dataclass(frozen=True)
 class RoutedTokens:
-    """Tokens [T, D] and their routing, for experts that are all on this rank: no rows are written.
-
-    `rows_per_expert`: pad to this number of rows, see `Dispatcher.start`; the `triton` backend ignores it.
-    """
+    """Tokens and their routing, for experts that are all on this rank: no rows are written."""
 
     x_TD: Tensor
     decision: RoutingDecision
-    rows_per_expert: int | None = None
+    rows_per_expert: int | None = None  # pad to it, see `Dispatcher.start`; `triton` ignores it
 
 
 class Experts(nn.Module):
@@ -87,51 +84,34 @@ class Experts(nn.Module):
     ):
         super().__init__()
         if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation={activation}: is not an activation. Fix: use one of {', '.join(ACTIVATIONS)}."
-            )
+            fix = f"use one of {', '.join(ACTIVATIONS)}"
+            raise ValueError(f"activation={activation}: is not an activation. Fix: {fix}.")
         if bias and hidden_size % etp_size:
             rule = f"with a bias it has to be a multiple of the expert tensor parallel size {etp_size}"
             raise ValueError(f"hidden_size={hidden_size}: {rule}. Fix: change ETP or leave the bias out.")
         if backend not in FUSED and backend not in BACKENDS:
-            rule = (
-                "grouped_gemm.choose_backend says which one auto is"
-                if backend == "auto"
-                else "is not a backend"
-            )
-            raise ValueError(
-                f"expert_backend={backend}: {rule}. Fix: use one of {', '.join((*FUSED, *BACKENDS))}."
-            )
+            fix = f"use one of {', '.join((*FUSED, *BACKENDS))}; grouped_gemm.choose_backend chooses for auto"
+            raise ValueError(f"expert_backend={backend}: is not a backend. Fix: {fix}.")
         if backend in FUSED and (rule := fused_problem(dtype=dtype)):
             raise ValueError(f"expert_backend={backend}: {rule}. Fix: use another backend.")
         if backend in PACKAGES and (modules := PACKAGES[backend].missing()):
-            raise ValueError(
-                f"expert_backend={backend}: {' and '.join(modules)} is not installed. Fix:"
-                f" {PACKAGES[backend].install}."
-            )
+            rule = f"{' and '.join(modules)} is not installed"
+            raise ValueError(f"expert_backend={backend}: {rule}. Fix: {PACKAGES[backend].install}.")
         if fp8:
             check_fp8_kernels(backend, device)
-        self.activation, self.gated, self.fp8 = activation, ACTIVATIONS[activation][1], fp8
-        self.backend, self.recompute_activation, self.adds_to_main_grad = (
-            backend,
-            recompute_activation,
-            adds_to_main_grad,
-        )
+        self.activation, self.gated, self.fp8 = activation, ACTIVATIONS[activation].gated, fp8
+        self.backend, self.recompute_activation = backend, recompute_activation
+        self.adds_to_main_grad = adds_to_main_grad
         self.grouped_gemm = None if backend in FUSED else BACKENDS[backend]  # unused by loop.py
         width, part = ffn_size * (2 if self.gated else 1), hidden_size // etp_size
         self.bias2_start = etp_rank * part
-        self.weight1 = nn.Parameter(
-            torch.empty(num_local_experts, width, hidden_size, dtype=dtype, device=device)
-        )
-        self.weight2 = nn.Parameter(
-            torch.empty(num_local_experts, hidden_size, ffn_size, dtype=dtype, device=device)
-        )
-        self.bias1 = (
-            nn.Parameter(torch.zeros(num_local_experts, width, dtype=dtype, device=device)) if bias else None
-        )
-        self.bias2 = (
-            nn.Parameter(torch.zeros(num_local_experts, part, dtype=dtype, device=device)) if bias else None
-        )
+
+        def empty(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_local_experts, *sizes, dtype=dtype, device=device))
+
+        self.weight1, self.weight2 = empty(width, hidden_size), empty(hidden_size, ffn_size)
+        self.bias1: nn.Parameter | None = empty(width) if bias else None
+        self.bias2: nn.Parameter | None = empty(part) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self, std: float = 0.02) -> None:
@@ -168,11 +148,9 @@ class Experts(nn.Module):
         weights_TK, expert_TK, kept_TK = decision.weights_TK, decision.expert_TK, decision.kept_TK
         if self.backend in FUSED:
             return experts_of_tokens(x_TD, weights_TK, expert_TK, kept_TK, **self._fused_options())
-        order, counts_E, _ = local_row_order(
-            decision, num_experts=self.weight1.size(0), rows_per_expert=inputs.rows_per_expert
-        )
-        weights_R = order.weights(weights_TK)
-        return self._loop(x_TD, weights_R, counts_E, order)
+        num_experts, rows = self.weight1.size(0), inputs.rows_per_expert
+        order, counts_E, _ = local_row_order(decision, num_experts=num_experts, rows_per_expert=rows)
+        return self._loop(x_TD, order.weights(weights_TK), counts_E, order)
 
     def _of_rows(self, dispatched: Dispatched) -> Tensor:
         rows_RD, weights_R = dispatched.rows_RD, dispatched.weights_R
@@ -217,9 +195,8 @@ class Experts(nn.Module):
 
     def _loop(self, x: Tensor, weights_R: Tensor, counts_L: Tensor, order: RowOrder | None = None) -> Tensor:
         weights = ExpertWeights(self.weight1, self.weight2, self.bias1, self.bias2, self.bias2_start)
-        return expert_loop(
-            x, weights_R, weights, rows_per_expert_L=counts_L, activation=self.activation, order=order
-        )
+        options: dict[str, Any] = {"activation": self.activation, "order": order}
+        return expert_loop(x, weights_R, weights, rows_per_expert_L=counts_L, **options)
 
     def _recomputing(self, active_RF: Tensor, hidden_RW: Tensor, weights_R: Tensor) -> Any:
         """With `recompute_activation`, a context in which autograd keeps no `active_RF` and recomputes it.

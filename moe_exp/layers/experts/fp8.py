@@ -41,10 +41,8 @@ def check_fp8(fp8: str | None, recipe: str, *, backend: str) -> None:
         fix = "pip install --no-build-isolation transformer-engine[pytorch], or set FP8=none"
         raise ValueError(f"fp8={fp8}: is computed by Transformer Engine, which is not installed. Fix: {fix}.")
     if backend != "te":
-        raise ValueError(
-            f"fp8={fp8}: experts compute in FP8 with expert_backend=te, not with {backend}. Fix: set"
-            " EXPERT_BACKEND=te."
-        )
+        rule = f"experts compute in FP8 with expert_backend=te, not with {backend}"
+        raise ValueError(f"fp8={fp8}: {rule}. Fix: set EXPERT_BACKEND=te.")
     recipe = getattr(recipe, "value", recipe)  # Megatron also has an enum of them
     if recipe not in RECIPES:
         raise ValueError(f"fp8_recipe={recipe}: is not supported. Fix: use one of {', '.join(RECIPES)}.")

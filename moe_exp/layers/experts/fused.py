@@ -211,8 +211,5 @@ def _placeholder(parameter: Any) -> Tensor | None:
         return None
     parameter.grad_added_to_main_grad = True
     # The hooks of Megatron's DDP, which start the reduction, expect a gradient, and free it at once.
-    return (
-        torch.zeros_like(parameter)
-        if getattr(parameter, "zero_out_wgrad", False)
-        else torch.empty_like(parameter)
-    )
+    make = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+    return make(parameter)

@@ -29,19 +29,15 @@ def check_package(name: str, *, device_type: str, dtype: torch.dtype) -> None:
     """
     package = PACKAGES[name]
     if missing := package.missing():
-        raise ValueError(
-            f"expert_backend={name}: {' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not"
-            f" installed. Fix: {package.install}, or use auto."
-        )
+        rule = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not installed"
+        raise ValueError(f"expert_backend={name}: {rule}. Fix: {package.install}, or use auto.")
     if device_type != "cuda":
         raise ValueError(f"expert_backend={name}: needs a CUDA device, not {device_type}. Fix: use auto.")
     dtypes = [_DTYPES[one] for one in package.dtypes]
     if dtype not in dtypes:
         names = ", ".join(map(_name, dtypes))
-        raise ValueError(
-            f"expert_backend={name}: computes in {names}, not in {_name(dtype)}. Fix: use auto, or one of"
-            " these dtypes."
-        )
+        rule = f"computes in {names}, not in {_name(dtype)}"
+        raise ValueError(f"expert_backend={name}: {rule}. Fix: use auto, or one of these dtypes.")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -39,18 +39,14 @@ class _Loop(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x_RD, w_LDF = ctx.saved_tensors
-        grad_RF = grads[0].contiguous()
+        grad_L = grads[0].contiguous().split(ctx.splits)
         dx_RD = torch.empty_like(x_RD) if ctx.needs_input_grad[0] else None
         dw_LDF = torch.empty_like(w_LDF) if ctx.needs_input_grad[1] else None
         if dx_RD is not None:
-            for dx, w, dy in zip(
-                dx_RD.split(ctx.splits), w_LDF.unbind(0), grad_RF.split(ctx.splits), strict=True
-            ):
+            for dx, w, dy in zip(dx_RD.split(ctx.splits), w_LDF.unbind(0), grad_L, strict=True):
                 torch.mm(dy, w.t(), out=dx)
         if dw_LDF is not None:
-            for dw, x, dy in zip(
-                dw_LDF.unbind(0), x_RD.split(ctx.splits), grad_RF.split(ctx.splits), strict=True
-            ):
+            for dw, x, dy in zip(dw_LDF.unbind(0), x_RD.split(ctx.splits), grad_L, strict=True):
                 torch.mm(x.t(), dy, out=dw)
         return dx_RD, dw_LDF, None
 
@@ -135,27 +131,21 @@ def choose_backend(name: str, *, device_type: str, dtype: torch.dtype, failure: 
     """
     has_grouped_mm = hasattr(torch.nn.functional, "grouped_mm")
     if name == "torch" and not has_grouped_mm:
-        raise ValueError(
-            f"expert_backend=torch: torch {torch.__version__} has no grouped_mm. Fix: use loop, or install"
-            " torch>=2.10."
-        )
+        rule = f"torch {torch.__version__} has no grouped_mm"
+        raise ValueError(f"expert_backend=torch: {rule}. Fix: use loop, or install torch>=2.10.")
     if name == "torch" and dtype == torch.float64:
         raise ValueError("expert_backend=torch: grouped_mm has no float64. Fix: use loop.")
     if name in PACKAGES:
         check_package(name, device_type=device_type, dtype=dtype)
     if name in FUSED and (rule := fused_problem(dtype=dtype, device_type=device_type, failure=failure)):
-        raise ValueError(
-            f"expert_backend={name}: {rule}. Fix:"
-            f" {'pip install triton, or ' if 'installed' in rule else ''}use auto."
-        )
+        fix = "pip install triton, or use auto" if "installed" in rule else "use auto"
+        raise ValueError(f"expert_backend={name}: {rule}. Fix: {fix}.")
     if name in BACKENDS or name in FUSED:
         on_cpu = name in FUSED and device_type == "cpu"
         return name, "asked for by EXPERT_BACKEND" + ("; on a CPU the same in plain torch" if on_cpu else "")
     if name != "auto":
-        raise ValueError(
-            f"expert_backend={name}: is not a backend. Fix: use auto or one of"
-            f" {', '.join((*FUSED, *BACKENDS))}."
-        )
+        fix = f"use auto or one of {', '.join((*FUSED, *BACKENDS))}"
+        raise ValueError(f"expert_backend={name}: is not a backend. Fix: {fix}.")
     if device_type == "cpu":
         return "loop", "grouped_mm is the same loop on a CPU"
     if dtype not in (torch.bfloat16, torch.float16):

@@ -36,6 +36,7 @@ from moe_exp.layers.kernels.tiles import (
     in_groups,
     linear_unit,
     linear_unit_grad,
+    load_where,
     row_tile,
     row_tile_ends,
 )
@@ -120,9 +121,7 @@ def _set_blocks(args: dict[str, Any]) -> None:
 
 
 @tuned(
-    CONFIGS,
-    key=["num_experts", "rows_class", "width", "depth", "GATED", "HAS_TMA"],
-    set_blocks=_set_blocks,
+    CONFIGS, key=["num_experts", "rows_class", "width", "depth", "GATED", "HAS_TMA"], set_blocks=_set_blocks
 )
 @jit
 def _kernel(
@@ -156,31 +155,23 @@ def _kernel(
         )
         dactive = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for start in range(0, depth, DEPTH):
+            is_depth = depths < depth - start
             if TMA and dy_tma is not None:
                 a = dy_tma.load([row, start])
-            elif EVEN_K:
-                a = tl.load(dy_block)
             else:
-                a = tl.load(dy_block, mask=(depths < depth - start)[None, :], other=0.0)
+                a = load_where(dy_block, is_depth[None, :], EVEN_K)
             if TMA:
                 b = w_tma.load([expert, start, first]).reshape(DEPTH, BLOCK_N)
-            elif EVEN_K and EVEN_N:
-                b = tl.load(w_block)
             else:
-                b = tl.load(
-                    w_block, mask=(depths < depth - start)[:, None] & (columns < width)[None, :], other=0.0
-                )
+                b = load_where(w_block, is_depth[:, None] & (columns < width)[None, :], EVEN_K and EVEN_N)
             dactive = dot(a, b, dactive, PRECISION, INTERPRET)
             dy_block += DEPTH
             w_block += DEPTH * stride_wd
         if tokens is not None:
             dactive = tl.where(is_token[:, None], dactive, 0.0)
         rows64 = rows.to(tl.int64)
-        hidden_rows, dhidden_rows, weighted_rows = (
-            hidden + rows64 * stride_hidden,
-            dhidden + rows64 * HIDDEN,
-            weighted + rows64 * width,
-        )
+        hidden_rows, dhidden_rows = hidden + rows64 * stride_hidden, dhidden + rows64 * HIDDEN
+        weighted_rows = weighted + rows64 * width
         scale = tl.full((BLOCK_M,), 1.0, tl.float32)
         if weights is not None:
             scale = tl.load(weights + rows, mask=is_row, other=0.0).to(tl.float32)
@@ -193,22 +184,9 @@ def _kernel(
             if i + 1 < BLOCK_N // CHUNK:
                 gate, up = _load(hidden_rows, is_row, first + (i + 1) * CHUNK, width, EVEN_N, GATED, CHUNK)
             _finish(
-                chunks[i],
-                this_gate,
-                this_up,
-                dhidden_rows,
-                weighted_rows,
-                partials + rows,
-                scale,
-                is_row,
-                first + i * CHUNK,
-                num_rows,
-                width,
-                EVEN_N,
-                ACTIVATION,
-                GATED,
-                CHUNK,
-            )
+                chunks[i], this_gate, this_up, dhidden_rows, weighted_rows, partials + rows, scale, is_row,
+                first + i * CHUNK, num_rows, width, EVEN_N, ACTIVATION, GATED, CHUNK,
+            )  # fmt: skip
 
 
 def activation_grad_torch(
@@ -238,12 +216,8 @@ def _outputs(
     dy: Tensor, weight2_LDF: Tensor, hidden_RW: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, wide = hidden_RW.size(0), torch.promote_types(hidden_RW.dtype, torch.float32)
-    dweights_R = hidden_RW.new_empty(num_rows, dtype=wide)
-    return (
-        hidden_RW.new_empty(hidden_RW.shape),
-        hidden_RW.new_empty(num_rows, weight2_LDF.size(2)),
-        dweights_R,
-    )
+    weighted_RF = hidden_RW.new_empty(num_rows, weight2_LDF.size(2))
+    return hidden_RW.new_empty(hidden_RW.shape), weighted_RF, hidden_RW.new_empty(num_rows, dtype=wide)
 
 
 @compilable("activation_grad", _outputs)

@@ -10,13 +10,7 @@ from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 # Predicted, not measured: 16 bytes per thread and load in bf16, all K loads of a token in flight. The sum has
 # the same bits with each.
-CONFIGS = configs(
-    "BLOCK_D num_warps num_stages",
-    (1024, 4, 1),
-    (512, 2, 1),
-    (256, 1, 1),
-    (2048, 8, 1),
-)
+CONFIGS = configs("BLOCK_D num_warps num_stages", (1024, 4, 1), (512, 2, 1), (256, 1, 1), (2048, 8, 1))
 
 
 @tuned(CONFIGS, key=["rows_class", "WIDTH", "TOPK"])

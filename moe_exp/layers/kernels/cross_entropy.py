@@ -71,7 +71,7 @@ def cross_entropy_statistics_torch(logits_NV: Tensor, target_N: Tensor, first: i
 
 @compilable(
     "cross_entropy_statistics",
-    lambda logits_NV, target_N, first: (
+    lambda logits_NV, *_: (
         logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
         logits_NV.new_empty(logits_NV.size(0), dtype=torch.float32),
     ),
@@ -94,16 +94,9 @@ def cross_entropy_statistics(logits_NV: Tensor, target_N: Tensor, first: int) ->
     log_sum_N, picked_N = (logits_NV.new_empty(num_rows, dtype=torch.float32) for _ in range(2))
     if num_rows:
         _statistics_kernel[(num_rows,)](
-            logits_NV,
-            target_N,
-            log_sum_N,
-            picked_N,
-            first,
-            width,
-            logits_NV.stride(0),
-            BLOCK=_block(width),
+            logits_NV, target_N, log_sum_N, picked_N, first, width, logits_NV.stride(0), BLOCK=_block(width),
             num_warps=8,
-        )
+        )  # fmt: skip
     return log_sum_N, picked_N
 
 

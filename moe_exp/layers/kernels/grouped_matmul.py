@@ -24,7 +24,7 @@ from moe_exp.layers.kernels.launch import (
     runs_kernel,
     tl,
 )
-from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, row_tile_ends
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 LARGEST_N, LARGEST_K = 256, 64  # BLOCK_N and BLOCK_K of the configs below
@@ -98,13 +98,9 @@ def _kernel(
             )
             for start in range(0, depth, DEPTH):
                 is_depth = depths < depth - start
-                a = tl.load(
-                    x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0
-                )
+                a = load_where(x_block, is_depth[None, :], EVEN_K)
                 if EVEN_N:
-                    b = tl.load(
-                        w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0
-                    )
+                    b = load_where(w_block, is_depth[:, None], EVEN_K)
                 else:
                     b = tl.load(w_block, mask=is_depth[:, None] & is_column[None, :], other=0.0)
                 total = dot(a, b, total, PRECISION, INTERPRET)

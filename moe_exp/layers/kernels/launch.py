@@ -211,7 +211,7 @@ def cdiv(number: int, divisor: int) -> int:
 def compilable(
     name: str, fake: Callable[..., Any], *, mutates: Sequence[str] = ()
 ) -> Callable[[Function], Function]:
-    """Decorator: runs a function on its tensors' device; Triton would launch on the current one.
+    """Decorator: runs a function on its first tensor's device; Triton would launch on the current one.
 
     Under torch.compile it is one opaque operator, `moe_exp::name`.
 
@@ -225,7 +225,8 @@ def compilable(
 
         @functools.wraps(function)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
-            with _device_of((*args, *kwargs.values())):
+            x = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)), None)
+            with current_device(x.device) if x is not None and x.is_cuda else nullcontext():
                 return function(*args, **kwargs)
 
         positional = _positional(on_its_device, signature)
@@ -242,12 +243,6 @@ def compilable(
 
 
 current_device: Any = torch.cuda.device  # under which a kernel is launched
-
-
-def _device_of(args: Sequence[Any]) -> Any:
-    """A context in which the device of the first tensor is the current one; no-op on a CPU."""
-    x = next((arg for arg in args if isinstance(arg, Tensor)), None)
-    return current_device(x.device) if x is not None and x.is_cuda else nullcontext()
 
 
 def _positional(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:

@@ -17,17 +17,9 @@ _BLOCK_R = 128
 
 @jit
 def _gather_kernel(
-    x,
-    index,
-    out,
-    num_sources,
-    num_rows,
-    divisor,
-    stride_x,
-    WIDTH: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    x, index, out, num_sources, num_rows, divisor, stride_x, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     is_row = rows < num_rows
@@ -90,17 +82,9 @@ def gather_rows(x: Tensor, index_R: Tensor, divisor: int = 1) -> Tensor:
     block_d = block_d if block_d >= _TILE // 8 else min(_TILE, power_of_2(width))
     block_r = _TILE // block_d
     _gather_kernel[cdiv(num_rows, block_r), cdiv(width, block_d)](
-        x,
-        index_R.contiguous(),
-        out,
-        x.size(0),
-        num_rows,
-        divisor,
-        x.stride(0),
-        WIDTH=width,
-        BLOCK_R=block_r,
+        x, index_R.contiguous(), out, x.size(0), num_rows, divisor, x.stride(0), WIDTH=width, BLOCK_R=block_r,
         BLOCK_D=block_d,
-    )
+    )  # fmt: skip
     return out
 
 
@@ -108,6 +92,7 @@ def chunk_order_torch(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Plain-torch twin of `chunk_order`."""
     ends_SL = rows_SL.flatten().cumsum(0).view_as(rows_SL)
     first_C, rows_C = (ends_SL - rows_SL).t().flatten(), rows_SL.t().flatten()
+    # A row keeps its place in its chunk, so each chunk has one shift and no sort is needed.
     shift_C = first_C - (rows_C.cumsum(0) - rows_C)
     mine_R = torch.arange(num_rows, device=rows_SL.device)
     slot_R = torch.repeat_interleave(shift_C, rows_C, output_size=num_rows) + mine_R
@@ -136,13 +121,7 @@ def chunk_order(rows_SL: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     if num_rows == 0:
         return slot_R, row_R
     _chunk_kernel[(cdiv(num_rows, _BLOCK_R),)](
-        rows_SL.t().flatten().cumsum(0),
-        rows_SL.flatten().cumsum(0),
-        slot_R,
-        row_R,
-        num_rows,
-        *rows_SL.shape,
-        BLOCK_R=_BLOCK_R,
-        STEPS=rows_SL.numel().bit_length(),
-    )
+        rows_SL.t().flatten().cumsum(0), rows_SL.flatten().cumsum(0), slot_R, row_R, num_rows, *rows_SL.shape,
+        BLOCK_R=_BLOCK_R, STEPS=rows_SL.numel().bit_length(),
+    )  # fmt: skip
     return slot_R, row_R

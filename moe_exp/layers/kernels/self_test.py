@@ -51,57 +51,33 @@ _INTERPRETED_EXPERTS = 3
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes and types that kernels are called with.
+    """Sizes and types that kernels are called with; all sizes are those of a rank."""
 
-    Args:
-        dtype: of rows and weights.
-        hidden_size: D.
-        ffn_size: F on this rank.
-        num_experts: L on this rank.
-        topk: K.
-        num_rows: of a micro-batch, if all experts have the same number.
-        activation: a key of activations.ACTIVATIONS.
-        bias: experts have biases.
-        gathers: kernels take rows from the tokens themselves, as if all experts are on the rank.
-        adds: gradients are added to main_grad.
-        fp8: the products are in e4m3.
-        vocab_size: V on this rank.
-        router: options of `router_topk`, with `num_experts` of all ranks; None if it uses no kernel.
-    """
-
-    dtype: torch.dtype
+    dtype: torch.dtype  # of rows and weights
     hidden_size: int
     ffn_size: int
     num_experts: int
     topk: int = 2
-    num_rows: int = 0
+    num_rows: int = 0  # of a micro-batch, if all experts have the same number
     activation: str = "swiglu"
-    bias: bool = False
-    gathers: bool = True
-    adds: bool = False
-    fp8: bool = False
+    bias: bool = False  # experts have biases
+    gathers: bool = True  # kernels take rows from the tokens themselves: all experts are on the rank
+    adds: bool = False  # gradients are added to main_grad
+    fp8: bool = False  # the products are in e4m3
     vocab_size: int = 1000
-    router: dict[str, Any] | None = None
+    router: dict[str, Any] | None = None  # of `router_topk`, `num_experts` of all ranks; None: no kernel
 
 
 @dataclass(frozen=True)
 class KernelCheck:
-    """Result of comparing a kernel with its twin.
-
-    Args:
-        dtype: of the operands, such as `bf16`.
-        shape: in words.
-        num_configs: number of configs compared.
-        error: largest relative error of all results.
-        problem: what is wrong, with the config; empty if nothing.
-    """
+    """Result of comparing a kernel with its twin."""
 
     kernel: str
-    dtype: str
-    shape: str
-    num_configs: int
-    error: float
-    problem: str = ""
+    dtype: str  # of the operands, such as `bf16`
+    shape: str  # in words
+    num_configs: int  # that were compared
+    error: float  # largest relative error of all results
+    problem: str = ""  # what is wrong, with the config; empty if nothing
 
     def line(self, device: torch.device) -> str:
         """Everything that a report of the failure needs."""

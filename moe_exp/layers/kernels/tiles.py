@@ -50,6 +50,12 @@ def dot(a, b, total, PRECISION: tl.constexpr, INTERPRET: tl.constexpr):
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
+@jit
+def load_where(block, mask, IS_WHOLE: tl.constexpr):
+    """The values at the addresses `block`, zero where the mask is false; IS_WHOLE: it is true everywhere."""
+    return tl.load(block, mask=None if IS_WHOLE else mask, other=None if IS_WHOLE else 0.0)
+
+
 # Splits a block of results into chunks of columns, for epilogues that need more registers than there are.
 
 

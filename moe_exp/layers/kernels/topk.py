@@ -33,27 +33,16 @@ _PROGRAMS_PER_PROCESSOR = 4
 
 
 class TopK(NamedTuple):
-    """Router decisions, and what losses and statistics need of the scores.
+    """Router decisions, and what losses and statistics need of the scores. Floats are fp32."""
 
-    Args:
-        expert_TK: chosen experts, int64, best first; ties go to the lowest index.
-        weights_TK: router weights, fp32, with gradient.
-        lse_T: log-sum-exp of the logits, fp32, with gradient.
-        score_sums_E: scores (rows sum to 1) summed over tokens without padding, fp32, with gradient.
-        tokens_per_expert_E: slots per expert, int64, without padding.
-        by_score_E: like tokens_per_expert_E for the K highest scores; differs only with a bias.
-        entropy: of the scores, summed over tokens without padding, fp32 scalar.
-        largest: largest weight of each token, summed likewise.
-    """
-
-    expert_TK: Tensor
-    weights_TK: Tensor
-    lse_T: Tensor
-    score_sums_E: Tensor
-    tokens_per_expert_E: Tensor
-    by_score_E: Tensor
-    entropy: Tensor
-    largest: Tensor
+    expert_TK: Tensor  # chosen experts, int64, best first; ties go to the lowest index
+    weights_TK: Tensor  # router weights, with gradient
+    lse_T: Tensor  # log-sum-exp of the logits, with gradient
+    score_sums_E: Tensor  # scores (rows sum to 1) summed over tokens without padding, with gradient
+    tokens_per_expert_E: Tensor  # slots per expert, int64, without padding
+    by_score_E: Tensor  # like tokens_per_expert_E for the K highest scores; differs only with a bias
+    entropy: Tensor  # of the scores, summed over tokens without padding, a scalar
+    largest: Tensor  # largest weight of each token, summed likewise
 
 
 @jit
@@ -240,9 +229,7 @@ SCORE_FUNCTIONS = {
         slope=lambda logits_TE: torch.sigmoid(-logits_TE),
     ),
     "sqrtsoftplus": ScoreFunction(
-        raw=lambda logits_TE, log_TE: log_TE.exp(),
-        log=_log_sqrt_softplus,
-        slope=_slope_of_log_sqrt_softplus,
+        raw=lambda logits_TE, log_TE: log_TE.exp(), log=_log_sqrt_softplus, slope=_slope_of_log_sqrt_softplus
     ),
 }
 
@@ -309,11 +296,9 @@ def _best(choice_TE: Tensor, topk: int) -> Tensor:
 
 
 def _count(expert_TK: Tensor, valid_T: Tensor | None, num_experts: int) -> Tensor:
-    ones_TK = (
-        torch.ones_like(expert_TK)
-        if valid_T is None
-        else valid_T.long().unsqueeze(1).expand_as(expert_TK).contiguous()
-    )
+    ones_TK = torch.ones_like(expert_TK)
+    if valid_T is not None:
+        ones_TK = ones_TK * valid_T.unsqueeze(1)
     return expert_TK.new_zeros(num_experts).scatter_add_(0, expert_TK.flatten(), ones_TK.flatten())
 
 

@@ -30,15 +30,9 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True, eq=False)
 class KernelConfig:
-    """One way to launch a kernel.
+    """One way to launch a kernel."""
 
-    Args:
-        constants: of the kernel, with `num_warps` and `num_stages`; TMA=1 needs tensor descriptors.
-        set_blocks: see `tuned`.
-    """
-
-    constants: dict[str, int]
-    set_blocks: Callable[[dict[str, Any]], None] | None = None
+    constants: dict[str, int]  # of the kernel, num_warps and num_stages; TMA=1 needs tensor descriptors
 
     def __str__(self) -> str:
         return ", ".join(f"{name}: {value}" for name, value in self.constants.items())
@@ -54,18 +48,18 @@ class Tuned:
 
     With torch.use_deterministic_algorithms it takes the first: another start may measure another config as
     fastest, whose tiles sum in another order. Checked at every launch, as in torch, so also after timing.
-
-    Args:
-        function: the kernel.
-        configs: see `tuned`.
-        key: names of arguments.
-        trial: see `tuned`.
+    Arguments: see `tuned`.
     """
 
     def __init__(
-        self, function: Any, configs: Sequence[KernelConfig], key: Sequence[str], trial: str | None = None
+        self,
+        function: Any,
+        configs: Sequence[KernelConfig],
+        key: Sequence[str],
+        trial: str | None = None,
+        set_blocks: Callable[[dict[str, Any]], None] | None = None,
     ):
-        self.fn, self.configs, self._trial = function, list(configs), trial
+        self.fn, self.configs, self._trial, self._set_blocks = function, list(configs), trial, set_blocks
         self.name = function.fn.__module__.rpartition(".")[2]
         self._of_key = [(name, function.arg_names.index(name)) for name in key]
         self.choices: dict[Key, KernelConfig] = {}
@@ -123,8 +117,8 @@ class Tuned:
             kwargs[self._trial] = is_trial
         if kwargs.get("HAS_TMA"):
             if config.constants["TMA"]:
-                assert config.set_blocks is not None
-                config.set_blocks({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs})
+                assert self._set_blocks is not None
+                self._set_blocks({**dict(zip(self.fn.arg_names, args, strict=False)), **kwargs})
             else:  # not encoded in vain, and a driver that cannot encode them fails no config without them
                 descriptor = triton.tools.tensor_descriptor.TensorDescriptor
                 args = [None if isinstance(x, descriptor) else x for x in args]
@@ -191,10 +185,9 @@ class Tuned:
         found: dict[KernelConfig, float] = {}
         error: Exception | None = None
         for config in configs:
+            launch = functools.partial(self._launch, config, args, kwargs, is_trial=1)
             try:
-                found[config] = milliseconds(
-                    functools.partial(self._launch, config, args, kwargs, is_trial=1)
-                )
+                found[config] = milliseconds(launch)
             except torch.OutOfMemoryError as full:
                 line = "kernel %s: the configs are not timed, as memory is full; takes config %s: %s"
                 logger.warning(line, self.name, configs[0], in_one_line(full))
@@ -218,15 +211,8 @@ class Tuned:
         on = device_facts()
         if not on:
             return None
-        configs = [str(config) for config in self.configs]
-        facts = [
-            self.fn.cache_key,
-            triton.__version__,
-            *on,
-            free_processors(),
-            self._in_words(key),
-            configs,
-        ]
+        facts = [self.fn.cache_key, triton.__version__, *on, free_processors(), self._in_words(key)]
+        facts.append([str(config) for config in self.configs])
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         folder = os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache"
         return Path(folder, "moe_exp", f"{self.name}-{digest[:32]}.json")
@@ -323,27 +309,23 @@ def tuned(
     def decorate(function: Any) -> Any:
         if triton is None:
             return function
-        chosen = [make_config(config, set_blocks) for config in (configs[:1] if INTERPRETED else configs)]
-        kernel = Tuned(function, chosen, key, trial)
+        chosen = [make_config(config) for config in (configs[:1] if INTERPRETED else configs)]
+        kernel = Tuned(function, chosen, key, trial, set_blocks)
         TUNED[kernel.name] = kernel
         return kernel
 
     return decorate
 
 
-def make_config(
-    config: dict[str, int], set_blocks: Callable[[dict[str, Any]], None] | None = None
-) -> KernelConfig:
+def make_config(config: dict[str, int]) -> KernelConfig:
     """A config of `tuned`; small tiles if interpreted."""
     if INTERPRETED:
-        config = {
-            name: min(value, _INTERPRETED_TILE) if name.startswith("BLOCK_") else value
-            for name, value in config.items()
-        }
+        blocks = {name: size for name, size in config.items() if name.startswith("BLOCK_")}
+        config = config | {name: min(size, _INTERPRETED_TILE) for name, size in blocks.items()}
     # PROGRAMS on a processor share its registers; Triton may need more than their part without a limit.
     num_registers = _REGISTERS // (32 * config["num_warps"] * config.get("PROGRAMS", 1))
     limit = {"maxnreg": num_registers} if num_registers < _MOST_REGISTERS else {}
-    return KernelConfig(config | limit, set_blocks)
+    return KernelConfig(config | limit)
 
 
 _REGISTERS, _MOST_REGISTERS = 2**16, 255  # of a multiprocessor, and of a thread

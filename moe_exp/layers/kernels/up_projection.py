@@ -31,6 +31,7 @@ from moe_exp.layers.kernels.tiles import (
     dot,
     in_groups,
     linear_unit,
+    load_where,
     row_tile,
     row_tile_ends,
 )
@@ -132,17 +133,13 @@ def _kernel(
             if TMA and x_tma is not None:
                 a = x_tma.load([row, start])
             else:
-                a = tl.load(
-                    x_block, mask=None if EVEN_K else is_depth[None, :], other=None if EVEN_K else 0.0
-                )
+                a = load_where(x_block, is_depth[None, :], EVEN_K)
             if TMA and GATED:
                 b = w_tma.load([expert, column, 0, start]).reshape(BLOCK_N, DEPTH).T
             elif TMA:
                 b = w_tma.load([expert, column, start]).reshape(BLOCK_N, DEPTH).T
             else:
-                b = tl.load(
-                    w_block, mask=None if EVEN_K else is_depth[:, None], other=None if EVEN_K else 0.0
-                )
+                b = load_where(w_block, is_depth[:, None], EVEN_K)
             total = dot(a, b, total, PRECISION, INTERPRET)
             x_block += DEPTH
             w_block += DEPTH
@@ -157,19 +154,9 @@ def _kernel(
         chunks = column_chunks(total, BLOCK_M, BLOCK_N, CHUNK)
         for i in tl.static_range(BLOCK_N // CHUNK):
             _finish(
-                chunks[i],
-                hidden + rows64 * stride_hidden,
-                active + rows64 * stride_active,
-                scale,
-                is_row,
-                column + i * OUT_CHUNK,
-                width,
-                ACTIVATION,
-                GATED,
-                KEEPS_HIDDEN,
-                BLOCK_M,
-                OUT_CHUNK,
-            )
+                chunks[i], hidden + rows64 * stride_hidden, active + rows64 * stride_active, scale, is_row,
+                column + i * OUT_CHUNK, width, ACTIVATION, GATED, KEEPS_HIDDEN, BLOCK_M, OUT_CHUNK,
+            )  # fmt: skip
 
 
 def up_projection_torch(

@@ -24,7 +24,7 @@ from moe_exp.layers.kernels.launch import (
     runs_kernel,
     tl,
 )
-from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups
+from moe_exp.layers.kernels.tiles import column_chunks, dot, in_groups, load_where
 from moe_exp.layers.kernels.tuning import configs, rows_class, tuned
 
 # Predicted, not measured; see docs/kernels.md. The first one is for deterministic algorithms.
@@ -150,10 +150,8 @@ def _rows_of(index, rows, is_row):
 def _load(x, rows, columns, STRIDE: tl.constexpr, is_row, num_columns: tl.constexpr, EVEN: tl.constexpr):
     """A block of an operand, zero where there is no row; its order of dimensions is that of the indices."""
     block = x + rows.to(tl.int64) * STRIDE + columns
-    if is_row is None and EVEN:
-        values = tl.load(block)
-    elif is_row is None:
-        values = tl.load(block, mask=columns < num_columns, other=0.0)
+    if is_row is None:
+        values = load_where(block, columns < num_columns, EVEN)
     elif EVEN:
         values = tl.load(block, mask=is_row, other=0.0)
     else:

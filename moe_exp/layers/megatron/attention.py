@@ -16,8 +16,42 @@ from torch.distributed import ProcessGroup
 
 from moe_exp.layers.dispatcher.collectives import gather_rows
 from moe_exp.layers.megatron.documents import Documents
-from moe_exp.layers.megatron.kv_cache import KeyValueCache
 from moe_exp.layers.microbatch import in_sequence_order, sequence_blocks
+
+
+class KeyValueCache:
+    """Keys (after the rotary embedding) and values of one layer, kept for generating the next token.
+
+    Megatron's own inference context keeps keys without positions and rotates all of them at every token, at a
+    cost that grows with the text.
+
+    Args:
+        num_positions: capacity in tokens per sequence, allocated at the first call of `extend`.
+    """
+
+    def __init__(self, num_positions: int):
+        self.num_positions, self.length = num_positions, 0
+        self._keys = self._values = torch.empty(0)
+
+    def extend(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes key and value [S, B, G, d] after the first `length` tokens; only `advance` changes `length`.
+
+        Returns:
+            Views [length + S, B, G, d] of the cached keys and values; their head sizes may differ.
+        """
+        if not self._keys.numel():
+            # Head by head, as attention reads them.
+            self._keys, self._values = (
+                new.new_empty(*new.shape[1:3], self.num_positions, new.size(3)) for new in (key, value)
+            )
+        end = self.length + key.size(0)
+        self._keys[:, :, self.length : end] = key.permute(1, 2, 0, 3)
+        self._values[:, :, self.length : end] = value.permute(1, 2, 0, 3)
+        return self._keys[:, :, :end].permute(2, 0, 1, 3), self._values[:, :, :end].permute(2, 0, 1, 3)
+
+    def advance(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` of what `extend` wrote last; the rest was padding."""
+        self.length += num_tokens
 
 
 def choose_attention(
@@ -79,9 +113,8 @@ class CausalAttention(nn.Module):
         """
         documents = kwargs.get("packed_seq_params")
         if attention_mask is not None or not isinstance(documents, Documents | None):
-            raise ValueError(
-                "attention_mask: is not None. CausalAttention is causal only. Fix: pass attention_mask=None."
-            )
+            rule = "is not None. CausalAttention is causal only"
+            raise ValueError(f"attention_mask: {rule}. Fix: pass attention_mask=None.")
         if self.cache is not None:
             key, value = self.cache.extend(key, value)
         if documents is not None and not (documents.are_whole_samples and len(documents.ranges) <= 2):

@@ -97,10 +97,8 @@ def latent_attention_spec(config: TransformerConfig, *, norm: type) -> ModuleSpe
         ValueError: for several tensor parallel ranks without sequence parallelism to sum those gradients.
     """
     if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ValueError(
-            "sequence_parallel=False: multi-latent attention adds up gradients over tensor parallel ranks by"
-            " sequence parallelism. Fix: set sequence_parallel=True."
-        )
+        rule = "multi-latent attention adds up gradients over tensor parallel ranks by sequence parallelism"
+        raise ValueError(f"sequence_parallel=False: {rule}. Fix: set sequence_parallel=True.")
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=ColumnParallelLinear,
         linear_q_down_proj=Linear,

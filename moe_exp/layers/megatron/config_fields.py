@@ -73,10 +73,8 @@ def check_fields(config: TransformerConfig) -> None:
     for name, default in defaults.items():
         is_known = name in FOLLOWED or name in IRRELEVANT or name in REFUSED
         if name.startswith("moe_") and not is_known and _is_set(config, name, default):
-            raise ValueError(
-                f"{name}={getattr(config, name)}: this MoE layer does not know the field. Fix: leave it at"
-                f" {default}."
-            )
+            rule = "this MoE layer does not know the field"
+            raise ValueError(f"{name}={getattr(config, name)}: {rule}. Fix: leave it at {default}.")
 
 
 def check_attention(config: TransformerConfig) -> None:

@@ -55,17 +55,11 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Documents:
-    """Where the documents of each sample of a micro-batch begin and end.
+    """Where the documents of each sample of a micro-batch begin and end."""
 
-    Args:
-        lengths: tokens of each document, in order, for each of B samples; they add up to S.
-        positions_BS: of this rank's tokens in their documents, int64 [B, S/C].
-        ranges: parts [first, end) of a sample that this rank has, in its order; empty: all of it.
-    """
-
-    lengths: Lengths
-    positions_BS: Tensor
-    ranges: tuple[tuple[int, int], ...] = ()
+    lengths: Lengths  # tokens of each document, in order, for each of B samples; they add up to S
+    positions_BS: Tensor  # of this rank's tokens in their documents, int64 [B, S/C]
+    ranges: tuple[tuple[int, int], ...] = ()  # parts [first, end) of a sample on this rank; empty: all of it
 
     # What Megatron asks of its own PackedSeqParams: tokens are [S, B], and there is no group but the usual.
     qkv_format: ClassVar[str] = "sbhd"
@@ -154,10 +148,7 @@ class RestartingPositions(nn.Module):
         """Angles [S, B, 1, d] of `Documents`, or [positions, 1, 1, d]; with YaRN also its factor."""
         if not isinstance(positions, Documents):
             return self.rotary(positions, *args, **options)
-        angles, *factor = _as_tuple(self.rotary.get_emb(positions.longest))
+        found = self.rotary.get_emb(positions.longest)
+        angles, *factor = found if isinstance(found, tuple) else (found,)
         angles = angles[:, 0][positions.positions_BS.t()]
         return (angles, *factor) if factor else angles
-
-
-def _as_tuple(found: Any) -> tuple[Any, ...]:
-    return found if isinstance(found, tuple) else (found,)

@@ -15,11 +15,6 @@ from megatron.core.post_training.modelopt.layers import Linear as Linear
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-def latent_size(config: TransformerConfig) -> int:
-    """Width of the experts' input and output if the layer has latent projections, else 0."""
-    return config.moe_latent_size or 0
-
-
 def latent_projections(
     config: TransformerConfig, linear: Any, tp_group: Any, device: torch.device
 ) -> tuple[Any, Any]:
@@ -32,7 +27,7 @@ def latent_projections(
     """
     # Linear is always duplicated, TELinear finds the group itself.
     mode = {"tp_group": tp_group} if linear is Linear else {"parallel_mode": "duplicated"}
-    hidden, latent = config.hidden_size, latent_size(config)
+    hidden, latent = config.hidden_size, config.moe_latent_size
     return (
         _projection(linear, config, hidden, latent, config.init_method, device, **mode),
         _projection(linear, config, latent, hidden, config.output_layer_init_method, device, **mode),

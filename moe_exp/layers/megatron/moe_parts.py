@@ -1,7 +1,7 @@
 """Our router, experts and MoE layer with the interface that Megatron expects."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -19,12 +19,7 @@ from moe_exp.layers.experts.fp8 import check_fp8
 from moe_exp.layers.experts.grouped_gemm import choose_backend
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron.config_fields import check_fields
-from moe_exp.layers.megatron.latent_projections import (
-    Linear,
-    latent_projections,
-    latent_size,
-    projecting,
-)
+from moe_exp.layers.megatron.latent_projections import Linear, latent_projections, projecting
 from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
@@ -45,23 +40,21 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 def device_of_model() -> torch.device:
     """Device of the parameters: this rank's GPU, or the CPU."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
+    on_gpu = torch.cuda.is_available()
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 
 def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> RouterConfig:
     """Megatron's router settings as ours; `overrides` are fields of RouterConfig."""
     states = {loss.needs.state for loss in balancing_losses(config)}
+    assignment = "sinkhorn" if "sinkhorn" in _kinds(config) else "topk"
     mine = RouterConfig(
         hidden_size=config.hidden_size,
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,
         score=config.moe_router_score_function,
         # Megatron ignores the order of softmax and top-k with Sinkhorn.
-        pre_softmax=config.moe_router_pre_softmax or "sinkhorn" in _kinds(config),
+        pre_softmax=config.moe_router_pre_softmax or assignment == "sinkhorn",
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
         num_groups=config.moe_router_num_groups or 0,
         group_topk=config.moe_router_group_topk or 0,
@@ -71,15 +64,9 @@ def router_config(config: TransformerConfig, overrides: Mapping[str, Any]) -> Ro
         global_fractions="global_tokens_per_expert" in states,
         dtype=config.moe_router_dtype or "fp32",
         jitter=config.moe_input_jitter_eps or 0.0,
-        assignment=_assignment(config),
+        assignment="balanced" if config.moe_router_force_load_balancing else assignment,
     )
     return replace(mine, **overrides)
-
-
-def _assignment(config: TransformerConfig) -> str:
-    if config.moe_router_force_load_balancing:
-        return "balanced"
-    return "sinkhorn" if "sinkhorn" in _kinds(config) else "topk"
 
 
 def _kinds(config: TransformerConfig) -> list[str]:
@@ -114,10 +101,7 @@ class MegatronRouter(Router):
             fix = "set moe_router_enable_expert_bias=True in the TransformerConfig"
             raise ValueError(f"expert_bias=True: {rule}. Fix: {fix}.")
         super().__init__(
-            found,
-            microbatch_group=pg_collection.tp_cp,
-            dtype=config.params_dtype,
-            device=device_of_model(),
+            found, microbatch_group=pg_collection.tp_cp, dtype=config.params_dtype, device=device_of_model()
         )
         self.batch_group = getattr(pg_collection, "tp_dp_cp", None)
         config.init_method(self.weight)
@@ -167,20 +151,18 @@ class MegatronExperts(Experts):
         device = device_of_model()
         backend, _ = choose_backend(backend, device_type=device.type, dtype=config.params_dtype)
         check_fp8(config.fp8, config.fp8_recipe, backend=backend)
-        self.ep_group, self.etp_group, self.edp_group = (
-            pg_collection.ep,
-            pg_collection.expt_tp,
-            pg_collection.expt_dp,
-        )
+        self.ep_group, self.etp_group = pg_collection.ep, pg_collection.expt_tp
+        groups = {"ep_group": self.ep_group, "etp_group": self.etp_group, "edp_group": pg_collection.expt_dp}
+        self.place = ExpertPlace.of(**groups)
         super().__init__(
             num_local_experts=num_local_experts,
-            hidden_size=latent_size(config) or config.hidden_size,
-            ffn_size=ffn_per_rank(config.moe_ffn_hidden_size, pg_collection.expt_tp.size()),
+            hidden_size=config.moe_latent_size or config.hidden_size,
+            ffn_size=ffn_per_rank(config.moe_ffn_hidden_size, self.place.etp_size),
             activation=activation_name(config),
             backend=backend,
             bias=config.add_bias_linear,
-            etp_rank=pg_collection.expt_tp.rank(),
-            etp_size=pg_collection.expt_tp.size(),
+            etp_rank=self.place.etp_rank,
+            etp_size=self.place.etp_size,
             recompute_activation=config.recompute_granularity == "selective"
             and "moe_act" in config.recompute_modules,
             adds_to_main_grad=True,  # without the kernel of Apex that gradient_accumulation_fusion needs
@@ -188,7 +170,10 @@ class MegatronExperts(Experts):
             dtype=config.params_dtype,
             device=device,
         )
-        with _random_numbers_of_experts():
+        # Megatron's random numbers for experts differ on every EP and ETP rank, unlike its usual ones. A
+        # program of one rank need not seed them.
+        tracker, name = tensor_parallel.get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
+        with tracker.fork(name) if name in tracker.get_states() else nullcontext():
             config.init_method(self.weight1)
             config.output_layer_init_method(self.weight2)
         for name, weight in self.named_parameters():
@@ -209,7 +194,7 @@ class MegatronExperts(Experts):
         return shard_experts(
             dict(self.named_parameters(recurse=False)),
             prefix,
-            ExpertPlace.of(ep_group=self.ep_group, etp_group=self.etp_group, edp_group=self.edp_group),
+            self.place,
             gated=self.gated,
             sharded_offsets=tuple(sharded_offsets),
             singleton_local_shards=bool((metadata or {}).get("singleton_local_shards")),
@@ -224,13 +209,6 @@ def _take_extra_states(experts: torch.nn.Module, keys: Any) -> None:
     grouped experts do.
     """
     keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if not key.endswith("._extra_state")]
-
-
-def _random_numbers_of_experts() -> AbstractContextManager[Any]:
-    """Megatron's random numbers for experts, others on every EP and ETP rank; its usual ones are not."""
-    tracker, name = tensor_parallel.get_cuda_rng_tracker(), get_expert_parallel_rng_tracker_name()
-    # a program of one rank need not seed them
-    return tracker.fork(name) if name in tracker.get_states() else nullcontext()
 
 
 def activation_name(config: TransformerConfig) -> str:
@@ -274,9 +252,8 @@ class MegatronMoELayer(MegatronMoE):
         **kwargs: Any,
     ):
         if submodules is None:
-            raise ValueError(
-                "submodules=None: the layer is built from a spec. Fix: use moe_submodule_spec()."
-            )
+            fix = "use moe_submodule_spec()"
+            raise ValueError(f"submodules=None: the layer is built from a spec. Fix: {fix}.")
         check_fields(config)
         # Not MoELayer.__init__, which would build Megatron's router, dispatcher and experts.
         MegatronModule.__init__(self, config)
@@ -295,14 +272,10 @@ class MegatronMoELayer(MegatronMoE):
             # Megatron's overlap leaves its exchanges out of the module's forward, for its own dispatcher.
             plain = copy(config)
             plain.moe_shared_expert_overlap = False
-            self.shared_experts = build_module(
-                submodules.shared_experts,
-                config=plain,
-                pg_collection=groups,
-                gate=config.moe_shared_expert_gate,
-            )
+            options = {"pg_collection": groups, "gate": config.moe_shared_expert_gate}
+            self.shared_experts = build_module(submodules.shared_experts, config=plain, **options)
         self.fc1_latent_proj = self.fc2_latent_proj = None
-        if latent_size(config):
+        if config.moe_latent_size:
             projections = latent_projections(config, latent_linear, groups.tp, device_of_model())
             self.fc1_latent_proj, self.fc2_latent_proj = projections
         self.moe_layer_recompute = (
@@ -347,7 +320,10 @@ class MegatronMoELayer(MegatronMoE):
         if self.training:
             check_sequence_parallel(self.config, tp=self.tp_group.size())
         if padding_mask is not None:
-            padding_mask = self._own_padding(padding_mask, hidden_states.size(0))
+            # Megatron's is [B, S]; True is padding in its code, although its docstrings say the opposite.
+            mask = padding_mask.transpose(0, 1).bool()
+            is_own = mask.size(0) == hidden_states.size(0)  # not that of all sequence parallel ranks
+            padding_mask = mask if is_own else mask.chunk(self.tp_group.size())[self.tp_group.rank()]
         if self.moe_layer_recompute and self.training:
             return self._recomputed(partial(self._forward, padding_mask=padding_mask), hidden_states), None
         return self._forward(hidden_states, padding_mask), None
@@ -367,21 +343,12 @@ class MegatronMoELayer(MegatronMoE):
             output = MoEAuxLossAutoScaler.apply(output, loss)
         return output
 
-    def _own_padding(self, padding_mask: Tensor, length: int) -> Tensor:
-        """Megatron's mask [B, S] as [S, B], of this sequence parallel rank."""
-        # True is padding in Megatron's code, although its docstrings say the opposite.
-        mask = padding_mask.transpose(0, 1).bool()
-        return mask if mask.size(0) == length else mask.chunk(self.tp_group.size())[self.tp_group.rank()]
-
     def backward_dw(self, *args: Any, **kwargs: Any) -> None:
         self.experts.backward_dw()
 
 
 def _settings(
-    config: TransformerConfig,
-    losses: tuple[AuxLoss, ...],
-    min_capacity: int,
-    token_rounding: int,
+    config: TransformerConfig, losses: tuple[AuxLoss, ...], min_capacity: int, token_rounding: int
 ) -> MoESettings:
     return MoESettings(
         capacity_factor=config.moe_expert_capacity_factor,
@@ -423,15 +390,12 @@ _DISPATCHERS: dict[str, Any] = {
 def _dispatcher(name: str, config: TransformerConfig, groups: Any) -> Dispatcher:
     is_local = groups.ep.size() == 1 and groups.expt_tp.size() == 1
     if name == "local" and not is_local:
-        raise ValueError(
-            f"dispatcher=local: needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}."
-            " Fix: use alltoall."
-        )
+        rule = f"needs EP=1 and ETP=1, not {groups.ep.size()} and {groups.expt_tp.size()}"
+        raise ValueError(f"dispatcher=local: {rule}. Fix: use alltoall.")
     if name == "local" or (name == "auto" and is_local):
         return LocalDispatcher(config.num_moe_experts)
     if name not in ("auto", *_DISPATCHERS):
-        raise ValueError(
-            f"dispatcher={name}: is not a dispatcher. Fix: use auto, local, {', '.join(_DISPATCHERS)}."
-        )
+        fix = f"use auto, local, {', '.join(_DISPATCHERS)}"
+        raise ValueError(f"dispatcher={name}: is not a dispatcher. Fix: {fix}.")
     kind = _DISPATCHERS["alltoall" if name == "auto" else name]
     return kind(config.num_moe_experts, ep_group=groups.ep, etp_group=groups.expt_tp)

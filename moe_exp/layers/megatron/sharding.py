@@ -13,6 +13,7 @@ except for Transformer Engine's fp8 scales.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,16 +33,13 @@ _TENSORS = {
 
 @dataclass(frozen=True)
 class ExpertPlace:
-    """Part of the experts on a rank: block `ep_rank` of `ep_size`, and of it `etp_rank` of `etp_size`.
-
-    `edp_rank` counts the ranks that hold the same part; the first of them writes it.
-    """
+    """Part of the experts on a rank: block `ep_rank` of `ep_size`, and of it `etp_rank` of `etp_size`."""
 
     ep_rank: int
     ep_size: int
     etp_rank: int
     etp_size: int
-    edp_rank: int
+    edp_rank: int  # among the ranks that hold the same part; the first of them writes it
 
     @classmethod
     def of(cls, *, ep_group: Any, etp_group: Any, edp_group: Any) -> "ExpertPlace":
@@ -73,16 +71,12 @@ def shard_experts(
         `prefix` + our name to ShardedTensor (ShardedTensorFactory if one tensor is several shards), and
         Megatron's empty `_extra_state` objects.
     """
-    offsets = tuple(sharded_offsets)
-    state = _extra_states(
-        prefix, place, tensors["weight1"].size(0), offsets, singleton=singleton_local_shards
-    )
+    singleton = singleton_local_shards
+    state = _extra_states(prefix, place, tensors["weight1"].size(0), sharded_offsets, singleton=singleton)
     for name, tensor in tensors.items():
         key, split_axis, has_gate = _TENSORS[name]
-        part = _Part(key, split_axis, gated and has_gate, place, offsets)
-        state[f"{prefix}{name}"] = part.shard(
-            f"{prefix}experts.{key}", tensor, singleton=singleton_local_shards
-        )
+        part = _Part(key, split_axis, gated and has_gate, place, sharded_offsets)
+        state[f"{prefix}{name}"] = part.shard(f"{prefix}experts.{key}", tensor, singleton=singleton)
     return state
 
 
@@ -97,22 +91,14 @@ def _extra_states(
     state: dict[str, Any] = {}
     num_experts, replica_id = num_local_experts * place.ep_size, (0, place.etp_rank, place.edp_rank)
     for expert in range(place.ep_rank * num_local_experts, (place.ep_rank + 1) * num_local_experts):
-        offsets = (
-            sharded_offsets if singleton else (*sharded_offsets, (len(sharded_offsets), expert, num_experts))
-        )
-        shape, offset = (
-            tuple(size for _, _, size in offsets) or (1,),
-            tuple(index for _, index, _ in offsets) or (0,),
-        )
+        offsets, key = sharded_offsets, f"{prefix}experts.{expert}"
+        if not singleton:
+            offsets, key = (*offsets, (len(offsets), expert, num_experts)), f"{prefix}experts"
+        shape = tuple(size for _, _, size in offsets) or (1,)
+        offset = tuple(index for _, index, _ in offsets) or (0,)
         for linear in ("linear_fc1", "linear_fc2"):
-            key = (
-                f"{prefix}experts.{expert}.{linear}._extra_state"
-                if singleton
-                else f"{prefix}experts.{linear}._extra_state"
-            )
-            state[f"{prefix}{expert}.{linear}._extra_state"] = ShardedObject(
-                key, None, shape, offset, replica_id
-            )
+            part = ShardedObject(f"{key}.{linear}._extra_state", None, shape, offset, replica_id)
+            state[f"{prefix}{expert}.{linear}._extra_state"] = part
     return state
 
 
@@ -132,7 +118,8 @@ class _Part:
             return ShardedTensorFactory(key, tensor, self._single_experts, self._merge_experts, replica_id)
         if self.gated and self.place.etp_size > 1:
             # Split over ranks, the gate half and the up half are not adjacent.
-            return ShardedTensorFactory(key, tensor, self._halves, self._merge_halves, replica_id)
+            merge = partial(torch.cat, dim=self.split_axis)
+            return ShardedTensorFactory(key, tensor, self._halves, merge, replica_id)
         return self._stacked(key, tensor, (self.place.etp_rank, self.place.etp_size), replica_id)
 
     def _stacked(self, key: str, tensor: Tensor, fragment: tuple[int, int], replica_id: Any) -> ShardedTensor:
@@ -155,9 +142,6 @@ class _Part:
             self._stacked(key, half, fragment, replica_id)
             for half, fragment in zip(halves, fragments, strict=True)
         ]
-
-    def _merge_halves(self, halves: list[Tensor]) -> Tensor:
-        return torch.cat(halves, dim=self.split_axis)
 
     def _single_experts(
         self, key: str, tensor: Tensor, replica_id: Any, flattened_range: Any

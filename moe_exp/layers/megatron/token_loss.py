@@ -60,8 +60,12 @@ class _TokenLosses(torch.autograd.Function):
 
         first = 0 if group is None else group.rank() * logits_NV.size(1)
         log_sum_N, picked_N = cross_entropy_statistics(logits_NV, target_N, first)
-        if group_size(group) > 1:
-            log_sum_N = _over_ranks(log_sum_N, group)
+        if group_size(group) > 1:  # logsumexp over ranks
+            largest_N = log_sum_N.clone()
+            dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
+            total_N = (log_sum_N - largest_N).exp_()
+            dist.all_reduce(total_N, group=group)
+            log_sum_N = largest_N + total_N.log_()
             dist.all_reduce(picked_N, group=group)
         ctx.save_for_backward(logits_NV, target_N, log_sum_N)
         ctx.first = first
@@ -73,17 +77,5 @@ class _TokenLosses(torch.autograd.Function):
         from moe_exp.layers.kernels.cross_entropy import cross_entropy_gradient
 
         logits_NV, target_N, log_sum_N = ctx.saved_tensors
-        return (
-            cross_entropy_gradient(logits_NV, target_N, log_sum_N, grads[0].contiguous(), ctx.first),
-            None,
-            None,
-        )
-
-
-def _over_ranks(log_sum_N: Tensor, group: ProcessGroup | None) -> Tensor:
-    """logsumexp over ranks."""
-    largest_N = log_sum_N.clone()
-    dist.all_reduce(largest_N, dist.ReduceOp.MAX, group=group)
-    total_N = (log_sum_N - largest_N).exp_()
-    dist.all_reduce(total_N, group=group)
-    return largest_N + total_N.log_()
+        grad_N = grads[0].contiguous()
+        return cross_entropy_gradient(logits_NV, target_N, log_sum_N, grad_N, ctx.first), None, None

@@ -5,11 +5,6 @@ from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slo
 from moe_exp.layers.router.router import Router, kernel_problem
 
 __all__ = [
-    "Router",
-    "RouterConfig",
-    "RoutingDecision",
-    "count_kept",
-    "kept_slots",
-    "kernel_problem",
+    "Router", "RouterConfig", "RoutingDecision", "count_kept", "kept_slots", "kernel_problem",
     "tokens_in_group",
-]
+]  # fmt: skip

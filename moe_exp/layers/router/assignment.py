@@ -15,17 +15,13 @@ def best_experts(choice_TE: Tensor, *, topk: int, num_groups: int = 0, group_top
     A group's value is the sum of its K/group_topk best experts: DeepSeek-V3 (arXiv:2412.19437), sec. 2.1.2.
     """
     if num_groups:
-        choice_TE = _mask_groups(choice_TE, topk=topk, num_groups=num_groups, group_topk=group_topk)
+        grouped_TGe = choice_TE.view(choice_TE.size(0), num_groups, -1)
+        best = min(max(1, topk // group_topk), grouped_TGe.size(-1))
+        group_score_TG = grouped_TGe.topk(best, dim=-1).values.sum(dim=-1)
+        allowed_TG = torch.zeros_like(group_score_TG, dtype=torch.bool)
+        allowed_TG.scatter_(1, group_score_TG.topk(group_topk, dim=-1).indices, True)
+        choice_TE = grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
     return choice_TE.topk(topk, dim=-1).indices
-
-
-def _mask_groups(choice_TE: Tensor, *, topk: int, num_groups: int, group_topk: int) -> Tensor:
-    grouped_TGe = choice_TE.view(choice_TE.size(0), num_groups, -1)
-    best = min(max(1, topk // group_topk), grouped_TGe.size(-1))
-    group_score_TG = grouped_TGe.topk(best, dim=-1).values.sum(dim=-1)
-    allowed_TG = torch.zeros_like(group_score_TG, dtype=torch.bool)
-    allowed_TG.scatter_(1, group_score_TG.topk(group_topk, dim=-1).indices, True)
-    return grouped_TGe.masked_fill(~allowed_TG.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 def within_top_p(scores_TK: Tensor, top_p: float) -> Tensor:
@@ -84,12 +80,6 @@ def sinkhorn(
         if change.item() <= tolerance:
             break
     return token_T.unsqueeze(1) * cost_TE * expert_E
-
-
-def balanced_experts(num_tokens: int, *, num_experts: int, topk: int, device: torch.device) -> Tensor:
-    """Round-robin assignment: slots per expert differ by at most one. For benchmarks."""
-    slots_N = torch.arange(num_tokens * topk, device=device)
-    return (slots_N % num_experts).view(num_tokens, topk)
 
 
 def zipf_experts(

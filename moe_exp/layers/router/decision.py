@@ -15,34 +15,24 @@ from moe_exp.layers.kernels.topk import TopK
 
 @dataclass(frozen=True)
 class RoutingDecision:
-    """Experts and weights of each token.
+    """Experts and weights of each token."""
 
-    Args:
-        expert_TK: chosen experts, int64; E and above are null experts, whose slots are never kept. With ReLU
-            scores K is E here: every expert is there, and those of positive score are kept.
-        weights_TK: router weights, fp32 or fp64, with gradient; 0 for slots that the token does not use.
-        scores_TE: scores of all experts and null experts, rows sum to 1 (ReLU: or are 0), with gradient (for
-            the losses); None with `sums`.
-        logits_TE: router logits, with gradient (for the z-loss); None with `sums`.
-        tokens_per_expert_E: slots per expert, then per null expert, before any drop, int64, without padding.
-        kept_TK: bool, slots that count; None for all. From the router without padding and slots that the
-            token does not use, and also without dropped slots once MoELayer.route has applied the capacity.
-        valid_T: bool, tokens that are not padding; None for all.
-        sums: what losses and statistics need of scores and logits, if a kernel routed; else None.
-        use_kernels: of RouterConfig, for the dispatcher.
-        counted_TK: bool, slots that `tokens_per_expert_E` counts, but for padding; None for all.
-    """
-
+    # Chosen experts, int64; E and above are null experts, whose slots are never kept. With ReLU scores K is
+    # E: every expert is there, and those of positive score are kept.
     expert_TK: Tensor
-    weights_TK: Tensor
+    weights_TK: Tensor  # fp32 or fp64, with gradient; 0 for slots that the token does not use
+    # With gradient, for the losses; None with `sums`. Scores are of all experts and null experts, and rows
+    # sum to 1 (ReLU: or are 0).
     scores_TE: Tensor | None
     logits_TE: Tensor | None
-    tokens_per_expert_E: Tensor
+    tokens_per_expert_E: Tensor  # slots, then of null experts, before any drop, int64, without padding
+    # Slots that count, bool; None for all. From the router without padding and slots that the token does not
+    # use, and also without dropped slots once MoELayer.route has applied the capacity.
     kept_TK: Tensor | None = None
-    valid_T: Tensor | None = None
-    sums: TopK | None = None
-    use_kernels: bool | None = None
-    counted_TK: Tensor | None = None
+    valid_T: Tensor | None = None  # tokens that are not padding, bool; None for all
+    sums: TopK | None = None  # what losses and statistics need of scores and logits, if a kernel routed
+    use_kernels: bool | None = None  # of RouterConfig, for the dispatcher
+    counted_TK: Tensor | None = None  # slots in `tokens_per_expert_E`, but for padding, bool; None for all
 
     @classmethod
     def of(

@@ -46,17 +46,14 @@ class RoutingReplay:
 
     def _replayed(self, expert_TK: Tensor) -> Tensor:
         if self._next == len(self.decisions):
-            raise ValueError(
-                f"routing replay={self._next + 1} passes: only {self._next} are recorded. Fix: record as"
-                " many."
-            )
+            rule = f"only {self._next} are recorded"
+            raise ValueError(f"routing replay={self._next + 1} passes: {rule}. Fix: record as many.")
         chosen_TK = self.decisions[self._next].to(expert_TK.device)
         self._next += 1
         if chosen_TK.shape != expert_TK.shape:
             rule = f"pass {self._next} recorded {tuple(chosen_TK.shape)} tokens and experts"
-            raise ValueError(
-                f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: replay the same micro-batches."
-            )
+            fix = "replay the same micro-batches"
+            raise ValueError(f"routing replay={tuple(expert_TK.shape)}: {rule}. Fix: {fix}.")
         return chosen_TK
 
 
@@ -83,10 +80,8 @@ def replay_routing(model: nn.Module, recorded: dict[str, list[Tensor]]) -> Itera
     names = list(_routers(model))
     missing = sorted(set(names) - set(recorded))
     if missing:
-        raise ValueError(
-            f"routing replay={missing[0]}: nothing is recorded for this router. Fix: record with the same"
-            " model."
-        )
+        rule = "nothing is recorded for this router"
+        raise ValueError(f"routing replay={missing[0]}: {rule}. Fix: record with the same model.")
     with _attached(model, {name: RoutingReplay(recorded[name]) for name in names}):
         yield
 

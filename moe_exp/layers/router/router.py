@@ -15,13 +15,7 @@ from moe_exp.layers.kernel_choice import takes_kernels
 from moe_exp.layers.kernels.scores import KERNEL_SCORES
 from moe_exp.layers.kernels.topk import router_topk, scores_torch
 from moe_exp.layers.recompute import is_counted_forward
-from moe_exp.layers.router.assignment import (
-    balanced_experts,
-    best_experts,
-    sinkhorn,
-    within_top_p,
-    zipf_experts,
-)
+from moe_exp.layers.router.assignment import best_experts, sinkhorn, within_top_p, zipf_experts
 from moe_exp.layers.router.decision import RoutingDecision, count_kept, kept_slots, tokens_in_group
 from moe_exp.layers.router.quantile import NUM_BINS, balanced_bias, count_gaps
 from moe_exp.layers.router.replay import RoutingReplay
@@ -84,18 +78,15 @@ class Router(nn.Module):
         self.config, self.microbatch_group = config, microbatch_group
         self.replay: RoutingReplay | None = None
         self.needs_scores = True
-        self.weight = nn.Parameter(
-            torch.empty(config.num_outputs, config.hidden_size, dtype=dtype, device=device)
-        )
-        bias = (
-            nn.Parameter(torch.empty(config.num_outputs, dtype=dtype, device=device)) if config.bias else None
-        )
+        num_experts = config.num_outputs
+        self.weight = nn.Parameter(torch.empty(num_experts, config.hidden_size, dtype=dtype, device=device))
+        bias = nn.Parameter(torch.empty(num_experts, dtype=dtype, device=device)) if config.bias else None
         self.register_parameter("bias", bias)
-        zeros_E = torch.zeros(config.num_outputs, dtype=torch.float32, device=device)
+        zeros_E = torch.zeros(num_experts, dtype=torch.float32, device=device)
         if config.expert_bias:  # Megatron's finalize_model_grads finds these two by name
             self.register_buffer("expert_bias", zeros_E.clone())
             if config.finds_quantiles:
-                gaps_EB = torch.zeros(config.num_outputs, NUM_BINS, dtype=torch.int64, device=device)
+                gaps_EB = torch.zeros(num_experts, NUM_BINS, dtype=torch.int64, device=device)
                 self.register_buffer("gap_counts", gaps_EB, persistent=False)
             else:
                 self.register_buffer("local_tokens_per_expert", zeros_E.clone(), persistent=False)
@@ -153,14 +144,10 @@ class Router(nn.Module):
         A subclass that decides in another way returns `RoutingDecision.of(...)`. `forward` then counts the
         slots for the rule `sign` of the expert bias and for losses.
         """
-        if self._takes_kernel(logits_TE):
+        problem = kernel_problem(self.config, needs_scores=self.needs_scores)
+        if problem == "" and self.replay is None and takes_kernels(logits_TE, self.config.use_kernels):
             return self._route_with_kernel(logits_TE, valid_T)
         return self._route_with_torch(logits_TE, valid_T)
-
-    def _takes_kernel(self, logits_TE: Tensor) -> bool:
-        """Whether kernels/topk.py routes: on CUDA, if it supports the rule and sums of the scores suffice."""
-        problem = kernel_problem(self.config, needs_scores=self.needs_scores)
-        return problem == "" and self.replay is None and takes_kernels(logits_TE, self.config.use_kernels)
 
     def _route_with_kernel(self, logits_TE: Tensor, valid_T: Tensor | None) -> RoutingDecision:
         config = self.config
@@ -325,20 +312,19 @@ class Router(nn.Module):
         self, raw_TE: Tensor, scores_TE: Tensor, logits_TE: Tensor, valid_T: Tensor | None
     ) -> Tensor:
         config = self.config
-        num_tokens = raw_TE.size(0)
+        num_tokens, device = raw_TE.size(0), raw_TE.device
         if config.score == "relu":
-            return torch.arange(config.num_experts, device=raw_TE.device).expand(num_tokens, -1)
+            return torch.arange(config.num_experts, device=device).expand(num_tokens, -1)
         if config.assignment == "balanced":
-            return balanced_experts(
-                num_tokens, num_experts=config.num_experts, topk=config.topk, device=raw_TE.device
-            )
+            slots_N = torch.arange(num_tokens * config.topk, device=device)
+            return (slots_N % config.num_experts).view(num_tokens, config.topk)
         if config.assignment == "zipf":
             return zipf_experts(
                 num_tokens,
                 num_experts=config.num_experts,
                 topk=config.topk,
                 exponent=config.zipf_exponent,
-                device=raw_TE.device,
+                device=device,
             )
         if config.assignment == "sinkhorn":
             # Balanced over the batch only in training; in evaluation, tokens are routed independently.

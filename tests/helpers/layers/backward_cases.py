@@ -1,13 +1,7 @@
-"""Rows of experts for tests of the backward kernels: drawn in float64, with rows after the last expert that
-nobody may read.
-"""
+"""Rows of experts for tests of the backward kernels; those after the last expert must not be read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
-import pytest
 import torch
 from torch import Tensor
 
@@ -49,19 +43,3 @@ def error(actual: Tensor, expected: Tensor) -> float:
     size = expected.double().norm().item()
     difference = (actual.double() - expected.double()).norm().item()
     return difference / size if size else difference
-
-
-@contextmanager
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every float tensor made without values is full of NaN: what is not written, or read without having been
-    written, shows.
-    """
-    new_empty = torch.Tensor.new_empty
-
-    def with_nan(self: Tensor, *args, **kwargs) -> Tensor:
-        x = new_empty(self, *args, **kwargs)
-        return x.fill_(float("nan")) if x.is_floating_point() else x
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "new_empty", with_nan)
-        yield

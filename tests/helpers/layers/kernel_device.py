@@ -1,6 +1,4 @@
-"""Where the kernels of the tests run: interpreted on the CPU where there is no CUDA device
-(tests/conftest.py), else on that.
-"""
+"""Where the kernels of the tests run: interpreted on the CPU without a CUDA device (tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -8,7 +6,6 @@ from types import ModuleType
 
 import pytest
 import torch
-from torch.utils._device import _device_constructors
 
 from moe_exp.layers.kernels import tuning
 from moe_exp.layers.kernels.launch import INTERPRETED, missing
@@ -27,7 +24,7 @@ needs_descriptors = pytest.mark.skipif(
 def use_descriptors(monkeypatch: pytest.MonkeyPatch, module: ModuleType) -> None:
     """Has the kernel of a module take its first config with tensor descriptors."""
     config = next(config for config in module.CONFIGS if config["TMA"])
-    monkeypatch.setattr(module._kernel, "configs", [tuning.make_config(config, module._set_blocks)])
+    monkeypatch.setattr(module._kernel, "configs", [tuning.make_config(config)])
     monkeypatch.setattr(module._kernel, "choices", {})
 
 
@@ -36,21 +33,3 @@ def at_real_size(*values: object) -> object:
     return pytest.param(
         *values, marks=[pytest.mark.gpu, pytest.mark.skipif(DEVICE != "cuda", reason="no CUDA device")]
     )
-
-
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.empty and its relatives give NaN, or the largest integer: what a kernel leaves out shows."""
-    _device_constructors()  # torch keeps what it finds the first time; `torch.device` as a context needs it
-    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(owner, name, _filled(getattr(owner, name)))
-
-
-def _filled(make):
-    def call(*args, **kwargs):
-        x = make(*args, **kwargs)
-        if x.dtype == torch.bool:
-            return x.fill_(True)
-        return x.fill_(float("nan") if x.is_floating_point() else torch.iinfo(x.dtype).max)
-
-    return call

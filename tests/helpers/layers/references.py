@@ -33,11 +33,8 @@ def kept_by_loop(experts: list[list[int]], weights: list[list[float]], capacity:
     slots = [(t, k) for t in range(len(experts)) for k in range(len(experts[t]))]
     kept = [[False] * len(row) for row in experts]
     for expert in {expert for row in experts for expert in row}:
-        queue = sorted(
-            (slot for slot in slots if experts[slot[0]][slot[1]] == expert),
-            key=lambda slot: -weights[slot[0]][slot[1]],
-        )
-        for t, k in queue[:capacity]:
+        queue = [(t, k) for t, k in slots if experts[t][k] == expert]
+        for t, k in sorted(queue, key=lambda slot: -weights[slot[0]][slot[1]])[:capacity]:
             kept[t][k] = True
     return kept
 
@@ -68,15 +65,9 @@ class Waits(TorchDispatchMode):
     """
 
     BY_VALUE = (
-        "_local_scalar_dense",
-        "nonzero",
-        "masked_select",
-        "_unique2",
-        "bincount",
-        "equal",
-        "is_nonzero",
+        "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "bincount", "equal", "is_nonzero",
         "lift_fresh",
-    )
+    )  # fmt: skip
 
     def __init__(self):
         super().__init__()

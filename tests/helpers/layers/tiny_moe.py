@@ -7,13 +7,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from moe_exp.layers.capacity import count_per_expert
 from moe_exp.layers.dispatcher import AllToAllDispatcher, LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.groups import group_size
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router import Router, RouterConfig, RoutingDecision
 
 HIDDEN, FFN, EXPERTS = 6, 4, 4
 
@@ -28,6 +29,12 @@ def identity_router(num_experts: int, topk: int, **settings) -> Router:
     with torch.no_grad():
         router.weight.copy_(torch.eye(num_experts))
     return router
+
+
+def decide(expert_TK: Tensor, weights_TK: Tensor, kept_TK=None, *, num_experts=EXPERTS) -> RoutingDecision:
+    """A decision without scores and logits."""
+    counts_E, nothing = count_per_expert(expert_TK.flatten(), num_experts), torch.empty(0)
+    return RoutingDecision(expert_TK, weights_TK, nothing, nothing, counts_E, kept_TK)
 
 
 def tiny_layer(
@@ -51,44 +58,30 @@ def tiny_layer(
     """The first E inputs of a token push it to the expert of the same number. `latent`: the experts' width,
     between projections down and up.
     """
-    width = latent or HIDDEN
-    gated = activation == "swiglu"
-    config = RouterConfig(
-        hidden_size=HIDDEN, num_experts=EXPERTS, topk=topk, **{"dtype": "fp64"} | (router or {})
-    )
+    width, gated = latent or HIDDEN, activation == "swiglu"
+    options = {"topk": topk, "dtype": "fp64"} | (router or {})
+    config = RouterConfig(hidden_size=HIDDEN, num_experts=EXPERTS, **options)
     router = Router(config, microbatch_group=microbatch_group, dtype=dtype)
     ep, etp = group_size(ep_group), group_size(etp_group)
-    experts = Experts(
-        num_local_experts=EXPERTS // ep,
-        hidden_size=width,
-        ffn_size=FFN // etp,
-        activation=activation,
-        backend=backend,
-        dtype=dtype,
-    )
-    weight1_EFD, weight2_EDF = (
-        random(EXPERTS, FFN * (1 + gated), width, seed=1),
-        random(EXPERTS, width, FFN, seed=2),
-    )
+    sizes = {"num_local_experts": EXPERTS // ep, "hidden_size": width, "ffn_size": FFN // etp}
+    experts = Experts(**sizes, activation=activation, backend=backend, dtype=dtype)
+    weight1_EFD = random(EXPERTS, FFN * (1 + gated), width, seed=1)
+    weight2_EDF = random(EXPERTS, width, FFN, seed=2)
+    shape = config.num_outputs, HIDDEN
     with torch.no_grad():
-        router.weight.copy_(
-            torch.eye(config.num_outputs, HIDDEN) + 0.1 * random(config.num_outputs, HIDDEN, seed=3)
-        )
+        router.weight.copy_(torch.eye(*shape) + 0.1 * random(*shape, seed=3))
         experts.weight1.copy_(cut(weight1_EFD, 1, ep_group, etp_group, halves=1 + gated))
         experts.weight2.copy_(cut(weight2_EDF, 2, ep_group, etp_group))
-    is_local = ep == etp == 1 and not alltoall
-    dispatcher = (
-        LocalDispatcher(EXPERTS)
-        if is_local
-        else AllToAllDispatcher(EXPERTS, ep_group=ep_group, etp_group=etp_group)
-    )
+    dispatcher = AllToAllDispatcher(EXPERTS, ep_group=ep_group, etp_group=etp_group)
+    if ep == etp == 1 and not alltoall:
+        dispatcher = LocalDispatcher(EXPERTS)
+    if aux_loss_coeff:
+        losses = (AuxLoss("aux_loss", aux_loss_coeff),)
     return MoELayer(
         router=router,
         dispatcher=dispatcher,
         experts=experts,
-        settings=MoESettings(
-            losses=losses or ((AuxLoss("aux_loss", aux_loss_coeff),) if aux_loss_coeff else ()), **settings
-        ),
+        settings=MoESettings(losses=losses, **settings),
         shared=shared,
         down=projection(latent, HIDDEN, seed=6, dtype=dtype) if latent else None,
         up=projection(HIDDEN, latent, seed=7, dtype=dtype) if latent else None,
@@ -106,17 +99,13 @@ def projection(outputs: int, inputs: int, *, seed: int, dtype: torch.dtype = tor
 
 
 def cut(weight: Tensor, axis: int, ep_group, etp_group, *, halves: int = 1) -> Tensor:
-    """This rank's experts, and its part of the width F at `axis`: of the gate half and of the up half where
-    there are two.
-    """
+    """This rank's experts, and its part of the width F at `axis`, of each half of it."""
     if ep_group is not None:
         weight = weight.chunk(ep_group.size())[ep_group.rank()]
     if etp_group is None:
         return weight
-    return torch.cat(
-        [half.chunk(etp_group.size(), dim=axis)[etp_group.rank()] for half in weight.chunk(halves, dim=axis)],
-        dim=axis,
-    )
+    parts = [half.chunk(etp_group.size(), dim=axis) for half in weight.chunk(halves, dim=axis)]
+    return torch.cat([part[etp_group.rank()] for part in parts], dim=axis)
 
 
 def pushed_tokens(expert_TK: list[list[int]], *, seed: int = 5, strength: float = 4.0) -> Tensor:

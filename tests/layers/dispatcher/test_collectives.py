@@ -15,7 +15,6 @@ from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
 from moe_exp.layers.dispatcher.collectives import (
     AllToAll,
-    Arrival,
     GatherRows,
     ScatterSumRows,
     arrive,
@@ -49,21 +48,14 @@ class Recorder:
     def reverse(self) -> Recorder:
         return Recorder(self.exchange.reverse, self.events, "back" if self.way == "there" else "there")
 
-    def launch(self, tensors) -> Arrival:
+    def launch(self, tensors):
         self.events.append(f"launch {self.way}")
-        arrival = self.exchange.launch(tensors)
-
-        def wait():
-            self.events.append(f"wait {self.way}")
-            return arrival.wait()
-
-        return Arrival(wait)
+        wait = self.exchange.launch(tensors)
+        return lambda: self.events.append(f"wait {self.way}") or wait()
 
 
 def make(kind: str, name: str):
-    """The exchange, rows that this rank gives, and what all ranks give, and the function from that to what
-    this rank gets.
-    """
+    """The exchange, the rows that each rank gives, and the function from these to what this rank gets."""
     rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
     if kind == "alltoall":
         route = torch.tensor(ROUTES[ranks][name])
@@ -73,19 +65,14 @@ def make(kind: str, name: str):
         return exchange, given, lambda given: torch.cat([x.split(send[i])[rank] for i, x in enumerate(given)])
     sizes = SIZES[ranks][name]
     if kind == "gather":
-        return (
-            GatherRows(group=group, sizes=sizes),
-            [random(n, 3, seed=i) for i, n in enumerate(sizes)],
-            torch.cat,
-        )
+        given = [random(n, 3, seed=i) for i, n in enumerate(sizes)]
+        return GatherRows(group=group, sizes=sizes), given, torch.cat
     given = [random(sum(sizes), 3, seed=i) for i in range(ranks)]
     return ScatterSumRows(group=group, sizes=sizes), given, lambda given: sum(given).split(sizes)[rank]
 
 
 def there_and_back(kind: str, name: str, run: Callable):
-    """Result, and gradient of this rank's rows from all ranks' results, against everything computed on this
-    rank.
-    """
+    """The result against what all ranks give, and the gradient against the transpose."""
     exchange, given, reference = make(kind, name)
     rank = dist.get_rank()
     x = given[rank].clone().requires_grad_()
@@ -94,7 +81,7 @@ def there_and_back(kind: str, name: str, run: Callable):
     torch.testing.assert_close(y, expected, rtol=1e-14, atol=1e-14)
     y.backward(random(*y.shape, seed=50 + rank))
     # The gradient: by moving it back through the transpose.
-    (back,) = exchange.reverse.launch([random(*y.shape, seed=50 + rank)]).wait()
+    (back,) = exchange.reverse.launch([random(*y.shape, seed=50 + rank)])()
     torch.testing.assert_close(x.grad, back, rtol=0, atol=0)
     # And the transpose is one: <A x, g> = <x, A^T g>, summed over ranks.
     sides = torch.stack([(y.detach() * random(*y.shape, seed=50 + rank)).sum(), (given[rank] * back).sum()])
@@ -149,16 +136,9 @@ def overlapped(between: bool):
 
 def test_what_runs_between_overlaps_in_forward_and_backward():
     ranks = run_on_ranks(2, overlapped, True)
+    forward, back = "launch there, layer, wait there, forward done", "launch back, layer backward, wait back"
     for events, _ in ranks:
-        assert events == [
-            "launch there",
-            "layer",
-            "wait there",
-            "forward done",
-            "launch back",
-            "layer backward",
-            "wait back",
-        ]
+        assert ", ".join(events) == f"{forward}, {back}"
     for (events, values), (_, others) in zip(run_on_ranks(2, overlapped, False), ranks, strict=True):
         # The recorder would show it: without overlap the layer runs outside.
         assert events[-3:] == ["layer backward", "launch back", "wait back"]
@@ -175,19 +155,14 @@ def backward_of(run, x):
 def odd_uses():
     rank, group = dist.get_rank(), dist.group.WORLD
     exchange = AllToAll(group=group, send=[1, 1], receive=[1, 1])
-    x, frozen, numbers = (
-        random(2, 3, seed=rank).requires_grad_(),
-        random(2, seed=rank),
-        torch.tensor([rank, rank + 10]),
-    )
+    x, frozen = random(2, 3, seed=rank).requires_grad_(), random(2, seed=rank)
+    numbers = torch.tensor([rank, rank + 10])
 
     departed = depart(exchange, x, frozen, numbers)
     y, still, got = arrive(departed)
     assert (y.requires_grad, still.requires_grad, got.requires_grad) == (True, False, False)
     assert got.tolist() == [[0, 1], [10, 11]][rank]
-    with pytest.raises(
-        RuntimeError, match=r"arrive: these tensors arrived before\. Fix: take one result of one depart\."
-    ):
+    with pytest.raises(RuntimeError, match="arrive: these tensors arrived before"):
         arrive(departed)
 
     # Twice through one graph.
@@ -212,13 +187,9 @@ def odd_uses():
         beside = x.cos()
         return (arrive(departed)[0] * beside).sin()
 
-    gradients = []
-    for run in (
-        inner,
-        *(functools.partial(checkpoint, inner, use_reentrant=reentrant) for reentrant in (True, False)),
-    ):
-        gradients.append(backward_of(run, x))
-    assert torch.equal(gradients[0], gradients[1]) and torch.equal(gradients[0], gradients[2])
+    for reentrant in (True, False):
+        recomputed = functools.partial(checkpoint, inner, use_reentrant=reentrant)
+        assert torch.equal(backward_of(recomputed, x), backward_of(inner, x))
 
     # Sent memory that the caller forgets, and that is given away again: the exchange has to keep it.
     large = AllToAll(group=group, send=[1000, 1000], receive=[1000, 1000])
@@ -236,20 +207,21 @@ def test_odd_uses():
     run_on_ranks(2, odd_uses)
 
 
-def alone(exchange):
+@pytest.mark.parametrize("run", [exchange_rows, split])
+@pytest.mark.parametrize(
+    ("kind", "rows"),
+    [
+        (GatherRows, {"sizes": [3]}),
+        (ScatterSumRows, {"sizes": [3]}),
+        (AllToAll, {"send": [3], "receive": [3]}),
+    ],
+)
+def test_without_a_group_rows_stay(kind, rows, run):
     x = random(3, 2, seed=1).requires_grad_()
-    for run in (exchange_rows, split):
-        x.grad = None
-        y = run(exchange, x)
-        assert torch.equal(y, x)
-        y.backward(random(3, 2, seed=2))
-        assert torch.equal(x.grad, random(3, 2, seed=2))
-
-
-@pytest.mark.parametrize("kind", [GatherRows, ScatterSumRows])
-def test_without_a_group_rows_stay(kind):
-    alone(kind(group=None, sizes=[3]))
-    alone(AllToAll(group=None, send=[3], receive=[3]))
+    y = run(kind(group=None, **rows), x)
+    assert torch.equal(y, x)
+    y.backward(random(3, 2, seed=2))
+    assert torch.equal(x.grad, random(3, 2, seed=2))
 
 
 class Canary:
@@ -257,9 +229,7 @@ class Canary:
 
 
 def freed():
-    """Whether the graph behind a tensor is freed with the last reference to what was made from it, landed or
-    not.
-    """
+    """Whether the graph behind a tensor is freed with the last reference to what was made from it."""
     results = []
     exchange = AllToAll(group=dist.group.WORLD, send=[1, 1], receive=[1, 1])
     for land in (False, True):

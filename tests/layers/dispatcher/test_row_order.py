@@ -36,25 +36,14 @@ def test_the_expert_of_a_dropped_slot_does_not_matter():
     strange_TK = HAND_TK.masked_fill(~KEPT_TK, -7)
     for expert_TK in (HAND_TK, strange_TK):
         assert sort_by_expert(expert_TK, KEPT_TK, num_experts=4).order().slot_R.tolist()[:3] == [1, 2, 11]
-        assert pad_by_expert(expert_TK, KEPT_TK, num_experts=4, rows_per_expert=7).slot_R.tolist()[5:8] == [
-            19,
-            20,
-            3,
-        ]
+        padded = pad_by_expert(expert_TK, KEPT_TK, num_experts=4, rows_per_expert=7)
+        assert padded.slot_R.tolist()[5:8] == [19, 20, 3]
 
 
 def test_pad_by_expert_by_hand():
     order = pad_by_expert(HAND_TK, KEPT_TK, num_experts=4, rows_per_expert=7)
-    padding = [20]
-    assert order.slot_R.tolist() == (
-        [1, 2, 11, 13, 14, 19]
-        + padding
-        + [3, 4, 9, 15, 18]
-        + 2 * padding
-        + 7 * padding
-        + [5, 7, 8, 12, 17]
-        + 2 * padding
-    )
+    rows = [[1, 2, 11, 13, 14, 19], [3, 4, 9, 15, 18], [], [5, 7, 8, 12, 17]]
+    assert order.slot_R.tolist() == [slot for row in rows for slot in row + [20] * (7 - len(row))]
     assert [order.row_N[slot] for slot in DROPPED] == [28] * 4
     assert [order.row_N[slot] for slot in (1, 3, 5)] == [0, 7, 21]
 
@@ -69,19 +58,25 @@ def test_rows_and_tokens_by_hand():
 
 
 def orders() -> dict[str, RowOrder]:
-    return {
-        "all": sort_by_expert(HAND_TK, num_experts=4).order(),
-        "one slot per token": sort_by_expert(HAND_TK[:, :1], num_experts=4).order(),
-        "drops": sort_by_expert(HAND_TK, KEPT_TK, num_experts=4).order(),
-        "one slot per token, drops": sort_by_expert(HAND_TK[:, :1], KEPT_TK[:, :1], num_experts=4).order(),
-        "padding": pad_by_expert(HAND_TK, num_experts=4, rows_per_expert=9),
-        "drops and padding": pad_by_expert(HAND_TK, KEPT_TK, num_experts=4, rows_per_expert=7),
-        "nothing kept": sort_by_expert(HAND_TK, torch.zeros_like(KEPT_TK), num_experts=4).order(),
-        "nothing kept, padding": pad_by_expert(
-            HAND_TK, torch.zeros_like(KEPT_TK), num_experts=4, rows_per_expert=1
-        ),
-        "no tokens": sort_by_expert(HAND_TK[:0], num_experts=4).order(),
-        "no tokens, padding": pad_by_expert(HAND_TK[:0], num_experts=4, rows_per_expert=0),
+    none_TK = torch.zeros_like(KEPT_TK)
+    arguments = {
+        "all": (HAND_TK,),
+        "one slot per token": (HAND_TK[:, :1],),
+        "drops": (HAND_TK, KEPT_TK),
+        "one slot per token, drops": (HAND_TK[:, :1], KEPT_TK[:, :1]),
+        "nothing kept": (HAND_TK, none_TK),
+        "no tokens": (HAND_TK[:0],),
+    }
+    padded = {
+        "padding": (9, HAND_TK),
+        "drops and padding": (7, HAND_TK, KEPT_TK),
+        "nothing kept, padding": (1, HAND_TK, none_TK),
+        "no tokens, padding": (0, HAND_TK[:0]),
+    }
+    found = {name: sort_by_expert(*given, num_experts=4).order() for name, given in arguments.items()}
+    return found | {
+        name: pad_by_expert(*given, num_experts=4, rows_per_expert=rows)
+        for name, (rows, *given) in padded.items()
     }
 
 

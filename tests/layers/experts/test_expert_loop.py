@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from helpers.layers.references import formula
-from helpers.layers.tiny_moe import random
+from helpers.layers.tiny_moe import decide, random
 from moe_exp.layers.activations import ACTIVATIONS, differentiable_weighted_activation
-from moe_exp.layers.capacity import keep_most_probable
 from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.dispatcher.row_order import RowOrder
 from moe_exp.layers.experts import loop
 from moe_exp.layers.experts.loop import ExpertWeights, expert_loop
-from moe_exp.layers.router import RoutingDecision
 
 SPLITS = [(3, 1, 7, 5), (0, 4, 0, 9), (5, 0, 0, 0), (0, 0, 0, 2), (0, 0, 0, 0), (1, 1, 1, 1)]
 HIDDEN, FFN = 6, 4
@@ -27,9 +26,7 @@ def leaves(splits, *, gated: bool, bias: bool, dtype=torch.float64, bias2_width=
 
 
 def plain(x, weights_R, weight1, weight2, bias1=None, bias2=None, *, splits, activation, start=0):
-    expert_R = torch.tensor(
-        [expert for expert, rows in enumerate(splits) for _ in range(rows)], dtype=torch.int64
-    )
+    expert_R = torch.arange(len(splits)).repeat_interleave(torch.tensor(splits))
     hidden = torch.einsum("rd,rfd->rf", x, weight1[expert_R])
     if bias1 is not None:
         hidden = hidden + bias1[expert_R]
@@ -43,6 +40,12 @@ def gradients(y, tensors, dy):
     return [y.detach(), *torch.autograd.grad(y, tensors, dy)]
 
 
+def by_loop(x, weights_R, *parameters, splits, activation="swiglu", order=None, start=0):
+    weights = ExpertWeights(*parameters, bias2_start=start)
+    rows_L = torch.tensor(splits)
+    return expert_loop(x, weights_R, weights, rows_per_expert_L=rows_L, activation=activation, order=order)
+
+
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("splits", SPLITS)
@@ -54,13 +57,7 @@ def test_against_plain_torch(activation, bias, splits, dtype, tolerance):
     tensors = leaves(splits, gated=gated, bias=bias, dtype=dtype)
     double = [tensor.detach().double().requires_grad_() for tensor in tensors]
     dy = random(sum(splits), HIDDEN, seed=11).to(dtype)
-    y = expert_loop(
-        *tensors[:2],
-        ExpertWeights(*tensors[2:]),
-        rows_per_expert_L=torch.tensor(splits),
-        activation=activation,
-    )
-    actual = gradients(y, tensors, dy)
+    actual = gradients(by_loop(*tensors, splits=splits, activation=activation), tensors, dy)
     expected = gradients(plain(*double, splits=splits, activation=activation), double, dy.double())
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == dtype
@@ -74,15 +71,7 @@ def test_gradcheck(activation):
     splits = (2, 0, 1)
     tensors = leaves(splits, gated=ACTIVATIONS[activation][1], bias=True, bias2_width=2)
 
-    def run(x, weights_R, *parameters):
-        return expert_loop(
-            x,
-            weights_R,
-            ExpertWeights(*parameters, bias2_start=3),
-            rows_per_expert_L=torch.tensor(splits),
-            activation=activation,
-        )
-
+    run = functools.partial(by_loop, splits=splits, activation=activation, start=3)
     assert torch.autograd.gradcheck(run, tensors)
     expected = plain(*tensors, splits=splits, activation=activation, start=3)
     assert (run(*tensors) - expected).norm() <= 1e-13 * expected.norm()
@@ -91,25 +80,18 @@ def test_gradcheck(activation):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_weighted_activation_gradcheck(activation):
     hidden_RF, weights_R = random(3, 4, seed=1).requires_grad_(), random(3, seed=2).requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda hidden, weights: differentiable_weighted_activation(hidden, weights, activation),
-        (hidden_RF, weights_R),
-    )
+    run = functools.partial(differentiable_weighted_activation, name=activation)
+    assert torch.autograd.gradcheck(run, (hidden_RF, weights_R))
 
 
 @pytest.mark.parametrize("frozen", range(6))
 def test_a_frozen_input_gets_no_gradient_and_the_others_are_the_same(frozen):
     splits = (2, 0, 3)
     tensors = leaves(splits, gated=True, bias=True)
-    y = expert_loop(
-        *tensors[:2], ExpertWeights(*tensors[2:]), rows_per_expert_L=torch.tensor(splits), activation="swiglu"
-    )
-    y.sum().backward()
+    by_loop(*tensors, splits=splits).sum().backward()
     expected = [tensor.grad for tensor in tensors]
     again = [tensor.detach().requires_grad_(index != frozen) for index, tensor in enumerate(tensors)]
-    expert_loop(
-        *again[:2], ExpertWeights(*again[2:]), rows_per_expert_L=torch.tensor(splits), activation="swiglu"
-    ).sum().backward()
+    by_loop(*again, splits=splits).sum().backward()
     for index, tensor in enumerate(again):
         assert tensor.grad is None if index == frozen else torch.equal(tensor.grad, expected[index])
 
@@ -126,12 +108,7 @@ def test_groups_of_experts_compute_what_single_experts_compute(monkeypatch, spli
         assert [expert for group in groups for expert in group] == list(range(len(splits)))
         assert rows == [sum(splits[expert] for expert in group) for group in groups]
         sizes.append(len(groups))
-        y = expert_loop(
-            *tensors[:2],
-            ExpertWeights(*tensors[2:]),
-            rows_per_expert_L=torch.tensor(splits),
-            activation="swiglu",
-        )
+        y = by_loop(*tensors, splits=splits)
         results.append(gradients(y, tensors, random(sum(splits), HIDDEN, seed=11)))
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == 1
@@ -155,39 +132,18 @@ def test_every_thread_gets_several_groups(monkeypatch, num_threads, size):
 def test_tokens_equal_dispatch_experts_combine(topk, dtype, tolerance, case):
     generator = torch.Generator().manual_seed(3)
     expert_TK = torch.stack([torch.randperm(5, generator=generator)[:topk] for _ in range(12)])
-    counts_E = torch.bincount(expert_TK.flatten(), minlength=5)
     weights_TK = random(12, topk, seed=4).float().requires_grad_()
-    kept_TK = (
-        None if case == "dropless" else keep_most_probable(expert_TK, weights_TK, num_experts=5, capacity=3)
-    )
-    decision = RoutingDecision(expert_TK, weights_TK, weights_TK, weights_TK, counts_E, kept_TK)
+    kept_TK = None if case == "dropless" else random(12, topk, seed=7) > -0.5
+    decision = decide(expert_TK, weights_TK, kept_TK, num_experts=5)
     dispatcher = LocalDispatcher(5)
-    rows_per_expert = 4 if case == "padded" else None
-    rows = dispatcher.dispatch(torch.zeros(12, HIDDEN), decision, rows_per_expert=rows_per_expert)
-    splits = tuple(rows.tokens_per_expert_L.tolist())
-    parameters = ExpertWeights(*leaves(splits, gated=True, bias=True, dtype=dtype)[2:])
     x_TD = random(12, HIDDEN, seed=5).to(dtype).requires_grad_()
-    dy_TD = random(12, HIDDEN, seed=6).to(dtype)
-    inputs = (x_TD, weights_TK, parameters.weight1, parameters.weight2, parameters.bias1, parameters.bias2)
-
-    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=rows_per_expert)
-    rows_RD = expert_loop(
-        dispatched.rows_RD,
-        dispatched.weights_R,
-        parameters,
-        rows_per_expert_L=torch.tensor(splits),
-        activation="swiglu",
-    )
+    dispatched = dispatcher.dispatch(x_TD, decision, rows_per_expert=12 if case == "padded" else None)
+    splits, order = dispatched.tokens_per_expert_L.tolist(), dispatched.record.order
+    parameters = leaves(splits, gated=True, bias=True, dtype=dtype)[2:]
+    inputs, dy_TD = (x_TD, weights_TK, *parameters), random(12, HIDDEN, seed=6).to(dtype)
+    rows_RD = by_loop(dispatched.rows_RD, dispatched.weights_R, *parameters, splits=splits)
     expected = gradients(dispatcher.combine(rows_RD, dispatched.record), inputs, dy_TD)
-    order: RowOrder = dispatched.record.order
-    y_TD = expert_loop(
-        x_TD,
-        order.weights(weights_TK),
-        parameters,
-        rows_per_expert_L=torch.tensor(splits),
-        activation="swiglu",
-        order=order,
-    )
+    y_TD = by_loop(x_TD, order.weights(weights_TK), *parameters, splits=splits, order=order)
     for one, other in zip(gradients(y_TD, inputs, dy_TD), expected, strict=True):
         assert (one - other).norm() <= tolerance * other.norm()
 
@@ -199,15 +155,8 @@ def test_the_same_bits_every_time_on_two_threads(splits, dtype):
     torch.set_num_threads(2)
     try:
         tensors = leaves(splits, gated=True, bias=True, dtype=dtype)
-        runs = []
-        for _ in range(5):
-            y = expert_loop(
-                *tensors[:2],
-                ExpertWeights(*tensors[2:]),
-                rows_per_expert_L=torch.tensor(splits),
-                activation="swiglu",
-            )
-            runs.append(gradients(y, tensors, torch.ones_like(y)))
+        outputs = [by_loop(*tensors, splits=splits) for _ in range(5)]
+        runs = [gradients(y, tensors, torch.ones_like(y)) for y in outputs]
         for run in runs[1:]:
             assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
     finally:

@@ -55,8 +55,9 @@ def test_an_error_of_any_thread_is_raised(num_threads):
     assert torch.get_num_threads() == num_threads
 
 
-def test_an_error_of_another_thread_is_raised_once_all_are_done():
-    before, all_here, done = torch.get_num_threads(), threading.Barrier(3), []
+@pytest.mark.parametrize("num_threads", [3], indirect=True)
+def test_an_error_of_another_thread_is_raised_once_all_are_done(num_threads):
+    all_here, done = threading.Barrier(num_threads), []
 
     def task(expert: int) -> None:
         all_here.wait(60)
@@ -64,12 +65,8 @@ def test_an_error_of_another_thread_is_raised_once_all_are_done():
             raise RuntimeError("not the main thread")
         done.append(expert)
 
-    torch.set_num_threads(3)
-    try:
-        with pytest.raises(RuntimeError, match="not the main thread"):
-            for_each_group(task, [4] * 3)
-    finally:
-        torch.set_num_threads(before)
+    with pytest.raises(RuntimeError, match="not the main thread"):
+        for_each_group(task, [4] * 3)
     assert len(done) == 1
 
 
@@ -79,18 +76,14 @@ def test_an_index_error_of_a_task_is_not_taken_for_the_end(num_threads):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_child_has_threads_of_its_own():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        for_each_group(lambda expert: None, [1, 1])
-        if (child := os.fork()) == 0:
-            done: list[int] = []
-            for_each_group(done.append, [1, 1, 1])
-            os._exit(0 if sorted(done) == [0, 1, 2] else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        torch.set_num_threads(before)
+@pytest.mark.parametrize("num_threads", [2], indirect=True)
+def test_a_forked_child_has_threads_of_its_own(num_threads):
+    for_each_group(lambda expert: None, [1, 1])
+    if (child := os.fork()) == 0:
+        done: list[int] = []
+        for_each_group(done.append, [1, 1, 1])
+        os._exit(0 if sorted(done) == [0, 1, 2] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,7 @@ from moe_exp.layers.experts.grouped_gemm import BACKENDS
 
 @pytest.fixture
 def autocast(monkeypatch):
-    """Transformer Engine inside its FP8 autocast; call it with a recipe. Its GroupedLinear refuses other
-    numbers of rows.
-    """
+    """Transformer Engine inside its FP8 autocast; call it with a recipe."""
     seen = []
 
     def enter(recipe: str) -> list[list[int]]:
@@ -58,9 +56,8 @@ def test_rows_are_padded_and_nothing_else_changes(autocast, recipe, splits):
     x_RD, w_LDF, dy_RF = inputs(splits, dim_in=5, dim_out=3, dtype=torch.float64)
     y_RF = BACKENDS["te"](x_RD, w_LDF, torch.tensor(splits), splits)
     y_RF.backward(dy_RF)
-    for one, other in zip(
-        (y_RF.detach(), x_RD.grad, w_LDF.grad), reference(x_RD, w_LDF, splits, dy_RF), strict=True
-    ):
+    found, expected = (y_RF.detach(), x_RD.grad, w_LDF.grad), reference(x_RD, w_LDF, splits, dy_RF)
+    for one, other in zip(found, expected, strict=True):
         assert_relative(one, other, 1e-14)
     if sum(splits):
         assert seen == [padded_splits(splits, RECIPES[recipe][1])]
@@ -99,45 +96,17 @@ def test_what_can_run(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("here", "recipe", "backend", "expected"),
+    ("here", "recipe", "backend", "text"),
     [
-        (
-            {"has_te": False},
-            "tensorwise",
-            "te",
-            r"fp8=hybrid: is computed by Transformer Engine, which is not installed\. Fix: pip install",
-        ),
-        (
-            {},
-            "tensorwise",
-            "triton",
-            (
-                r"fp8=hybrid: experts compute in FP8 with expert_backend=te, not with triton\. Fix: set"
-                r" EXPERT_BACKEND"
-            ),
-        ),
-        (
-            {},
-            "delayed",
-            "te",
-            r"fp8_recipe=delayed: is not supported\. Fix: use one of tensorwise, blockwise, mxfp8\.",
-        ),
+        ({"has_te": False}, "tensorwise", "te", r"fp8=hybrid: .* is not installed\. Fix: pip install"),
+        ({}, "tensorwise", "triton", r"fp8=hybrid: .* not with triton\. Fix: set EXPERT_BACKEND=te"),
+        ({}, "delayed", "te", r"fp8_recipe=delayed: .* Fix: use one of tensorwise, blockwise, mxfp8\."),
         ({"capability": None}, "tensorwise", "te", r"fp8=hybrid: needs a CUDA device\. Fix: set FP8=none\."),
-        (
-            {"capability": (8, 0)},
-            "tensorwise",
-            "te",
-            r"fp8_recipe=tensorwise: .* 8\.9 or newer, this is 8\.0\. Fix: set FP8=none\.",
-        ),
-        (
-            {"capability": (9, 0)},
-            "mxfp8",
-            "te",
-            r"fp8_recipe=mxfp8: .* 10\.0 or newer, this is 9\.0\. Fix: use FP8_RECIPE=tensorwise\.",
-        ),
+        ({"capability": (8, 0)}, "tensorwise", "te", r"fp8_recipe=tensorwise: .*8\.9 .*8\.0\. Fix: set FP8"),
+        ({"capability": (9, 0)}, "mxfp8", "te", r"fp8_recipe=mxfp8: .* 10\.0 .* 9\.0\. Fix: use FP8_RECIPE="),
     ],
 )
-def test_what_cannot_run(monkeypatch, here, recipe, backend, expected):
+def test_what_cannot_run(monkeypatch, here, recipe, backend, text):
     machine(monkeypatch, **here)
-    with pytest.raises(ValueError, match=f"^{expected}"):
+    with pytest.raises(ValueError, match=f"^{text}"):
         check_fp8("hybrid", recipe, backend=backend)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from helpers.layers.tiny_moe import random
 from helpers.relative_error import assert_equal_to
-from moe_exp.layers.experts.fused import experts_of_rows, experts_of_tokens
+from moe_exp.layers.experts.fused import experts_of_tokens
 from moe_exp.layers.kernels.launch import INTERPRETED
 
 NUMBERS = (0, 1, 2, 3, 7, 13, 31, 61)  # the smallest, and primes
@@ -39,18 +39,13 @@ def drawn(seed: int, *, most_experts: int) -> Sizes:
 
 def tensors(sizes: Sizes, seed: int) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """x, router weights, weights and biases; experts of the slots; which slots are kept; gradient of y."""
-    shapes = [
-        (sizes.tokens, sizes.hidden),
-        (sizes.tokens, sizes.topk),
-        (sizes.experts, 2 * sizes.ffn, sizes.hidden),
-        (sizes.experts, sizes.hidden, sizes.ffn),
-        (sizes.experts, 2 * sizes.ffn),
-        (sizes.experts, sizes.hidden),
-    ]
+    tokens, topk, experts, hidden, ffn = sizes
+    shapes = [(tokens, hidden), (tokens, topk), (experts, 2 * ffn, hidden), (experts, hidden, ffn)]
+    shapes += [(experts, 2 * ffn), (experts, hidden)]
     leaves = [random(*shape, seed=seed + place).float() for place, shape in enumerate(shapes)]
-    expert_TK = random(sizes.tokens, sizes.experts, seed=seed + 6).argsort(dim=1)[:, : sizes.topk]
-    kept_TK = random(sizes.tokens, sizes.topk, seed=seed + 7) > -1
-    return leaves, expert_TK, kept_TK, random(sizes.tokens, sizes.hidden, seed=seed + 8).float()
+    expert_TK = random(tokens, experts, seed=seed + 6).argsort(dim=1)[:, :topk]
+    kept_TK = random(tokens, topk, seed=seed + 7) > -1
+    return leaves, expert_TK, kept_TK, random(tokens, hidden, seed=seed + 8).float()
 
 
 def by_kernels(leaves: list[Tensor], expert_TK: Tensor, kept_TK: Tensor, dy: Tensor) -> dict[str, Tensor]:
@@ -105,30 +100,6 @@ def test_permuted_tokens_have_permuted_outputs_to_the_bit(seed, monkeypatch):
     assert_equal_to(1e-6, {n: other[n] for n in NAMES[2:]}, {n: found[n] for n in NAMES[2:]})
 
 
-def test_two_halves_of_a_batch_add_up_in_main_grad():
-    rows, experts, hidden, ffn = 62, 3, 13, 7
-    x, dy = random(rows, hidden, seed=1).float(), random(rows, hidden, seed=2).float()
-    counts = torch.tensor([[20, 0, 11], [5, 19, 7]])  # of each half
-    shapes = {"weight1": (experts, 2 * ffn, hidden), "weight2": (experts, hidden, ffn)}
-
-    def main_grads(parts: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-        matrices = [random(*shape, seed=3).float().requires_grad_() for shape in shapes.values()]
-        for matrix in matrices:
-            matrix.main_grad = torch.zeros_like(matrix)
-        for chosen, tokens_L in parts:
-            y = experts_of_rows(
-                x[chosen], torch.ones(len(chosen)), tokens_L, *matrices, activation="swiglu",
-                adds_to_main_grad=True,
-            )  # fmt: skip
-            y.backward(dy[chosen])
-        return {name: matrix.main_grad for name, matrix in zip(shapes, matrices, strict=True)}
-
-    halves = [torch.arange(31), torch.arange(31, 62)]
-    expert_R = torch.cat([torch.arange(experts).repeat_interleave(half) for half in counts])
-    whole = [(expert_R.argsort(stable=True), counts.sum(dim=0))]
-    assert_equal_to(1e-6, main_grads(list(zip(halves, counts, strict=True))), main_grads(whole))
-
-
 def surrounded(x: Tensor) -> Tensor:
     """The same values in the middle of a buffer of NaN, in every dimension."""
     buffer = torch.full([size + 6 for size in x.shape], float("nan"))
@@ -139,9 +110,8 @@ def surrounded(x: Tensor) -> Tensor:
 def test_what_is_around_the_tensors_is_not_read():
     (x, weights, *matrices), expert_TK, kept_TK, dy = tensors(Sizes(31, 2, 3, 13, 7), seed=5)
     found = by_kernels([x, weights, *matrices], expert_TK, kept_TK, dy)
-    other = by_kernels(
-        [surrounded(leaf) for leaf in (x, weights, *matrices)], expert_TK, kept_TK, surrounded(dy)
-    )
+    leaves = [surrounded(leaf) for leaf in (x, weights, *matrices)]
+    other = by_kernels(leaves, expert_TK, kept_TK, surrounded(dy))
     for name in NAMES:
         assert torch.equal(other[name], found[name]), name
 

@@ -29,7 +29,7 @@ def test_without_a_choice_a_gpu_takes_kernels():
 
 @needs_kernels
 def test_the_same_routing_and_order_on_both_paths():
-    """Indices of a kernel are int32, those of plain torch int64: so it is seen which of the two has run."""
+    """Indices of a kernel are int32, those of plain torch int64, which shows which of the two ran."""
     x_TD = torch.randn(12, 16, device=DEVICE)
     decision, order = routed(x_TD, use_kernels=True)
     decision_off, order_off = routed(x_TD, use_kernels=False)
@@ -66,20 +66,24 @@ def test_rules_that_the_kernel_of_the_router_knows(settings, needs_scores, rule)
     assert kernel_problem(config, needs_scores=needs_scores) == rule
 
 
-def test_the_reason_in_words(monkeypatch):
-    assert choose_routing("auto", device_type="cpu") == ("torch", "the kernels are for GPUs")
-    assert choose_routing("off", device_type="cuda") == ("torch", "asked for by ROUTING_KERNELS")
-    monkeypatch.setattr(choice, "missing", lambda: "")
-    assert choose_routing("auto", device_type="cuda") == (
-        "triton",
-        "Triton kernels for the router, row order and drops",
-    )
-    rule = "it has no groups of experts"
-    reason = f"Triton kernels for row order and drops; the router itself in torch: {rule}"
-    assert choose_routing("auto", device_type="cuda", router_problem=rule) == ("triton", reason)
-    monkeypatch.setattr(choice, "missing", lambda: "triton is not installed")
-    assert choose_routing("auto", device_type="cuda") == ("torch", "not triton: triton is not installed")
-    with pytest.raises(ValueError, match=r"routing_kernels=on: is not a choice\. Fix: use auto or off\."):
+@pytest.mark.parametrize(
+    ("name", "device_type", "missing", "problem", "expected"),
+    [
+        ("auto", "cpu", "", "", ("torch", "the kernels are for GPUs")),
+        ("off", "cuda", "", "", ("torch", "asked for by ROUTING_KERNELS")),
+        ("auto", "cuda", "", "", ("triton", "Triton kernels for the router, row order and drops")),
+        ("auto", "cuda", "", "no groups", ("triton", "Triton kernels for row order and drops; ")),
+        ("auto", "cuda", "no triton", "", ("torch", "not triton: no triton")),
+    ],
+)
+def test_the_reason_in_words(monkeypatch, name, device_type, missing, problem, expected):
+    monkeypatch.setattr(choice, "missing", lambda: missing)
+    found, reason = choose_routing(name, device_type=device_type, router_problem=problem)
+    assert found == expected[0] and reason.startswith(expected[1]) and reason.endswith(problem)
+
+
+def test_an_unknown_choice():
+    with pytest.raises(ValueError, match=r"routing_kernels=on: .* Fix: use auto or off\."):
         choose_routing("on", device_type="cuda")
 
 

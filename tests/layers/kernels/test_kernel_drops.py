@@ -3,9 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
-from moe_exp.layers.capacity import keep_first, keep_full_tiles, keep_most_probable
-from moe_exp.layers.dispatcher.row_order import pad_by_expert
+from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels
+from moe_exp.layers.capacity import keep_full_tiles, keep_within_capacity
 from moe_exp.layers.kernels import drops
 from moe_exp.layers.kernels.drops import keep_within, keep_within_torch, padded_order, padded_order_torch
 
@@ -21,7 +20,7 @@ def small_blocks(monkeypatch):
     monkeypatch.setattr(drops, "_BLOCK_ROWS", 512)
 
 
-def weights(kind: str, *shape: int) -> torch.Tensor:
+def drawn(kind: str, *shape: int) -> torch.Tensor:
     x = torch.rand(shape, device=DEVICE)
     if kind == "ties":
         return (x * 3).round() / 3
@@ -35,21 +34,16 @@ def weights(kind: str, *shape: int) -> torch.Tensor:
 def test_the_same_slots_stay_as_in_capacity(num_tokens, topk, num_experts, kind):
     # Expert E is none: padding.
     expert_TK = (torch.rand(num_tokens, topk, device=DEVICE) ** 2 * (num_experts + 1)).long()
-    weights_TK = weights(kind, num_tokens, topk)
+    weights_TK = drawn(kind, num_tokens, topk)
     for capacity in (0, max(1, num_tokens * topk // (2 * num_experts)), num_tokens * topk + 5):
-        limits_E = torch.full((num_experts,), capacity, dtype=torch.int32, device=DEVICE)
-        sizes = {"num_experts": num_experts, "capacity": capacity}
-        expected = (
-            keep_most_probable(expert_TK.cpu(), weights_TK.cpu(), **sizes),
-            keep_first(expert_TK.cpu(), **sizes),
-        )
-        ours = (
-            keep_most_probable(expert_TK, weights_TK, **sizes, use_kernels=True),
-            keep_first(expert_TK, **sizes, use_kernels=True),
-        )
-        for kept_TK, reference, value in zip(ours, expected, (weights_TK, None), strict=True):
-            assert kept_TK.dtype == torch.bool and torch.equal(kept_TK.cpu(), reference)
-            assert torch.equal(keep_within_torch(expert_TK, value, limits_E).cpu(), reference)
+        for weights in (weights_TK, None):
+            plain_TK, kept_TK = (
+                keep_within_capacity(
+                    expert_TK, weights, num_experts=num_experts, capacity=capacity, use_kernels=use_kernels
+                )
+                for use_kernels in (False, True)
+            )
+            assert kept_TK.dtype == torch.bool and torch.equal(kept_TK, plain_TK)
 
 
 def test_every_expert_has_its_own_limit():
@@ -66,20 +60,13 @@ def test_every_expert_has_its_own_limit():
 
 @pytest.mark.parametrize("drops", [False, True])
 @pytest.mark.parametrize(("num_tokens", "topk", "num_experts"), SHAPES)
-def test_padded_rows_are_those_of_the_layer(num_tokens, topk, num_experts, drops):
+def test_padded_rows_are_those_of_the_twin(num_tokens, topk, num_experts, drops):
     expert_TK = torch.randint(num_experts, (num_tokens, topk), device=DEVICE)
     kept_TK = torch.rand(num_tokens, topk, device=DEVICE) > 0.3 if drops else None
     most = int(torch.bincount(expert_TK.flatten(), minlength=num_experts).max()) + 1
-    order = pad_by_expert(
-        expert_TK.cpu(),
-        None if kept_TK is None else kept_TK.cpu(),
-        num_experts=num_experts,
-        rows_per_expert=most,
-    )
-    for function in (padded_order, padded_order_torch):
-        slot_R, row_N = function(expert_TK, num_experts, most, kept_TK)
-        assert slot_R.dtype == row_N.dtype == torch.int32
-        assert slot_R.tolist() == order.slot_R.tolist() and row_N.tolist() == order.row_N.tolist()
+    arguments = expert_TK, num_experts, most, kept_TK
+    for one, other in zip(padded_order(*arguments), padded_order_torch(*arguments), strict=True):
+        assert one.dtype == other.dtype == torch.int32 and torch.equal(one, other)
 
 
 def test_slots_past_the_rows_of_an_expert_are_dropped():
@@ -93,7 +80,9 @@ def test_slots_past_the_rows_of_an_expert_are_dropped():
 @pytest.mark.parametrize("tile", [1, 8, 16])
 def test_full_tiles_stay(tile):
     expert_TK = (torch.rand(70, 2, device=DEVICE) ** 2 * 6).long()  # 5 is none
-    weights_TK = weights("ties", 70, 2)
-    expected = keep_full_tiles(expert_TK.cpu(), weights_TK.cpu(), num_experts=5, tile=tile)
-    kept_TK = keep_full_tiles(expert_TK, weights_TK, num_experts=5, tile=tile, use_kernels=True)
-    assert torch.equal(kept_TK.cpu(), expected)
+    weights_TK = drawn("ties", 70, 2)
+    plain_TK, kept_TK = (
+        keep_full_tiles(expert_TK, weights_TK, num_experts=5, tile=tile, use_kernels=use_kernels)
+        for use_kernels in (False, True)
+    )
+    assert torch.equal(kept_TK, plain_TK)

@@ -7,45 +7,27 @@ import torch
 import torch.distributed as dist
 
 from helpers.layers.kernel_device import DEVICE, needs_kernels
-from helpers.layers.tiny_moe import HIDDEN as TINY_HIDDEN
-from helpers.layers.tiny_moe import random, tiny_layer
+from helpers.layers.tiny_moe import EXPERTS, HIDDEN, random, tiny_layer
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
-from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.experts import Experts
 from moe_exp.layers.kernels.launch import INTERPRETED
 from moe_exp.layers.losses import AuxLoss
-from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
-from moe_exp.layers.router import Router, RouterConfig
+from moe_exp.layers.router import Router
 from moe_exp.layers.router.replay import RoutingReplay
 
 pytestmark = needs_kernels
 
-HIDDEN, EXPERTS = 6, 5
-OF_SUMS = {"aux_loss": 0.5, "global_aux_loss": 0.3}
-SUMMED = tuple(AuxLoss(*loss) for loss in OF_SUMS.items())
+SUMMED = AuxLoss("aux_loss", 0.5), AuxLoss("global_aux_loss", 0.3)  # which need the sums of scores alone
 
 
-def layer(*, losses=SUMMED, settings=None, **router) -> MoELayer:
-    torch.manual_seed(3)
-    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "topk": 2}
-    config = RouterConfig(**{**sizes, "global_fractions": True, **router})
-    experts = Experts(
-        num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=4, activation="swiglu", backend="loop"
-    )
-    made = MoELayer(
-        router=Router(config),
-        dispatcher=LocalDispatcher(EXPERTS),
-        experts=experts,
-        settings=MoESettings(losses=losses, z_loss_coeff=0.1, **(settings or {})),
-    )
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.normal_()
-        if config.expert_bias:
-            made.router.expert_bias.normal_()
-        made.router.global_tokens_per_expert.copy_(torch.arange(EXPERTS))
+def layer(*, losses=SUMMED, settings=None, topk=2, **router) -> MoELayer:
+    router = {"dtype": "fp32", "global_fractions": True, **router}
+    options = {"losses": losses, "z_loss_coeff": 0.1, **(settings or {})}
+    made = tiny_layer(topk=topk, router=router, dtype=torch.float32, **options)
+    if made.router.config.expert_bias:
+        made.router.expert_bias.copy_(random(EXPERTS, seed=4))
+    made.router.global_tokens_per_expert.copy_(torch.arange(EXPERTS))
     return made
 
 
@@ -53,13 +35,9 @@ def run(made: MoELayer, x: torch.Tensor, mask: torch.Tensor | None) -> dict[str,
     x = x.clone().requires_grad_()
     output, loss = made(x, mask)
     grads = torch.autograd.grad((output * x.detach().cos()).sum() + loss, [x, *made.parameters()])
-    results = {
-        "output": output,
-        "loss": loss,
-        "sums": made.statistics.sums[1:],
-        "counts": made.statistics.tokens_per_expert_E,
-    }
-    return {**results, **{str(i): grad for i, grad in enumerate(grads)}}
+    results = {"output": output, "loss": loss, "sums": made.statistics.sums[1:]}
+    results |= {"counts": made.statistics.tokens_per_expert_E}
+    return results | {str(i): grad for i, grad in enumerate(grads)}
 
 
 CASES = {
@@ -96,17 +74,17 @@ def decision_of(made: MoELayer):
 
 
 @pytest.mark.parametrize(
-    "made",
+    "options",
     [
-        lambda: layer(num_groups=5, group_topk=3, use_kernels=True),
-        lambda: layer(assignment="sinkhorn", use_kernels=True),
-        lambda: layer(assignment="balanced", use_kernels=True),
-        lambda: layer(dtype="fp64", use_kernels=True),
-        lambda: layer(losses=(AuxLoss("seq_aux_loss", 1.0),), use_kernels=True),
+        {"num_groups": 4, "group_topk": 3},
+        {"assignment": "sinkhorn"},
+        {"assignment": "balanced"},
+        {"dtype": "fp64"},
+        {"losses": (AuxLoss("seq_aux_loss", 1.0),)},
     ],
 )
-def test_what_the_kernel_does_not_know_goes_step_by_step(made):
-    decision = decision_of(made())
+def test_what_the_kernel_does_not_know_goes_step_by_step(options):
+    decision = decision_of(layer(**options, use_kernels=True))
     assert decision.sums is None and decision.scores_TE is not None and decision.logits_TE is not None
 
 
@@ -137,7 +115,7 @@ EXCHANGED = ({}, {"capacity_factor": 1.5, "pad_to_capacity": True}, {"token_roun
 
 def outputs_of_rank() -> list[torch.Tensor]:
     group = dist.group.WORLD
-    x_TD = random(24, TINY_HIDDEN, seed=4).chunk(group.size())[group.rank()]
+    x_TD = random(24, HIDDEN, seed=4).chunk(group.size())[group.rank()]
     options = {"ep_group": group, "microbatch_group": group, "router": {"use_kernels": True}}
     layers = [tiny_layer(**options, **settings) for settings in EXCHANGED]
     return [layer(x_TD)[0].detach() for layer in layers]
@@ -147,5 +125,5 @@ def outputs_of_rank() -> list[torch.Tensor]:
 def test_rows_of_the_all_to_all_path_are_moved_by_kernels():
     by_rank = run_on_ranks(2, outputs_of_rank)
     for settings, parts in zip(EXCHANGED, zip(*by_rank, strict=True), strict=True):
-        whole = tiny_layer(**settings)(random(24, TINY_HIDDEN, seed=4))[0]
+        whole = tiny_layer(**settings)(random(24, HIDDEN, seed=4))[0]
         torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=0)

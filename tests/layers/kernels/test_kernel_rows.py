@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels, poisoned  # noqa: F401
+from helpers.layers.kernel_device import DEVICE, at_real_size, needs_kernels
 from helpers.relative_error import relative_error
 from moe_exp.layers.dispatcher.row_order import RowOrder, pad_by_expert, regroup_chunks, sort_by_expert
 from moe_exp.layers.kernels.rows import chunk_order, chunk_order_torch, gather_rows, gather_rows_torch
@@ -44,14 +44,11 @@ def test_rows_are_gathered_to_the_bit(num_sources, width, num_rows, divisor, dty
     [(1, 1, 3), (3, 4, 60), (4, 5, 2), (2, 3, 1), at_real_size(64, 4, 3000)]
     + [(sources, experts, most) for experts in (64, 256, 512, 1024) for sources, most in ((1, 3), (3, 2))],
 )
-def test_chunks_are_sorted_as_by_the_layer(sources, experts, most):
+def test_chunks_are_sorted_as_by_the_twin(sources, experts, most):
     rows_SL = torch.randint(0, most, (sources, experts), device=DEVICE)
-    num_rows = int(rows_SL.sum())
-    order = regroup_chunks(rows_SL.cpu(), num_rows=num_rows)
-    for function in (chunk_order, chunk_order_torch):
-        slot_R, row_R = function(rows_SL, num_rows)
-        assert slot_R.dtype == row_R.dtype == torch.int32
-        assert slot_R.tolist() == order.slot_R.tolist() and row_R.tolist() == order.row_N.tolist()
+    arguments = rows_SL, int(rows_SL.sum())
+    for one, other in zip(chunk_order(*arguments), chunk_order_torch(*arguments), strict=True):
+        assert one.dtype == other.dtype == torch.int32 and torch.equal(one, other)
 
 
 def orders(expert_TK: torch.Tensor, kept_TK: torch.Tensor, *, use_kernels: bool) -> dict[str, RowOrder]:
@@ -78,10 +75,8 @@ def test_row_orders_of_the_layer_with_kernels_and_without(topk, dtype):
         y_RD, seed_R = torch.randn(order.slot_R.numel(), 24, dtype=dtype), torch.rand(order.slot_R.numel())
         expected = moved(order, x_TD, weights_TK, y_RD, seed_R)
         actual = moved(ours[name], *(x.to(DEVICE) for x in (x_TD, weights_TK, y_RD, seed_R)))
-        assert (
-            ours[name].slot_R.tolist() == order.slot_R.tolist()
-            and ours[name].row_N.tolist() == order.row_N.tolist()
-        ), name
+        assert ours[name].slot_R.tolist() == order.slot_R.tolist(), name
+        assert ours[name].row_N.tolist() == order.row_N.tolist(), name
         for one, other in zip(actual, expected, strict=True):
             assert one.dtype == other.dtype
             assert relative_error(one, other) < (1e-6 if dtype == torch.float32 else 5e-3), name

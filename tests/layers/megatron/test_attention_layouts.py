@@ -27,32 +27,21 @@ YARN = {"rope_scaling": "yarn", "rope_scaling_factor": 4, "rope_original_seq_len
 KINDS: dict[str, dict[str, Any]] = {
     "norm over all heads": {"qk_norm": True, "qk_norm_scope": "all"},
     "bias, half turned": {
-        "qkv_bias": True,
-        "rotary_fraction": 0.5,
-        "rope_scaling": "llama3",
-        "rope_scaling_factor": 8,
+        "qkv_bias": True, "rotary_fraction": 0.5, "rope_scaling": "llama3", "rope_scaling_factor": 8,
         "rotary_base": 1e6,
     },
     "yarn": {"normalization": "LayerNorm", "qk_norm": True, **YARN},
     "latent": LATENT | {"q_lora_rank": 12},
     "latent, yarn": LATENT | YARN | {"yarn_mscale_all_dim": 1},
     "latent experts": {
-        "moe_latent_size": 12,
-        "add_bias_linear": True,
-        "activation": "clamped_swiglu",
-        "topk": 4,
+        "moe_latent_size": 12, "add_bias_linear": True, "activation": "clamped_swiglu", "topk": 4,
     },
-}
+}  # fmt: skip
 LAYOUTS = {"tp2": {"tp": 2}, "pp2": {"pp": 2}, "ep2": {"ep": 2}, "cp2": {"cp": 2}}
 # Where a kind does something of its own; the rest is slow.
-FAST = [
-    ("norm over all heads", "tp2"),
-    ("norm over all heads", "pp2"),
-    ("bias, half turned", "tp2"),
-    ("yarn", "cp2"),
-]
-FAST += [("latent experts", "tp2")]
-FAST += [("latent", layout) for layout in LAYOUTS] + [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
+FAST = [("norm over all heads", "tp2"), ("norm over all heads", "pp2"), ("bias, half turned", "tp2")]
+FAST += [("yarn", "cp2"), ("latent experts", "tp2"), *(("latent", layout) for layout in LAYOUTS)]
+FAST += [("latent, yarn", "tp2"), ("latent, yarn", "cp2")]
 SLOW = [(kind, layout) for kind in KINDS for layout in LAYOUTS if (kind, layout) not in FAST]
 
 # All that DeepSeek-V3 has, in 4 layers of which the first is dense.
@@ -78,10 +67,8 @@ def one_rank(folder: Path) -> Callable[[str], Found]:
 
     @cache
     def run_all() -> dict[str, Found]:
-        jobs = {
-            kind: settings | {"save": f"{folder}/{index}"}
-            for index, (kind, settings) in enumerate(KINDS.items())
-        }
+        kinds = enumerate(KINDS.items())
+        jobs = {kind: settings | {"save": f"{folder}/{index}"} for index, (kind, settings) in kinds}
         jobs["deepseek"] = DEEPSEEK | {"save": f"{folder}/deepseek", "save_after": 2, "iterations": 4}
         jobs["deepseek resumed"] = DEEPSEEK | {"load": f"{folder}/deepseek", "seed": 99}
         return dict(zip(jobs, run_models(1, list(jobs.values())), strict=True))
@@ -107,9 +94,8 @@ def two_ranks(folder: Path, one_rank: Callable[[str], Found]) -> Callable[[str, 
             jobs["deepseek", "ep2"] = DEEPSEEK | {"ep": 2, "load": f"{folder}/deepseek"}
         # Jobs of one layout that follow one another share their process groups.
         jobs = dict(sorted(jobs.items(), key=lambda job: job[0][1]))
-        return dict(
-            zip(jobs, run_models(2, [settings | {"seed": 99} for settings in jobs.values()]), strict=True)
-        )
+        found = run_models(2, [settings | {"seed": 99} for settings in jobs.values()])
+        return dict(zip(jobs, found, strict=True))
 
     return lambda kind, layout: run_all((kind, layout) in SLOW)[kind, layout]
 
@@ -137,9 +123,7 @@ def test_deepseek_goes_on_with_its_experts_on_two_ranks(one_rank, two_ranks):
 
 
 def test_keys_are_those_of_megatron(folder, one_rank):
-    """The norms of multi-latent attention as a part of the layer that follows: so Transformer Engine's layers
-    have them.
-    """
+    """The norms of multi-latent attention belong to the next layer, as in Transformer Engine's layers."""
     from moe_exp.checkpoint.format.folders import iteration_folder
     from moe_exp.checkpoint.format.torch_dist import CheckpointReader
 
@@ -148,15 +132,10 @@ def test_keys_are_those_of_megatron(folder, one_rank):
     shapes = {}
     for kind in ("latent", "latent, yarn", "norm over all heads"):
         stored = CheckpointReader(iteration_folder(folder / str(names.index(kind)), 0)).tensors
-        shapes[kind] = {
-            key.removeprefix(prefix): tensor.shape[1:]
-            for key, tensor in stored.items()
-            if key.startswith(prefix)
-        }
-        assert kind == "norm over all heads" or stored["decoder.layers.input_layernorm.weight"].shape == (
-            2,
-            32,
-        )
+        own = {key: tensor.shape[1:] for key, tensor in stored.items() if key.startswith(prefix)}
+        shapes[kind] = {key.removeprefix(prefix): shape for key, shape in own.items()}
+        if kind != "norm over all heads":
+            assert stored["decoder.layers.input_layernorm.weight"].shape == (2, 32)
     down_and_up = {"linear_kv_down_proj.weight": (16 + 6, 32), "linear_kv_up_proj.weight": (4 * (10 + 8), 16)}
     down_and_up |= {"linear_kv_up_proj.layer_norm_weight": (16,), "linear_proj.weight": (32, 4 * 8)}
     assert shapes["latent, yarn"] == down_and_up | {"linear_q_proj.weight": (4 * 16, 32)}
@@ -166,12 +145,9 @@ def test_keys_are_those_of_megatron(folder, one_rank):
         "linear_q_up_proj.layer_norm_weight": (12,),
     }
     assert shapes["norm over all heads"] == {
-        "linear_qkv.weight": (64, 32),
-        "linear_qkv.layer_norm_weight": (32,),
-        "linear_proj.weight": (32, 32),
-        "q_layernorm.weight": (32,),
-        "k_layernorm.weight": (16,),
-    }
+        "linear_qkv.weight": (64, 32), "linear_qkv.layer_norm_weight": (32,), "linear_proj.weight": (32, 32),
+        "q_layernorm.weight": (32,), "k_layernorm.weight": (16,),
+    }  # fmt: skip
 
 
 def test_router_biases_have_one_gradient_on_1_2_and_4_ranks():

@@ -1,9 +1,8 @@
-"""What the Megatron side of the layer refuses before it builds anything, and how it reads Megatron's
-settings.
-"""
+"""What the Megatron side of the layer refuses, and how it reads Megatron's settings."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass, fields
 from functools import partial
@@ -14,6 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from helpers.layers.megatron_pair import start_parallel
+from helpers.layers.tiny_moe import cut
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.activations import quick_gelu, squared_relu
@@ -21,6 +22,7 @@ from moe_exp.layers.dispatcher import LocalDispatcher
 from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.megatron import moe_parts
+from moe_exp.layers.megatron.attention_parts import latent_attention_spec
 from moe_exp.layers.megatron.config_fields import FOLLOWED, IRRELEVANT, REFUSED, check_fields
 from moe_exp.layers.megatron.latent_projections import Linear, latent_projections
 from moe_exp.layers.megatron.moe_parts import (
@@ -33,6 +35,7 @@ from moe_exp.layers.megatron.moe_parts import (
     ffn_per_rank,
     router_config,
 )
+from moe_exp.layers.megatron.norm import Norm
 from moe_exp.layers.microbatch import MoESettings
 from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
@@ -40,10 +43,11 @@ from moe_exp.layers.shared import SharedExpert
 from moe_exp.layers.spec import decoder_spec, moe_submodule_spec
 
 from megatron.core import activations as megatron_activations
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import tensor_parallel
 from megatron.core.fusions import fused_bias_geglu
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer as MoELayerOfMegatron
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -56,12 +60,9 @@ NAMED_OTHERWISE = """
     recompute_modules sequence_parallel use_fused_weighted_squared_relu use_te_activation_func
 """
 SETTINGS = {
-    "num_layers": 2,
-    "hidden_size": 16,
-    "num_attention_heads": 2,
-    "num_moe_experts": 6,
+    "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "num_moe_experts": 6,
     "moe_ffn_hidden_size": 12,
-}
+}  # fmt: skip
 
 
 def settings(**changes: Any) -> TransformerConfig:
@@ -77,27 +78,10 @@ def test_width_of_a_rank():
         ffn_per_rank(12, 5)
 
 
-def part(weight: torch.Tensor, dim: int, rank: int, ranks: int, halves: int = 1) -> torch.Tensor:
-    """The part of a tensor parallel rank; of each half of a gated projection."""
-    return torch.cat([half.chunk(ranks, dim)[rank] for half in weight.chunk(halves, dim)], dim)
-
-
-def start_parallel(tp: int, ep: int, etp: int) -> None:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-
-
 def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """The output of a layer whose tensor parallel ranks have all tokens, what one rank alone has, and how
-    training is refused.
-    """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    start_parallel(ranks, ep, etp)
+    """Output of a layer whose tensor parallel ranks have all tokens, that of one rank, and an error."""
+    ranks = dist.get_world_size()
+    start_parallel(tp=ranks, ep=ep, etp=etp)
     config = TransformerConfig(
         **SETTINGS, moe_router_topk=2, moe_router_pre_softmax=True, gated_linear_unit=True,
         add_bias_linear=False, activation_func=torch.nn.functional.silu, bias_activation_fusion=False,
@@ -124,12 +108,12 @@ def without_sequence_parallelism(ep: int, etp: int) -> tuple[torch.Tensor, torch
         for weight in alone.parameters():
             weight.copy_(torch.randn(weight.shape, generator=generator) / 3)
         layer.router.weight.copy_(alone.router.weight)
-        first = (rank // etp % ep) * (num_experts // ep)
-        mine = slice(first, first + num_experts // ep)
-        layer.experts.weight1.copy_(part(alone.experts.weight1[mine], 1, rank % etp, etp, halves=2))
-        layer.experts.weight2.copy_(part(alone.experts.weight2[mine], 2, rank % etp, etp))
-        layer.shared_experts.linear_fc1.weight.copy_(part(alone.shared.weight1, 0, rank, ranks, halves=2))
-        layer.shared_experts.linear_fc2.weight.copy_(part(alone.shared.weight2, 1, rank, ranks))
+        groups = get_default_pg_collection()
+        layer.experts.weight1.copy_(cut(alone.experts.weight1, 1, groups.ep, groups.expt_tp, halves=2))
+        layer.experts.weight2.copy_(cut(alone.experts.weight2, 2, groups.ep, groups.expt_tp))
+        first, second = layer.shared_experts.linear_fc1, layer.shared_experts.linear_fc2
+        first.weight.copy_(cut(alone.shared.weight1, 0, None, groups.tp, halves=2))
+        second.weight.copy_(cut(alone.shared.weight2, 1, None, groups.tp))
         tokens = torch.randn(5, 3, hidden, generator=generator)
         found, expected = layer.eval()(tokens)[0], alone.eval()(tokens)[0]
         assert not layer._token_layer[0].is_training
@@ -151,7 +135,7 @@ def test_inference_without_sequence_parallelism(ep, etp):
 
 def initial_weights(ep: int, etp: int) -> list[torch.Tensor]:
     """Router, experts of this rank, and the random numbers that follow."""
-    start_parallel(etp, ep, etp)
+    start_parallel(tp=etp, ep=ep, etp=etp)
     layer = build_module(moe_submodule_spec(), config=TransformerConfig(**SETTINGS, moe_router_topk=2))
     experts = layer.experts.weight1.detach(), layer.experts.weight2.detach()
     return [layer.router.weight.detach(), torch.rand(4), *experts]
@@ -185,7 +169,7 @@ def test_every_nth_layer_is_counted_from_the_first_as_in_megatron(frequency, exp
 
 def moe_layers_of(frequency: int | list[int]) -> tuple[list[int], list[int]]:
     """Which layers are MoE layers, in our spec and in Megatron's."""
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    start_parallel()
     config = TransformerConfig(**SETTINGS | {"num_layers": 4}, moe_router_topk=2, moe_layer_freq=frequency)
     ours = decoder_spec(config).layer_specs
     theirs = get_gpt_decoder_block_spec(config, use_transformer_engine=False).layer_specs
@@ -197,10 +181,7 @@ def moe_layers_of(frequency: int | list[int]) -> tuple[list[int], list[int]]:
 
 
 def test_a_layer_without_a_spec():
-    with pytest.raises(
-        ValueError,
-        match=r"submodules=None: the layer is built from a spec\. Fix: use moe_submodule_spec\(\)\.",
-    ):
+    with pytest.raises(ValueError, match=r"submodules=None: .* Fix: use moe_submodule_spec\(\)\."):
         MegatronMoELayer(settings())
 
 
@@ -210,18 +191,12 @@ def test_a_layer_without_a_spec():
         ("aux_loss", 0.5, (AuxLoss("aux_loss", 0.5),)),
         ("none", 0.5, ()),
         ("sinkhorn", 0.0, ()),
-        (
-            ["aux_loss", "seq_aux_loss"],
-            [0.5, 0.25],
-            (AuxLoss("aux_loss", 0.5), AuxLoss("seq_aux_loss", 0.25)),
-        ),
+        (["aux_loss", "l1"], [0.5, 0.25], (AuxLoss("aux_loss", 0.5), AuxLoss("l1", 0.25))),
     ],
 )
 def test_losses_of_a_transformer_config(kinds, coeffs, expected):
-    assert (
-        balancing_losses(settings(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs))
-        == expected
-    )
+    config = settings(moe_router_load_balancing_type=kinds, moe_aux_loss_coeff=coeffs)
+    assert balancing_losses(config) == expected
 
 
 @pytest.mark.parametrize("policy", ["probs", "position"])
@@ -253,32 +228,22 @@ def test_activation_of_a_transformer_config():
 
 
 def test_router_of_a_transformer_config():
-    config = settings(
-        moe_router_load_balancing_type=["global_aux_loss"],
-        moe_aux_loss_coeff=[0.1],
-        moe_router_dtype="fp64",
-        moe_input_jitter_eps=0.1,
-    )
+    losses = {"moe_router_load_balancing_type": ["global_aux_loss"], "moe_aux_loss_coeff": [0.1]}
+    config = settings(moe_router_dtype="fp64", moe_input_jitter_eps=0.1, **losses)
     router = router_config(config, {"score": "sqrtsoftplus", "normalize": False})
     assert (router.global_fractions, router.dtype, router.jitter, router.topk) == (True, "fp64", 0.1, 2)
-    assert (router.score, router.normalizes, router.assignment, router.pre_softmax) == (
-        "sqrtsoftplus",
-        False,
-        "topk",
-        False,
-    )
+    assert (router.score, router.assignment) == ("sqrtsoftplus", "topk")
+    assert not router.normalizes and not router.pre_softmax
     assert router_config(settings(moe_router_load_balancing_type="sinkhorn"), {}).assignment == "sinkhorn"
     assert router_config(settings(moe_router_force_load_balancing=True), {}).assignment == "balanced"
 
 
 def test_an_expert_bias_that_nothing_would_update_is_refused():
     groups = SimpleNamespace(tp_cp=None)
-    with pytest.raises(
-        ValueError, match=r"^expert_bias=True: .* Fix: set moe_router_enable_expert_bias=True"
-    ):
-        MegatronRouter(settings(), groups, {"expert_bias": True, "score": "sigmoid"})
-    rules = {"expert_bias": True, "score": "sigmoid", "bias_rule": "quantile"}
-    assert MegatronRouter(settings(), groups, rules).config.finds_quantiles
+    rules = {"expert_bias": True, "score": "sigmoid"}
+    with pytest.raises(ValueError, match=r"^expert_bias=True: .* Fix: set moe_router_enable_expert_bias="):
+        MegatronRouter(settings(), groups, rules)
+    assert MegatronRouter(settings(), groups, rules | {"bias_rule": "quantile"}).config.finds_quantiles
 
 
 def test_latent_projections_of_transformer_engine_are_built_as_by_megatron():
@@ -330,29 +295,23 @@ def test_every_moe_field_of_megatron_is_followed_refused_or_irrelevant():
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
-        ("moe_apply_probs_on_input", True, r"moe_apply_probs_on_input=True: .* Fix: leave it at False\."),
-        ("calculate_per_token_loss", True, r"calculate_per_token_loss=True: the auxiliary losses are means"),
-        ("fp4", "e2m1", r"fp4=e2m1: the experts compute in fp8 or bf16"),
-        ("overlap_moe_expert_parallel_comm", True, r"overlap_moe_expert_parallel_comm=True: its schedule"),
+        ("moe_apply_probs_on_input", True, "leave it at False"),
+        ("calculate_per_token_loss", True, "leave it at False"),
+        ("fp4", "e2m1", "leave it at None, or use fp8"),
+        ("overlap_moe_expert_parallel_comm", True, "leave it at False"),
+        ("window_size", (128, 0), "leave it at None, or use_te=True"),
+        ("softmax_type", "learnable", "leave it at vanilla, or use_te=True"),
+        ("layernorm_zero_centered_gamma", True, "leave it at False, or use_te=True"),
     ],
 )
 def test_fields_that_the_layer_does_not_follow_are_refused(name, value, text):
     config = settings(**{name: value})
-    with pytest.raises(ValueError, match=text):
+    message = rf"^{name}={re.escape(str(value))}: .* Fix: {text}"
+    with pytest.raises(ValueError, match=message):
         decoder_spec(config)
-    with pytest.raises(ValueError, match=text):
-        build_module(moe_submodule_spec(), config=config)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("window_size", (128, 0)), ("softmax_type", "learnable"), ("layernorm_zero_centered_gamma", True)],
-)
-def test_fields_that_attention_and_norm_do_not_follow_are_refused(name, value):
-    with pytest.raises(
-        ValueError, match=rf"^{name}=.*: attention and norm .* Fix: leave it at .*use_te=True"
-    ):
-        decoder_spec(settings(**{name: value}))
+    if "use_te" not in text:
+        with pytest.raises(ValueError, match=message):
+            build_module(moe_submodule_spec(), config=config)
 
 
 def test_fp8_of_transformer_engine_is_recomputed_by_it(monkeypatch):
@@ -366,9 +325,8 @@ def test_fp8_of_transformer_engine_is_recomputed_by_it(monkeypatch):
 
 def test_auto_backend_is_that_of_the_dtype_of_the_parameters(monkeypatch):
     asked = []
-    monkeypatch.setattr(
-        moe_parts, "choose_backend", lambda name, **how: asked.append((name, how)) or ("loop", "")
-    )
+    choose = lambda name, **how: asked.append((name, how)) or ("loop", "")  # noqa: E731
+    monkeypatch.setattr(moe_parts, "choose_backend", choose)
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     groups = SimpleNamespace(ep=one, expt_tp=one, expt_dp=one)
     config = settings(params_dtype=torch.bfloat16)
@@ -384,3 +342,15 @@ def test_a_field_of_a_newer_megatron_is_refused_unless_at_its_default():
     check_fields(Newer(**SETTINGS))
     with pytest.raises(ValueError, match=r"moe_new_rule=0\.7: this MoE layer does not know the field\. Fix"):
         check_fields(Newer(**SETTINGS, moe_new_rule=0.7))
+
+
+@pytest.mark.parametrize(("ranks", "sequence_parallel"), [(1, False), (2, True), (2, False)])
+def test_latent_attention_has_whole_projections_down(ranks, sequence_parallel):
+    config = SimpleNamespace(tensor_model_parallel_size=ranks, sequence_parallel=sequence_parallel)
+    if ranks == 2 and not sequence_parallel:
+        with pytest.raises(ValueError, match=r"sequence_parallel=False: .* Fix: set sequence_parallel=True"):
+            latent_attention_spec(config, norm=Norm)
+        return
+    parts = latent_attention_spec(config, norm=Norm).submodules
+    assert parts.linear_q_down_proj is parts.linear_kv_down_proj is not parts.linear_q_up_proj
+    assert parts.q_layernorm is parts.kv_layernorm is Norm

@@ -1,6 +1,4 @@
-"""Routers and losses of a user's own, in Megatron's layer: the gradients of one rank in plain torch, on every
-layout.
-"""
+"""Routers and losses of a user's own in Megatron's layer: gradients on every layout."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from helpers.layers.layout_job import CosineRouter, confidence
+from helpers.layers.megatron_pair import start_parallel
 from helpers.layers.tiny_moe import random, tiny_layer
 from helpers.ranks import run_on_ranks
 from helpers.relative_error import assert_equal_to
@@ -21,7 +20,7 @@ from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig, RoutingDecision, tokens_in_group
 from moe_exp.layers.spec import MegatronRouter, decoder_spec, moe_submodule_spec
 
-from megatron.core import parallel_state, tensor_parallel
+from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -53,13 +52,7 @@ def tokens(dp_rank: int) -> tuple[Tensor, Tensor]:
 
 def in_megatron(tp: int, ep: int) -> dict[str, Tensor]:
     """Gradients of the router, summed as Megatron sums them, and names of its tensors in a checkpoint."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=1,
-        create_gloo_process_groups=False,
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    start_parallel(tp=tp, ep=ep)
     config = config_of(tensor_model_parallel_size=tp, expert_model_parallel_size=ep, sequence_parallel=tp > 1)
     spec = moe_submodule_spec("loop", router_class=CosineRouter, losses=LOSSES)
     layer = build_module(spec, config=config).train()

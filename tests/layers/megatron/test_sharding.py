@@ -1,6 +1,4 @@
-"""Expert tensors in Megatron's checkpoints, both ways: Megatron's own SequentialMLP writes and reads what
-ours reads and writes.
-"""
+"""Megatron's own SequentialMLP writes and reads the checkpoints that ours reads and writes."""
 
 from __future__ import annotations
 
@@ -14,6 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from helpers.layers.megatron_pair import start_parallel
+from helpers.layers.tiny_moe import random
 from helpers.ranks import run_on_ranks
 
 HIDDEN, FFN, EXPERTS = 8, 12, 4
@@ -26,42 +26,20 @@ PREFIX = "decoder.layers.1.mlp.experts."
 def full_tensors(gated: bool) -> dict[str, Tensor]:
     """Ours for all experts, not split."""
     width = FFN * (1 + gated)
-    shapes = {
-        "weight1": (EXPERTS, width, HIDDEN),
-        "weight2": (EXPERTS, HIDDEN, FFN),
-        "bias1": (EXPERTS, width),
-        "bias2": (EXPERTS, HIDDEN),
-    }
-    return {
-        name: torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-        for seed, (name, shape) in enumerate(shapes.items(), start=1)
-    }
+    shapes = {"weight1": (EXPERTS, width, HIDDEN), "weight2": (EXPERTS, HIDDEN, FFN)}
+    shapes |= {"bias1": (EXPERTS, width), "bias2": (EXPERTS, HIDDEN)}
+    return {name: random(*shape, seed=seed).float() for seed, (name, shape) in enumerate(shapes.items())}
 
 
 def part_of(tensors: dict[str, Tensor], gated: bool, place: Any) -> dict[str, Tensor]:
-    """What a rank holds, cut by hand: by experts, then by the width, of the gate and of the other half
-    alike.
-    """
+    """What a rank holds: by experts, then by the width of both halves of a gated projection."""
     parts = {}
     for name, axis in (("weight1", 1), ("weight2", 2), ("bias1", 1), ("bias2", 1)):
         local = tensors[name].chunk(place.ep_size)[place.ep_rank]
         halves = local.chunk(2, dim=axis) if gated and name in ("weight1", "bias1") else (local,)
-        parts[name] = torch.cat(
-            [half.chunk(place.etp_size, dim=axis)[place.etp_rank] for half in halves], dim=axis
-        )
+        mine = [half.chunk(place.etp_size, dim=axis)[place.etp_rank] for half in halves]
+        parts[name] = torch.cat(mine, dim=axis)
     return parts
-
-
-def _start(ep: int, etp: int) -> Any:
-
-    from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.process_groups_config import ProcessGroupCollection
-
-    parallel_state.initialize_model_parallel(
-        expert_model_parallel_size=ep, expert_tensor_parallel_size=etp, create_gloo_process_groups=False
-    )
-    tensor_parallel.model_parallel_cuda_manual_seed(1)
-    return ProcessGroupCollection.use_mpu_process_groups()
 
 
 def _sequential_mlp(groups: Any, ep: int, etp: int, gated: bool, bias: bool) -> Any:
@@ -71,20 +49,11 @@ def _sequential_mlp(groups: Any, ep: int, etp: int, gated: bool, bias: bool) -> 
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
-        num_layers=2,
-        hidden_size=HIDDEN,
-        num_attention_heads=1,
-        num_moe_experts=EXPERTS,
-        moe_ffn_hidden_size=FFN,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        gated_linear_unit=gated,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-    )
-    # Megatron's configuration refuses biases with ETP > 1, whose sum would hold them ETP times; its modules
-    # can be saved all the same.
-    config.add_bias_linear = bias
+        num_layers=2, hidden_size=HIDDEN, num_attention_heads=1, num_moe_experts=EXPERTS,
+        moe_ffn_hidden_size=FFN, expert_model_parallel_size=ep, expert_tensor_parallel_size=etp,
+        gated_linear_unit=gated, add_bias_linear=False, bias_activation_fusion=False,
+    )  # fmt: skip
+    config.add_bias_linear = bias  # refused with ETP > 1, but its modules can be saved
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return SequentialMLP(EXPERTS // ep, config, linears, groups)
 
@@ -103,19 +72,16 @@ def _megatrons_tensors(experts: Any) -> dict[str, list[Tensor]]:
 def exchange(
     folder: str, groups: Any, ep: int, etp: int, gated: bool, bias: bool, singleton: bool
 ) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """On one rank: Megatron writes and ours reads, then the other way round; keys and global shapes of both
-    checkpoints.
-    """
+    """Megatron writes and ours reads, and the other way round; keys and global shapes of both."""
     from moe_exp.layers.megatron.sharding import ExpertPlace, shard_experts
 
     from megatron.core import dist_checkpointing
 
     place = ExpertPlace.of(ep_group=groups.ep, etp_group=groups.expt_tp, edp_group=groups.expt_dp)
-    names = ("weight1", "weight2", "bias1", "bias2") if bias else ("weight1", "weight2")
-    ours = {
-        name: tensor for name, tensor in part_of(full_tensors(gated), gated, place).items() if name in names
-    }
-    theirs = _sequential_mlp(groups, ep, etp, gated, bias)
+    ours = part_of(full_tensors(gated), gated, place)
+    if not bias:
+        del ours["bias1"], ours["bias2"]
+    theirs, case = _sequential_mlp(groups, ep, etp, gated, bias), f"{gated=}, {bias=}, {singleton=}"
     metadata = {"singleton_local_shards": singleton, "dp_cp_group": groups.dp_cp}
     whole_bias2 = full_tensors(gated)["bias2"].chunk(ep)[place.ep_rank]
 
@@ -129,22 +95,18 @@ def exchange(
 
     fill(1.0)
     dist_checkpointing.save(theirs.sharded_state_dict(PREFIX, metadata=metadata), f"{folder}/theirs")
-    read = dist_checkpointing.load(
-        shards({name: torch.zeros_like(tensor) for name, tensor in ours.items()}), f"{folder}/theirs"
-    )
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in ours.items()}
+    read = dist_checkpointing.load(shards(zeros), f"{folder}/theirs")
     for name, tensor in ours.items():
-        assert torch.equal(read[PREFIX + name], tensor), (
-            f"{name} as ours reads it, {gated=}, {bias=}, {singleton=}"
-        )
+        assert torch.equal(read[PREFIX + name], tensor), f"{name} as ours reads it, {case}"
 
     fill(0.0)
     dist_checkpointing.save(shards(ours), f"{folder}/ours")
     read = dist_checkpointing.load(theirs.sharded_state_dict(PREFIX, metadata=metadata), f"{folder}/ours")
     theirs.load_state_dict({key.removeprefix(PREFIX): value for key, value in read.items()}, strict=False)
     for name, tensors in _megatrons_tensors(theirs).items():
-        assert torch.equal(torch.stack(tensors), whole_bias2 if name == "bias2" else ours[name]), (
-            f"{name} as Megatron reads it, {gated=}, {bias=}, {singleton=}"
-        )
+        expected = whole_bias2 if name == "bias2" else ours[name]
+        assert torch.equal(torch.stack(tensors), expected), f"{name} as Megatron reads it, {case}"
     described = [dist_checkpointing.load_tensors_metadata(f"{folder}/{who}") for who in ("theirs", "ours")]
     return tuple(
         sorted((key, tuple(value.global_shape)) for key, value in tensors.items()) for tensors in described
@@ -152,7 +114,10 @@ def exchange(
 
 
 def exchange_all(folder: str, ep: int, etp: int) -> list[Any]:
-    groups = _start(ep, etp)
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    start_parallel(ep=ep, etp=etp)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
     return [exchange(f"{folder}/{number}", groups, ep, etp, *case) for number, case in enumerate(CASES)]
 
 
@@ -180,16 +145,9 @@ def test_megatrons_experts_and_ours_read_each_other(gated, bias, singleton, layo
         key = "decoder.layers.1.mlp.experts.experts."
         width = FFN * (1 + gated)
         if not singleton:
-            expected = [
-                (f"{key}linear_fc1.weight", (EXPERTS, width, HIDDEN)),
-                (f"{key}linear_fc2.weight", (EXPERTS, HIDDEN, FFN)),
-            ]
-            if bias:
-                expected += [
-                    (f"{key}linear_fc1.bias", (EXPERTS, width)),
-                    (f"{key}linear_fc2.bias", (EXPERTS, HIDDEN)),
-                ]
-            assert ours == sorted(expected)
+            sizes = {"linear_fc1.weight": (width, HIDDEN), "linear_fc2.weight": (HIDDEN, FFN)}
+            sizes |= {"linear_fc1.bias": (width,), "linear_fc2.bias": (HIDDEN,)} if bias else {}
+            assert dict(ours) == {key + name: (EXPERTS, *shape) for name, shape in sizes.items()}
         else:
             halves = ("_w", "_v") if gated else ("",)
             expected_first = {(f"{key}3.linear_fc1.weight{half}", (FFN, HIDDEN)) for half in halves}
@@ -210,14 +168,12 @@ def test_shards_follow_the_key_that_the_optimizer_gives(gated, singleton):
 
     place = ExpertPlace(ep_rank=1, ep_size=2, etp_rank=0, etp_size=2, edp_rank=0)
     weight1 = part_of(full_tensors(gated), gated, place)["weight1"]
-    shard = shard_experts({"weight1": weight1}, PREFIX, place, gated=gated, singleton_local_shards=singleton)[
-        f"{PREFIX}weight1"
-    ]
+    options = {"gated": gated, "singleton_local_shards": singleton}
+    shard = shard_experts({"weight1": weight1}, PREFIX, place, **options)[f"{PREFIX}weight1"]
     moment = replace(shard, key=f"optimizer.state.exp_avg.{shard.key}", data=2 * weight1)
     built = moment.build() if isinstance(moment, ShardedTensorFactory) else [moment]
     assert all(piece.key.startswith(f"optimizer.state.exp_avg.{PREFIX}experts.") for piece in built)
-    assert sum(piece.data.sum().item() for piece in built) == pytest.approx(
-        2 * weight1.sum().item(), rel=1e-4
-    )
+    total = sum(piece.data.sum().item() for piece in built)
+    assert total == pytest.approx(2 * weight1.sum().item(), rel=1e-4)
     if isinstance(moment, ShardedTensorFactory):
         assert torch.equal(moment.merge_fn([piece.data for piece in built]), 2 * weight1)

@@ -7,11 +7,7 @@ import torch
 
 from helpers.layers.tiny_moe import EXPERTS, HIDDEN, identity_router, random, tiny_layer
 from helpers.relative_error import assert_equal_to
-from moe_exp.layers.dispatcher import LocalDispatcher
-from moe_exp.layers.experts import Experts
 from moe_exp.layers.losses import AuxLoss
-from moe_exp.layers.microbatch import MoESettings
-from moe_exp.layers.moe_layer import MoELayer
 from moe_exp.layers.router import Router, RouterConfig
 from moe_exp.layers.router.assignment import within_top_p
 from moe_exp.layers.router.replay import record_routing
@@ -54,20 +50,12 @@ def test_null_experts_in_numbers():
 
 def test_relu_keeps_rows_of_kept_slots_alone():
     """With the kernels, too, which otherwise have a row for each slot: here for all experts of each token."""
-    torch.manual_seed(1)
-    layer = MoELayer(
-        router=Router(RouterConfig(HIDDEN, EXPERTS, 2, score="relu")),
-        dispatcher=LocalDispatcher(EXPERTS),
-        experts=Experts(
-            num_local_experts=EXPERTS, hidden_size=HIDDEN, ffn_size=11, activation="swiglu", backend="triton"
-        ),
-        settings=MoESettings(),
-    )
+    layer = tiny_layer(router={"score": "relu", "dtype": "fp32"}, backend="triton", dtype=torch.float32)
     kept: list[tuple[int, ...]] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(tuple(x.shape)) or x, lambda x: x):
-        layer(torch.randn(40, HIDDEN, requires_grad=True))
+        layer(random(40, HIDDEN, seed=1).float().requires_grad_())
     num_kept = int(layer.statistics.tokens_per_expert_E.sum())
-    assert num_kept < 40 * EXPERTS and (num_kept, 22) in kept and (40 * EXPERTS, 22) not in kept
+    assert num_kept < 40 * EXPERTS and (num_kept, 8) in kept and (40 * EXPERTS, 8) not in kept
 
 
 def test_relu_in_numbers():
@@ -125,9 +113,7 @@ def expected_weights(x_TD: torch.Tensor, weight_ED: torch.Tensor, rule: dict) ->
                 chosen.append(expert)
             taken += float(parts_E[expert].detach())
         chosen = [expert for expert in chosen if expert < EXPERTS]
-        row_E = torch.stack(
-            [raw_E[expert] if expert in chosen else raw_E[expert] * 0 for expert in range(EXPERTS)]
-        )
+        row_E = raw_E[:EXPERTS] * torch.tensor([expert in chosen for expert in range(EXPERTS)])
         is_normalized = rule.get("score") == "sigmoid" or not rule.get("pre_softmax", True)
         rows.append(row_E / row_E.sum() if is_normalized and chosen else row_E)
     return torch.stack(rows)
@@ -166,26 +152,6 @@ def test_the_layer_is_a_sum_over_all_experts_by_weight(name, backend):
     assert_equal_to(1e-12 if dtype == torch.float64 else 1e-5, *results)
 
 
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"top_p": 0.0}, r"top_p=0\.0: is not in \(0, 1\]"),
-        ({"num_null_experts": -1}, r"num_null_experts=-1: is negative"),
-        ({"score": "relu", "top_p": 0.5}, r"score=relu: does not go with top_p"),
-        ({"score": "relu", "expert_bias": True}, r"score=relu: does not go with expert_bias"),
-        ({"score": "relu", "normalize": True}, r"score=relu: does not go with normalize"),
-        ({"top_p": 0.5, "assignment": "sinkhorn"}, r"top_p=0\.5: does not go with assignment=sinkhorn"),
-        (
-            {"num_null_experts": 2, "num_groups": 2, "group_topk": 1},
-            r"num_null_experts=2: does not go with num_groups\. Fix: use one of the two\.",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused(settings, error):
-    with pytest.raises(ValueError, match=error):
-        RouterConfig(hidden_size=4, num_experts=4, topk=2, **settings)
-
-
 @pytest.mark.parametrize("settings", [{"score": "relu"}, {"top_p": 0.5}])
 def test_a_replay_is_refused_where_the_number_would_not_be_repeated(settings):
     router = identity_router(4, 2, **settings)
@@ -194,7 +160,5 @@ def test_a_replay_is_refused_where_the_number_would_not_be_repeated(settings):
 
 
 def test_l1_needs_relu():
-    with pytest.raises(
-        ValueError, match=r"aux_loss_type=l1: the router keeps no l1_factor\. Fix: set score=r"
-    ):
+    with pytest.raises(ValueError, match=r"aux_loss_type=l1: .* no l1_factor\. Fix: set score=relu"):
         tiny_layer(losses=(AuxLoss("l1", 1.0),))

@@ -82,16 +82,3 @@ def test_only_training_counts():
     router(random(64, 16, seed=11))
     assert router.gap_counts.dtype == torch.int64 and router.gap_counts.sum() == 64 * 32
     assert set(router.state_dict()) == {"weight", "expert_bias"}
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"bias_rule": "mean"}, "bias_rule=mean: is not one of sign, quantile"),
-        ({"num_groups": 4, "group_topk": 2}, "bias_rule=quantile: .* group has a cutoff of its own"),
-        ({"topk": 32}, "bias_rule=quantile: .* every token gets every expert"),
-    ],
-)
-def test_where_there_is_no_quantile(options, text):
-    with pytest.raises(ValueError, match=text):
-        quantile_router(**({"expert_bias": True, "bias_rule": "quantile"} | options))

@@ -16,12 +16,9 @@ class Two(nn.Module):
 
     def forward(self, x_TD):
         for layer in (self.first, self.second):
-            run = (
-                layer
-                if self.use_reentrant is None
-                else lambda x, layer=layer: checkpoint(layer, x, use_reentrant=self.use_reentrant)
-            )
-            x_TD = x_TD + run(x_TD)[0]
+            reentrant = self.use_reentrant
+            found = layer(x_TD) if reentrant is None else checkpoint(layer, x_TD, use_reentrant=reentrant)
+            x_TD = x_TD + found[0]
         return x_TD
 
 
@@ -72,9 +69,7 @@ def test_replay_under_recompute_is_replay(use_reentrant):
             outputs = [model(x_TD) for x_TD in inputs]
             for y_TD in outputs:
                 y_TD.square().sum().backward()
-        gradients.append(
-            [x_TD.grad for x_TD in inputs] + [parameter.grad for parameter in model.parameters()]
-        )
+        gradients.append([leaf.grad for leaf in (*inputs, *model.parameters())])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain, rtol=1e-12, atol=1e-14)
 
@@ -83,17 +78,12 @@ def test_errors():
     model = Two()
     text = r"routing replay=first\.router: nothing is recorded .* Fix: record with the same model\."
     with pytest.raises(ValueError, match=text), replay_routing(model, {}):
-        pass
+        pytest.fail("replays nothing")
     recorded = {name: [decision] for name, decision in experts_of(model, tokens(1)).items()}
     with replay_routing(model, recorded):
         model(tokens(1))
-        with pytest.raises(
-            ValueError, match=r"routing replay=2 passes: only 1 are recorded\. Fix: record as many\."
-        ):
+        with pytest.raises(ValueError, match=r"routing replay=2 passes: only 1 are recorded"):
             model(tokens(1))
-    with (
-        replay_routing(model, recorded),
-        pytest.raises(ValueError, match=r"routing replay=\(5, 2\): pass 1 recorded \(7, 2\)"),
-    ):
+    with replay_routing(model, recorded), pytest.raises(ValueError, match=r"\(5, 2\): .* recorded \(7, 2\)"):
         model(tokens(1)[:5])
     assert model.first.router.replay is None

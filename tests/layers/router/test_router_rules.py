@@ -1,4 +1,4 @@
-"""What a router can be told beside softmax, sigmoid and groups: each rule with ten tokens by hand."""
+"""The router's other rules, each with ten tokens by hand, and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,23 +6,13 @@ import math
 
 import pytest
 import torch
-from test_router import CHOSEN, PROBABILITIES, SHARES, check, logits_of_shares
+from test_router import PROBABILITIES, SHARES, check, logits_of_shares, logits_of_sigmoid
 
 from helpers.layers.tiny_moe import identity_router, random
 from helpers.relative_error import assert_equal_to
 from moe_exp.layers.kernels.topk import scores_torch
 from moe_exp.layers.losses import load_balancing_loss_share
 from moe_exp.layers.router import Router, RouterConfig
-
-
-def test_normalized_softmax_by_hand():
-    # Qwen3: softmax over all, then divided by the sum of the chosen two, as in the softmax over the chosen.
-    decision = identity_router(4, 2, normalize=True)(logits_of_shares(SHARES))
-    weights = [
-        [4 / 7, 3 / 7], [4 / 7, 3 / 7], [3 / 4, 1 / 4], [5 / 9, 4 / 9], [3 / 4, 1 / 4],
-        [9 / 17, 8 / 17], [14 / 17, 3 / 17], [14 / 17, 3 / 17], [14 / 27, 13 / 27], [4 / 7, 3 / 7],
-    ]  # fmt: skip
-    check(decision, CHOSEN, weights)
 
 
 def logits_of_sqrtsoftplus(scores_TE: list[list[float]]) -> torch.Tensor:
@@ -42,9 +32,7 @@ def test_sqrtsoftplus_by_hand():
 
 
 def shifted(score: str, shift: float, *, dtype: str = "fp32", **settings) -> dict[str, torch.Tensor]:
-    """Weights, scores, experts, balancing loss and gradients of 64 tokens whose logits are multiples of 1/64:
-    the shift rounds none of them.
-    """
+    """Results of 64 tokens whose logits are multiples of 1/64, so that the shift rounds none of them."""
     generator = torch.Generator().manual_seed(3)
     router = identity_router(16, 4, score=score, dtype=dtype, **settings)
     logits_TE = (torch.randn(64, 16, generator=generator) * 96).round() / 64 + shift
@@ -100,10 +88,12 @@ def test_gradients_of_shifted_scores_are_right(score):
         assert torch.autograd.gradcheck(lambda z: scores_torch(z, score)[1].softmax(dim=1), logits_TE)
 
 
-def test_sigmoid_without_normalization():
-    router = identity_router(4, 2, score="sigmoid", normalize=False)
-    logits = torch.tensor([[math.log(p / (1 - p)) for p in (0.6, 0.5, 0.4, 0.8)]])
-    check(router(logits), [[3, 0]], [[0.8, 0.6]])
+@pytest.mark.parametrize(("topk", "weights"), [(1, [0.8]), (2, [0.8, 0.6])])
+def test_sigmoid_without_normalization(topk, weights):
+    """The default with one expert."""
+    settings = {} if topk == 1 else {"normalize": False}
+    router = identity_router(4, topk, score="sigmoid", **settings)
+    check(router(logits_of_sigmoid([[0.6, 0.5, 0.4, 0.8]])), [[3, 0][:topk]], [weights])
 
 
 def test_softmax_with_expert_bias_by_hand():
@@ -132,32 +122,22 @@ def test_balanced_routing_deals_in_turn():
     decision = router(logits_of_shares(SHARES))
     assert decision.expert_TK.tolist() == [[0, 1], [2, 3]] * 5
     torch.testing.assert_close(decision.weights_TK[:2], torch.tensor([[0.1, 0.2], [0.2, 0.1]]))
-    assert identity_router(4, 3, assignment="balanced")(torch.zeros(5, 4)).tokens_per_expert_E.tolist() == [
-        4,
-        4,
-        4,
-        3,
-    ]
+    decision = identity_router(4, 3, assignment="balanced")(torch.zeros(5, 4))
+    assert decision.tokens_per_expert_E.tolist() == [4, 4, 4, 3]
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0])
 def test_zipf_routing_is_skewed_as_asked(exponent):
-    router = Router(
-        RouterConfig(hidden_size=4, num_experts=8, topk=1, assignment="zipf", zipf_exponent=exponent)
-    )
-    decision = router(torch.zeros(20000, 4))
+    router = identity_router(8, 1, assignment="zipf", zipf_exponent=exponent)
+    decision = router(torch.zeros(20000, 8))
     expected_E = torch.arange(1, 9).double() ** -exponent
-    expected_E /= expected_E.sum()
-    torch.testing.assert_close(
-        decision.tokens_per_expert_E / 20000, expected_E, rtol=0.08, atol=0, check_dtype=False
-    )
-    assert torch.equal(router(torch.ones(20000, 4)).expert_TK, decision.expert_TK)
+    shares_E = decision.tokens_per_expert_E.double() / 20000
+    torch.testing.assert_close(shares_E, expected_E / expected_E.sum(), rtol=0.08, atol=0)
+    assert torch.equal(router(torch.ones(20000, 8)).expert_TK, decision.expert_TK)
 
 
 def test_zipf_routing_takes_different_experts():
-    expert_TK = Router(RouterConfig(hidden_size=4, num_experts=5, topk=4, assignment="zipf"))(
-        torch.zeros(100, 4)
-    ).expert_TK
+    expert_TK = identity_router(5, 4, assignment="zipf")(torch.zeros(100, 5)).expert_TK
     assert all(len(set(row)) == 4 for row in expert_TK.tolist())
 
 
@@ -169,15 +149,11 @@ def test_jitter_is_noise_on_the_input_in_training_only():
 
 
 def test_fp64_router():
-    x_TD, router = (
-        random(6, 4, seed=1).bfloat16(),
-        Router(RouterConfig(hidden_size=4, num_experts=3, topk=2, dtype="fp64")),
-    )
+    x_TD, router = random(6, 4, seed=1).bfloat16(), Router(RouterConfig(4, 3, topk=2, dtype="fp64"))
     decision = router(x_TD)
     assert decision.logits_TE.dtype == decision.weights_TK.dtype == torch.float64
-    torch.testing.assert_close(
-        decision.logits_TE, x_TD.double() @ router.weight.double().t(), rtol=1e-14, atol=0
-    )
+    expected_TE = x_TD.double() @ router.weight.double().t()
+    torch.testing.assert_close(decision.logits_TE, expected_TE, rtol=1e-14, atol=0)
     decision.weights_TK.sum().backward()
     assert router.weight.grad.dtype == torch.float32
 
@@ -187,7 +163,7 @@ def test_fp64_router():
 
 def test_the_bias_moves_at_the_end_of_the_batch():
     router = identity_router(4, 2, score="sigmoid", expert_bias=True, bias_update_rate=0.1)
-    logits = torch.tensor([[math.log(p / (1 - p)) for p in row] for row in PROBABILITIES])
+    logits = logits_of_sigmoid(PROBABILITIES)
     router(logits[:6])
     router(logits[6:])
     assert router.expert_bias.tolist() == [0, 0, 0, 0]
@@ -212,25 +188,38 @@ def test_the_weight_of_l1_comes_back_from_its_smallest_value():
     assert 0 < smallest < 1e-19 and router.l1_factor.item() / smallest == pytest.approx(1.2)
 
 
+QUANTILE, RELU = {"expert_bias": True, "bias_rule": "quantile"}, {"score": "relu"}
+
+
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"topk": 0}, r"topk=0: is not at least 1"),
-        ({"topk": 1, "normalize": True}, r"normalize=True: .*would not learn with topk=1"),
-        ({"topk": 1, "pre_softmax": False}, r"pre_softmax=False: .*would not learn with topk=1"),
-        ({"topk": 1, "dtype": "bf16"}, r"dtype=bf16: is not one of fp32, fp64\."),
-        (
-            {"topk": 1, "assignment": "best"},
-            r"assignment=best: is not one of topk, sinkhorn, balanced, zipf\.",
-        ),
-        ({"topk": 1, "jitter": 1.0}, r"jitter=1\.0: is not in \[0, 1\)\."),
-        ({"topk": 1, "assignment": "zipf", "zipf_exponent": -1.0}, r"zipf_exponent=-1\.0: is negative\."),
-        (
-            {"topk": 1, "assignment": "sinkhorn", "expert_bias": True},
-            r"assignment=sinkhorn: balances by itself and does not go with expert_bias",
-        ),
+        ({"topk": 0}, "topk=0: is not at least 1"),
+        ({"topk": 5}, "topk=5: is over num_experts=4"),
+        ({"topk": 1, "normalize": True}, "normalize=True: .*would not learn with topk=1"),
+        ({"topk": 1, "pre_softmax": False}, "pre_softmax=False: .*would not learn with topk=1"),
+        ({"score": "tanh"}, "score=tanh: is not one of softmax, sigmoid, sqrtsoftplus, relu"),
+        ({"dtype": "bf16"}, "dtype=bf16: is not one of fp32, fp64"),
+        ({"assignment": "best"}, "assignment=best: is not one of topk, sinkhorn, balanced, zipf"),
+        ({"assignment": "zipf", "zipf_exponent": -1.0}, "zipf_exponent=-1.0: is negative"),
+        ({"assignment": "sinkhorn", "expert_bias": True}, "assignment=sinkhorn: .* not go with expert_bias"),
+        ({"jitter": 1.0}, r"jitter=1.0: is not in \[0, 1\)"),
+        ({"num_groups": 3, "group_topk": 1}, "num_groups=3: does not divide num_experts=4"),
+        ({"num_groups": 2}, "num_groups=2: has no effect while group_topk=0"),
+        ({"num_groups": 2, "group_topk": 3}, "group_topk=3: is over num_groups=2"),
+        ({"topk": 3, "num_groups": 2, "group_topk": 1}, "topk=3: is over the 2 experts of the group_topk=1"),
+        ({"top_p": 0.0}, r"top_p=0.0: is not in \(0, 1\]"),
+        ({"top_p": 0.5, "assignment": "sinkhorn"}, "top_p=0.5: does not go with assignment=sinkhorn"),
+        ({"num_null_experts": -1}, "num_null_experts=-1: is negative"),
+        ({"num_null_experts": 2, "num_groups": 2, "group_topk": 1}, "num_null_experts=2: .* with num_groups"),
+        (RELU | {"top_p": 0.5}, "score=relu: does not go with top_p"),
+        (RELU | {"expert_bias": True}, "score=relu: does not go with expert_bias"),
+        (RELU | {"normalize": True}, "score=relu: does not go with normalize"),
+        ({"expert_bias": True, "bias_rule": "mean"}, "bias_rule=mean: is not one of sign, quantile"),
+        (QUANTILE | {"num_groups": 2, "group_topk": 1}, "bias_rule=quantile: .* group has a cutoff"),
+        (QUANTILE | {"topk": 4}, "bias_rule=quantile: .* every token gets every expert"),
     ],
 )
-def test_errors(settings, text):
+def test_what_cannot_work_is_refused(settings, text):
     with pytest.raises(ValueError, match=text):
-        RouterConfig(hidden_size=4, num_experts=4, **settings)
+        RouterConfig(hidden_size=4, num_experts=4, **{"topk": 2} | settings)

@@ -22,7 +22,7 @@ from moe_exp.layers.kernels.launch import (
     runs_kernel,
     tl,
 )
-from moe_exp.layers.kernels.tiles import dot, in_groups, row_tile, row_tile_ends
+from moe_exp.layers.kernels.tiles import dot, in_groups, load_where, row_tile, row_tile_ends
 
 # Not tuned: one tile, of which the products and the sums of a step are both in registers.
 LAUNCH = {"num_warps": 8, "num_stages": 3}
@@ -49,12 +49,9 @@ def _kernel(
     x_scales, w_scales = x_scale + source * steps, w_scale + (expert * num_n + tile_n) * steps
     total = tl.zeros((BLOCK, BLOCK), dtype=tl.float32)
     for step in range(steps):
-        if EVEN_K:
-            a, b = tl.load(x_block), tl.load(w_block)
-        else:
-            is_depth = each < depth - step * BLOCK
-            a = tl.load(x_block, mask=is_depth[None, :], other=0.0)
-            b = tl.load(w_block, mask=is_depth[:, None], other=0.0)
+        is_depth = each < depth - step * BLOCK
+        a = load_where(x_block, is_depth[None, :], EVEN_K)
+        b = load_where(w_block, is_depth[:, None], EVEN_K)
         scale = tl.load(x_scales + step) * tl.load(w_scales + step)
         total += dot(a, b, tl.zeros_like(total), "ieee", INTERPRET) * scale[:, None]
         x_block += BLOCK

@@ -10,9 +10,8 @@ import torch
 from packaging.version import Version
 
 from helpers.layers.backward_cases import DEVICE, SPARE_ROWS, drawn, error, offsets_of, tokens_of_rows
-from helpers.layers.backward_cases import rows as rows_of
 from helpers.layers.compiled import compiled, on_gpu
-from helpers.layers.kernel_device import needs_kernels, poisoned  # noqa: F401
+from helpers.layers.kernel_device import needs_kernels
 from moe_exp.layers.kernels.fp8 import products
 from moe_exp.layers.kernels.fp8.block_matmul import block_matmul
 from moe_exp.layers.kernels.fp8.block_weight_grad import block_weight_grad
@@ -36,9 +35,8 @@ LIMIT = 1e-5 if INTERPRETED else 5e-3
 
 def spread(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Values of very different sizes, many below the smallest that e4m3 has beside the largest."""
-    return (drawn(*shape, dtype=FP32, seed=seed) * drawn(*shape, dtype=FP32, seed=seed + 1).mul(3).exp()).to(
-        dtype
-    )
+    sizes = drawn(*shape, dtype=FP32, seed=seed + 1).mul(3).exp()
+    return (drawn(*shape, dtype=FP32, seed=seed) * sizes).to(dtype)
 
 
 def assert_same_bits(actual, expected, num_blocks=None):
@@ -132,8 +130,7 @@ def product_args(width, depth, *, dtype=FP32, bias=False, transposed=False):
 @needs_kernels
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(
-    ("width", "depth", "options"),
-    [(150, 200, {}), (130, 128, {"bias": True}), (7, 5, {"transposed": True})],
+    ("width", "depth", "options"), [(150, 200, {}), (130, 128, {"bias": True}), (7, 5, {"transposed": True})]
 )
 def test_grouped_matmul_against_its_twin(width, depth, options):
     args, last = product_args(width, depth, **options), sum(COUNTS)
@@ -164,19 +161,15 @@ def test_products_against_float64():
     x, w, offsets_L1 = product_args(150, 200)
     last, bound = sum(COUNTS), 2 * ROUNDING + ROUNDING**2 + 1e-3
     expert_R = torch.arange(len(COUNTS), device=DEVICE).repeat_interleave(torch.tensor(COUNTS, device=DEVICE))
-    exact, sizes = (
-        torch.einsum("ri,rio->ro", one[:last].double(), two[expert_R].double())
-        for one, two in ((x, w), (x.abs(), w.abs()))
-    )
+    pairs = (x, w), (x.abs(), w.abs())
+    exact, sizes = (torch.einsum("ri,rio->ro", a[:last].double(), b[expert_R].double()) for a, b in pairs)
     y_RO = products.grouped_matmul_torch(x, w, offsets_L1)[:last]
     assert ((y_RO - exact).abs() <= bound * sizes).all()
     assert 0.02 < error(y_RO, exact) < 0.05  # the roundings of two operands, so not of one, nor of bf16
     a = drawn(last + SPARE_ROWS, 40, dtype=FP32, seed=4)
     dw_LMN = products.weight_grad_torch(a, x, offsets_L1)
-    ends = offsets_L1.tolist()
-    exact = torch.stack(
-        [rows_of(a, None)[i:j].t() @ rows_of(x, None)[i:j] for i, j in itertools.pairwise(ends)]
-    )
+    parts = itertools.pairwise(offsets_L1.tolist())
+    exact = torch.stack([a[i:j].double().t() @ x[i:j].double() for i, j in parts])
     assert 0.02 < error(dw_LMN, exact) < 0.05
 
 
@@ -189,12 +182,9 @@ def products_in_e4m3(rows: int = 4096, dim: int = 1024, width: int = 1024, exper
     x = on_gpu(rows, dim, dtype=E4M3), on_gpu(rows, dim // 128, dtype=FP32)
     w = on_gpu(experts, width, dim, dtype=E4M3), on_gpu(experts, width // 128, dim // 128, dtype=FP32)
     block_matmul(*x, *w, offsets_L1, torch.bfloat16)
-    sides = [
-        x
-        for size in (dim, width)
-        for x in (on_gpu(blocks, size, 128, dtype=E4M3), on_gpu(blocks, size, dtype=FP32))
-    ]
-    block_weight_grad(on_gpu(experts, dim, width, dtype=FP32), *sides, offsets_L1, True)
+    a = on_gpu(blocks, dim, 128, dtype=E4M3), on_gpu(blocks, dim, dtype=FP32)
+    b = on_gpu(blocks, width, 128, dtype=E4M3), on_gpu(blocks, width, dtype=FP32)
+    block_weight_grad(on_gpu(experts, dim, width, dtype=FP32), *a, *b, offsets_L1, True)
 
 
 def layer_in_e4m3() -> None:
@@ -232,8 +222,5 @@ def test_every_kernel_is_compiled(capability):
         assert kernel.shared_bytes <= 99 * 1024, kernel
         spilled = spilled_bytes()[100] if capability == 100 and "weight" in kernel.name else 0
         assert kernel.stack_bytes <= spilled, kernel
-    of_products = [kernel for kernel in kernels if kernel.name.startswith("block_")]
-    assert len(of_products) == 3
-    assert all(
-        sum(kernel.instructions[kind] for kind in ("mma", "wgmma", "tcgen05")) for kernel in of_products
-    )
+    products = [kernel.instructions for kernel in kernels if kernel.name.startswith("block_")]
+    assert len(products) == 3 and all(one["mma"] + one["wgmma"] + one["tcgen05"] for one in products)
