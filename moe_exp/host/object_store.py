@@ -49,12 +49,7 @@ _reached: set[str] = set()  # protocols
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file at a store.
-
-    Args:
-        bytes: its size.
-        version: changes with its content: an ETag, or what the store has for it.
-    """
+    """A file at a store; `version` changes with its content: an ETag, or what the store has for it."""
 
     bytes: int
     version: str
@@ -69,9 +64,8 @@ class Store:
 
     def __init__(self, url: str):
         if not is_url(url):
-            raise ValueError(
-                f"{url}: is no URL of an object store. Fix: give one such as s3://bucket/folder."
-            )
+            fix = "give one such as s3://bucket/folder"
+            raise ValueError(f"{url}: is no URL of an object store. Fix: {fix}.")
         self.url = url.rstrip("/")
         self.protocol = url.partition("://")[0]
 
@@ -89,34 +83,31 @@ class Store:
 
     def _asked(self, name: str, action: Callable[[Any, str], T]) -> T:
         fs, place = self._place(name)
+
+        def limit_of(error: Exception) -> int | None:
+            is_unreachable = bool(_names_of(error) & _UNREACHABLE_NAMES)
+            return _UNREACHABLE_FAILURES if is_unreachable and self.protocol not in _reached else None
+
         try:
-            found = patiently(
-                lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=self._limit_of
-            )
+            found = patiently(lambda: action(fs, place), _MAX_FAILURES, passes=_may_pass, limit_of=limit_of)
         except FileNotFoundError:
             _reached.add(self.protocol)
             raise FileNotFoundError(errno.ENOENT, "there is no such file", self._named(name)) from None
         except Exception as error:
-            raise self._explained(name, error) from error
+            kind, rule, fix = _explained(error)
+            raise kind(f"{self._named(name)}: {rule}. Fix: {fix}.") from error
         _reached.add(self.protocol)
         return found
 
     def _named(self, name: str) -> str:
         return f"{self.url}/{name}" if name else self.url
 
-    def _limit_of(self, error: Exception) -> int | None:
-        is_unreachable = bool(_names_of(error) & _UNREACHABLE_NAMES)
-        return _UNREACHABLE_FAILURES if is_unreachable and self.protocol not in _reached else None
-
-    def _explained(self, name: str, error: Exception) -> Exception:
-        if _names_of(error) & _NO_ACCESS:
-            fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
-            return ValueError(f"{self._named(name)}: no access ({first_line(error)}). Fix: {fix}.")
-        if not _may_pass(error):
-            fix = "check the URL, the region and the package of the store"
-            return ValueError(f"{self._named(name)}: {first_line(error)}. Fix: {fix}.")
-        fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
-        return ConnectionError(f"{self._named(name)}: keeps failing ({first_line(error)}). Fix: {fix}.")
+    def _listed(self, name: str, action: Callable[[Any, str], T], missing: T) -> T:
+        """Result of `action`; `missing` if there is no such file or folder."""
+        try:
+            return self._asked(name, action)
+        except FileNotFoundError:
+            return missing
 
     def files(self) -> dict[str, StoredFile]:
         """All files, by their names below the URL; empty if there is none."""
@@ -126,17 +117,11 @@ class Store:
             names = {path: path[len(root) :].lstrip("/") for path in found if path.startswith(f"{root}/")}
             return {name: _stored(found[path]) for path, name in sorted(names.items())}
 
-        try:
-            return self._asked("", listed)
-        except FileNotFoundError:
-            return {}
+        return self._listed("", listed, {})
 
     def find(self, name: str) -> StoredFile | None:
         """Facts of a file; None if there is none."""
-        try:
-            info = self._asked(name, lambda fs, place: fs.info(place))
-        except FileNotFoundError:
-            return None
+        info = self._listed(name, lambda fs, place: fs.info(place), {"type": "missing"})
         return _stored(info) if info["type"] == "file" else None
 
     def names(self) -> list[str]:
@@ -146,10 +131,7 @@ class Store:
             found = fs.ls(root, detail=True)
             return sorted(one["name"].rpartition("/")[2] for one in found if one["type"] == "file")
 
-        try:
-            return self._asked("", listed)
-        except FileNotFoundError:
-            return []
+        return self._listed("", listed, [])
 
     def some(self, names: Collection[str]) -> dict[str, StoredFile]:
         """The files of some names that are there."""
@@ -184,9 +166,8 @@ class Store:
         try:
             self._asked(name, action)
         except FileNotFoundError:
-            raise ValueError(
-                f"{self.url}: there is no such bucket. Fix: create it, or correct the URL."
-            ) from None
+            fix = "create it, or correct the URL"
+            raise ValueError(f"{self.url}: there is no such bucket. Fix: {fix}.") from None
 
     def remove(self, name: str) -> None:
         """Removes a file; there need be none."""
@@ -250,6 +231,17 @@ def _may_pass(error: Exception) -> bool:
     return getattr(error, "errno", None) not in (errno.EINVAL, errno.ENOSPC, errno.EPERM, errno.ENAMETOOLONG)
 
 
+def _explained(error: Exception) -> tuple[type[Exception], str, str]:
+    """Kind, rule and fix of the one line about an error."""
+    if _names_of(error) & _NO_ACCESS:
+        fix = "set the credentials of the store (for S3 AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+        return ValueError, f"no access ({first_line(error)})", fix
+    if not _may_pass(error):
+        return ValueError, first_line(error), "check the URL, the region and the package of the store"
+    fix = "check the network and the store's address (for S3 AWS_ENDPOINT_URL), and call it again"
+    return ConnectionError, f"keeps failing ({first_line(error)})", fix
+
+
 def _names_of(error: BaseException | None) -> set[str]:
     """Types of an error and of what it was raised from."""
     names = set[str]()
@@ -263,20 +255,11 @@ def _names_of(error: BaseException | None) -> set[str]:
 
 
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
-    """Copies files to a store and publishes them: `manifest`, with `content`, comes last.
+    """Copies files (name there to path here) to a store and publishes them: `manifest`, with `content`, comes
+    last. Returns whether there was anything to do.
 
     A call that was stopped continues with the files that are not there. What another manifest there lists is
     replaced; it is removed first, as a mixture of both would look complete.
-
-    Args:
-        store: where to.
-        files: name there to path here.
-        manifest: name of the file that makes them complete.
-        content: of that file; other files have another one.
-        advance: called with the bytes of every file.
-
-    Returns:
-        Whether there was anything to do.
     """
     begun = f"{manifest}.partial"
     there = store.some([*files, manifest, begun])

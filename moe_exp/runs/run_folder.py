@@ -27,7 +27,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,85 +48,37 @@ _LONGEST_PATH = 3500  # bytes; leaves some of Linux' 4096 to files in it
 LATEST = "latest_checkpointed_iteration.txt"
 
 
-@dataclass(frozen=True)
 class RunFolder:
     """Paths inside one run folder, as listed at the top of this file. Touches no disk."""
 
-    path: Path
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.provenance = path / "provenance.json"
+        self.log = path / "train.log"
+        self.metrics = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+        self.skipped_samples = path / "skipped_samples.json"
+        self.bad_steps = path / "bad_steps"
+        self.set_aside = path / "set_aside"
+        self.tensorboard = path / "tensorboard"
+        self.wandb = path / "wandb"
+        self.lock = path / ".lock"
+        self.rendezvous_key = path / ".rendezvous_key"
+        self.profile = path / "profile"
+        self.submitted = path / "slurm" / "submitted"
+        self.exit_file = path / "EXIT"
+        self.summary = path / "summary.json"
 
     @classmethod
     def of(cls, config: Config) -> RunFolder:
         """The folder that `config` names, whether it exists or not."""
         return cls(Path(config.run_dir).expanduser() / config.name)
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def provenance(self) -> Path:
-        return self.path / "provenance.json"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "train.log"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
     def checkpoint_iterations(self) -> list[int]:
         """Iterations of existing checkpoints, complete or damaged, in order."""
         found = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in self.checkpoints.glob("iter_*"))
         return sorted(int(match[1]) for match in found if match)
-
-    @property
-    def skipped_samples(self) -> Path:
-        return self.path / "skipped_samples.json"
-
-    @property
-    def bad_steps(self) -> Path:
-        return self.path / "bad_steps"
-
-    @property
-    def set_aside(self) -> Path:
-        return self.path / "set_aside"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def wandb(self) -> Path:
-        return self.path / "wandb"
-
-    @property
-    def lock(self) -> Path:
-        return self.path / ".lock"
-
-    @property
-    def rendezvous_key(self) -> Path:
-        return self.path / ".rendezvous_key"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile"
-
-    @property
-    def submitted(self) -> Path:
-        return self.path / "slurm" / "submitted"
-
-    @property
-    def exit_file(self) -> Path:
-        return self.path / "EXIT"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
 
 
 def read_rollbacks(folder: RunFolder) -> list[dict[str, Any]]:
@@ -235,15 +186,13 @@ def _read_starts(path: Path) -> list[dict[str, Any]]:
 
 
 def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]:
-    """Settings that differ from those of the previous start: name to [before, now]."""
+    """Name to [before, now] of the settings that differ from those of the previous start."""
     before, now = _previous_settings(folder), config.model_dump()
     return {name: [before[name], now[name]] for name in now if name in before and before[name] != now[name]}
 
 
 def _previous_settings(folder: RunFolder) -> dict[str, Any]:
     """Settings of the previous start; empty if there is none, or its file cannot be read."""
-    if not folder.config.exists():
-        return {}
     try:
         return _read_settings(folder.config)
     except ValueError:
