@@ -223,7 +223,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     eod_id, document_tokens = describe_documents(files)
     config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
     all_samples, valid_stream = build_data(files)
-    sample_order, changes = compare_data(files, rank, all_samples, checkpoint)
+    sample_order, changes = compare_data(files, all_samples, checkpoint)
     samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
     compare_stages(files, samples.skipped, checkpoint)
     batches = BatchSchedule(config)
@@ -277,7 +277,9 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
     saver = CheckpointWriter(config, job.runtime, job.folder.checkpoints, loaded, held)
     saves = CheckpointManager(config, saver, job.trained, metrics, uploads)
     interval.pause(check_replicas(config, job.runtime, job.trained, progress, metrics))
-    guard = LossGuard(config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics)
+    guard = LossGuard(
+        config, job.runtime, job.folder, job.trained, job.train_stream, progress, metrics, saves.finish
+    )
     exit_file = job.folder.exit_file if job.runtime.is_first else None
     rules = faults.StopRules(
         stop, exit_file, exit_minutes=config.exit_duration, exit_interval=config.exit_interval
@@ -322,7 +324,7 @@ def train(job: Job, progress: Progress, metrics: Metrics | None, stop: faults.St
 
         # Before this iteration is saved: a spike may end the run and restart it from an older checkpoint.
         try:
-            guard.check(progress, step.done, end, saves.finish)
+            guard.check(progress, step.done, end)
         except GuardEnd:
             rules.acknowledge(end.stop)
             raise

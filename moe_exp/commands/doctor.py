@@ -355,12 +355,12 @@ def backend_rows() -> list[list[str]]:
 
     with warnings.catch_warnings():  # Megatron warns at import of what the table above already says.
         warnings.simplefilter("ignore")
-        from moe_exp.engine.backends import chosen_backends
+        from moe_exp.config import load_config
+        from moe_exp.engine.backends import backends_of
 
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.bfloat16 if device_type == "cuda" else torch.float32
-    use_te = device_type == "cuda" and installed_version("transformer-engine") is not None
-    chosen = chosen_backends(device_type=device_type, dtype=dtype, use_te=use_te)
+    on_gpu = torch.cuda.is_available()
+    config = load_config({"preset": "cpu", "dtype": "bf16" if on_gpu else "fp32"}, {})
+    chosen = backends_of(config, "cuda" if on_gpu else "cpu")
     return [[part, backend, reason] for part, (backend, reason) in chosen.items()]
 
 

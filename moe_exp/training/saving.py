@@ -64,13 +64,8 @@ class CheckpointManager:
     def save(self, progress: Progress, valid_loss: float | None = None, *, is_last: bool = False) -> float:
         """Saves a checkpoint, or with ASYNC_SAVE begins to; returns the seconds that training waits.
 
-        Args:
-            progress: to save.
-            valid_loss: nats per token, if measured at this iteration.
-            is_last: the run ends after it.
-
-        Raises:
-            SaveError: on every rank, if it `is_last` and was not written.
+        `valid_loss` is in nats per token, if measured at this iteration. SaveError on every rank if it
+        `is_last`, the end of the run, and was not written.
         """
         start = time.monotonic()
         self.finish()
@@ -124,9 +119,9 @@ class CheckpointManager:
         # Else a chain of jobs would restart at the same iteration forever.
         if self._metrics is not None:  # once, not by every rank
             line = (
-                "all iterations of this start, up to %d, were in vain: SAVE_AT_END=false, and no checkpoint"
+                "no checkpoint was saved since this start (SAVE_AT_END=false): iterations up to %d are lost"
             )
-            logger.warning(line, progress.iteration, "SAVE_AT_END=false, and no checkpoint")
+            logger.warning(line, progress.iteration)
         return FAILED
 
 
@@ -142,14 +137,12 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
     """
     try:
         if config.remote_dir:  # does nothing if the launcher has, as always but with torchrun alone
-            with heartbeat.paused():
-                from_first_rank(lambda: _stored(lambda: fetch_run(config)))
+            _from_store(lambda: fetch_run(config))
         source = find_source(folder.checkpoints, checksums=config.verify_checkpoint)
         if source is None and config.load_dir:
             place = Path(config.load_dir).expanduser()
             if is_url(config.load_dir):
-                with heartbeat.paused():
-                    place = from_first_rank(lambda: _stored(lambda: fetch_load_dir(config)))
+                place = _from_store(lambda: fetch_load_dir(config))
             source = find_source(place, checksums=config.verify_checkpoint)
             if source is None:
                 fix = "name a checkpoints folder, a run folder or the folder of one iteration"
@@ -161,12 +154,17 @@ def choose_source(config: Config, folder: RunFolder) -> Source | None:
     return source
 
 
-def _stored(work: Callable[[], T]) -> T:
-    """Result of work with an object store, whose errors all ranks have to hear of (`from_first_rank`)."""
-    try:
-        return work()
-    except OSError as error:
-        raise ValueError(str(error)) from error
+@heartbeat.during(heartbeat.PAUSED)
+def _from_store(fetch: Callable[[], T]) -> T:
+    """Result of rank 0's work with an object store, on every rank; ValueError on every rank if it fails."""
+
+    def fetched() -> T:
+        try:
+            return fetch()
+        except OSError as error:
+            raise ValueError(str(error)) from error
+
+    return from_first_rank(fetched)
 
 
 def resume(

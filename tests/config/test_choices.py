@@ -135,7 +135,7 @@ def test_what_cannot_compute_it_refuses_it_by_name(added, capsys):
             build_scheduler(config_with(added), SimpleNamespace(param_groups=[{}]))
     elif added == "optimizer":
         with pytest.raises(ValueError, match="optimizer=dummy: has no class"):
-            choose_optimizer("dummy")
+            choose_optimizer(config_with(added))
         with pytest.raises(ValueError, match="OPTIMIZER=dummy"):
             optimizer_state_bytes(config_with(added))
     elif added == "expert_backend":

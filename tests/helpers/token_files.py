@@ -16,15 +16,9 @@ DISTINCT_VOCAB = 60000
 SEQ_LEN, GBSZ = 16, 4
 # The loss falls from 5.6 to below 1 in the first half.
 SETTINGS: dict[str, Any] = {
-    "seq_len": SEQ_LEN,
-    "gbsz": GBSZ,
-    "lr": 0.01,
-    "min_lr": 0.001,
-    "warmup_iters": 5,
-    "decay_iters": 100,
-    "train_iters": 100,
-    "num_workers": 0,
-}
+    "seq_len": SEQ_LEN, "gbsz": GBSZ, "lr": 0.01, "min_lr": 0.001, "warmup_iters": 5, "decay_iters": 100,
+    "train_iters": 100, "num_workers": 0,
+}  # fmt: skip
 
 
 def write_distinct(prefix: str | Path, lengths: Iterable[int], first_id: int = 1) -> str:
@@ -55,10 +49,8 @@ def corrupt(prefix: Path, samples: range, seed: int = 1234) -> list[int]:
     tokens = np.fromfile(path, dtype=np.uint16)
     for document in documents:
         # But for the first token, which is the last label of the window before.
-        first = document * SEQ_LEN
-        tokens[first + 1 : first + SEQ_LEN] = np.random.default_rng(document).integers(
-            100, VOCAB, SEQ_LEN - 1
-        )
+        first, random = document * SEQ_LEN, np.random.default_rng(document)
+        tokens[first + 1 : first + SEQ_LEN] = random.integers(100, VOCAB, SEQ_LEN - 1)
     tokens.tofile(path)
     return documents
 

@@ -129,6 +129,15 @@ def build_job(config: Config, rank: Any) -> Any:
     )
 
 
+def start_job(settings: dict[str, Any], port: int) -> Any:
+    """On a rank: the job of MODEL with `settings`."""
+    from moe_exp.engine import runtime
+
+    os.environ["MASTER_PORT"] = str(port)
+    config = load_config(MODEL | settings, {})
+    return build_job(config, runtime.start(config))
+
+
 def _step(job: Any, progress: Any, interval: Any, grad_norm: float) -> Step:
     from moe_exp.engine.optimizer_setup import base_learning_rate
 

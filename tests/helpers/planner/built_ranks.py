@@ -72,11 +72,8 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
     try:
         here = runtime.joined(config, rank, 0, torch.device("meta"))
         with torch.device("meta"), _MetaInstead():
-            settings = transformer_config(config)
-            chunks = [
-                build_chunk(config, settings, here, stage, initial_weights=False)
-                for stage in range(config.vpp or 1)
-            ]
+            settings, stages = transformer_config(config), range(config.vpp or 1)
+            chunks = [build_chunk(config, settings, here, one, initial_weights=False) for one in stages]
         return _count(chunks, here.groups.pp.rank())
     finally:
         runtime.stop()
@@ -85,22 +82,12 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
 def _count(chunks: list[Any], pp_rank: int) -> BuiltRank:
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
     assert {parameter.device.type for _, parameter in named} == {"meta"}
-    of_experts = [not getattr(parameter, "allreduce", True) for _, parameter in named]
-    assert of_experts == [".mlp.experts." in name for name, _ in named]
-    return BuiltRank(
-        pp_rank=pp_rank,
-        dense=sum(
-            parameter.numel()
-            for (_, parameter), is_expert in zip(named, of_experts, strict=True)
-            if not is_expert
-        ),
-        expert=sum(
-            parameter.numel()
-            for (_, parameter), is_expert in zip(named, of_experts, strict=True)
-            if is_expert
-        ),
-        embedding=sum(
-            parameter.numel() for name, parameter in named if name.startswith(("embedding.", "output_layer."))
-        ),
-        layers=tuple(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers),
-    )
+    sizes = {"dense": 0, "expert": 0, "embedding": 0}
+    for name, parameter in named:
+        is_expert = not getattr(parameter, "allreduce", True)
+        assert is_expert == (".mlp.experts." in name)
+        sizes["expert" if is_expert else "dense"] += parameter.numel()
+        if name.startswith(("embedding.", "output_layer.")):
+            sizes["embedding"] += parameter.numel()
+    layers = tuple(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers)
+    return BuiltRank(pp_rank=pp_rank, layers=layers, **sizes)
