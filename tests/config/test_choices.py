@@ -51,7 +51,7 @@ from moe_exp.layers.losses import AuxLoss
 from moe_exp.layers.moe_layer import needs_scores
 from moe_exp.layers.router.router import kernel_problem
 from moe_exp.planner import hardware
-from moe_exp.planner.costs.optimizer_bytes import optimizer_state_bytes
+from moe_exp.planner.costs.params import optimizer_state_bytes
 
 TABLES = {
     "router_score": (SCORES, Score(normalizes=True)),

@@ -33,14 +33,12 @@ class BuiltRank:
         dense: those that are reduced over the data-parallel ranks.
         expert: those that are reduced over the expert-data-parallel ranks.
         embedding: those of `dense` in the embedding and the output layer.
-        layers: indices of its layers in the whole model, in order of its chunks.
     """
 
     pp_rank: int
     dense: int
     expert: int
     embedding: int
-    layers: tuple[int, ...]
 
 
 class _MetaInstead(TorchFunctionMode):
@@ -72,8 +70,11 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
     try:
         here = runtime.joined(config, rank, 0, torch.device("meta"))
         with torch.device("meta"), _MetaInstead():
-            settings, stages = transformer_config(config), range(config.vpp or 1)
-            chunks = [build_chunk(config, settings, here, one, initial_weights=False) for one in stages]
+            settings = transformer_config(config)
+            chunks = [
+                build_chunk(config, settings, here, stage, initial_weights=False)
+                for stage in range(config.vpp or 1)
+            ]
         return _count(chunks, here.groups.pp.rank())
     finally:
         runtime.stop()
@@ -82,12 +83,9 @@ def build_rank(config: Config, rank: int) -> BuiltRank:
 def _count(chunks: list[Any], pp_rank: int) -> BuiltRank:
     named = [(name, parameter) for chunk in chunks for name, parameter in chunk.named_parameters()]
     assert {parameter.device.type for _, parameter in named} == {"meta"}
-    sizes = {"dense": 0, "expert": 0, "embedding": 0}
     for name, parameter in named:
-        is_expert = not getattr(parameter, "allreduce", True)
-        assert is_expert == (".mlp.experts." in name)
-        sizes["expert" if is_expert else "dense"] += parameter.numel()
-        if name.startswith(("embedding.", "output_layer.")):
-            sizes["embedding"] += parameter.numel()
-    layers = tuple(layer.layer_number - 1 for chunk in chunks for layer in chunk.decoder.layers)
-    return BuiltRank(pp_rank=pp_rank, layers=layers, **sizes)
+        assert (".mlp.experts." in name) == (not getattr(parameter, "allreduce", True))
+    sizes = [(name, parameter.numel()) for name, parameter in named]
+    expert = sum(size for name, size in sizes if ".mlp.experts." in name)
+    tables = sum(size for name, size in sizes if name.startswith(("embedding.", "output_layer.")))
+    return BuiltRank(pp_rank, sum(size for _, size in sizes) - expert, expert, tables)
