@@ -67,47 +67,18 @@ class Host:
         """Starts a command there, with its output in pipes."""
         variables = {**os.environ, "GLOO_SOCKET_IFNAME": _INTERFACE, "MASTER_ADDR": self.master}
         variables |= {name: str(value) for name, value in environ.items()}
-        named = 'hostname "$0" && exec "$@"'
+        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name]
         process = subprocess.Popen(
-            [
-                "ip",
-                "netns",
-                "exec",
-                self.namespace,
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                named,
-                self.name,
-                *command,
-            ],
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            ["ip", "netns", "exec", self.namespace, *named, *command], env=variables, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
         self.processes.append(process)
         return process
 
     def slow_down(self, rate: str) -> None:
         """Lets only so much out of its interface."""
-        self.run(
-            "tc",
-            "qdisc",
-            "add",
-            "dev",
-            _INTERFACE,
-            "root",
-            "tbf",
-            "rate",
-            rate,
-            "burst",
-            "32kbit",
-            "latency",
-            "400ms",
-        )
+        limit = ["tbf", "rate", rate, "burst", "32kbit", "latency", "400ms"]
+        self.run("tc", "qdisc", "add", "dev", _INTERFACE, "root", *limit)
 
     def part(self) -> None:
         """Takes it out of the bridge: what it sends is lost, and nobody says so."""
@@ -151,9 +122,8 @@ def hosts(count: int) -> Iterator[list[Host]]:
 
 def _host(tag: str, bridge: str, number: int) -> Host:
     namespace, outside = f"{tag}n{number}", f"{tag}v{number}"
-    host = Host(
-        f"node-{'abcdefgh'[number]}", namespace, f"10.213.7.{number + 1}", "10.213.7.1", outside, bridge
-    )
+    name, address = f"node-{'abcdefgh'[number]}", f"10.213.7.{number + 1}"
+    host = Host(name, namespace, address, "10.213.7.1", outside, bridge)
     _run("ip", "netns", "add", namespace)
     _run("ip", "link", "add", outside, "type", "veth", "peer", "name", _INTERFACE, "netns", namespace)
     _run("ip", "link", "set", outside, "master", bridge, "up")

@@ -8,15 +8,17 @@ test looks at the processes (`start`), see warm_runs.py.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from helpers import ROOT
 from helpers.ranks import free_port
@@ -88,13 +90,8 @@ class Runs:
 
     def environ(self, name: str, *, tiny: bool = True, **settings: Any) -> dict[str, str]:
         """Environment for the run `name`, `tiny` or as the settings alone say."""
-        places = {
-            "RUN_DIR": self.run_dir,
-            "RUN_NAME": name,
-            "DATA_DIR": self.data_dir,
-            "MASTER_PORT": free_port(),
-            "PYTHON": sys.executable,
-        }
+        places = {"RUN_DIR": self.run_dir, "RUN_NAME": name, "DATA_DIR": self.data_dir}
+        places |= {"MASTER_PORT": free_port(), "PYTHON": sys.executable}
         return clean_environ(**{**places, **(TINY if tiny else {}), **settings})
 
     def start(
@@ -155,30 +152,25 @@ class Runs:
         self, name: str, process: subprocess.Popen[str], iteration: int, *, timeout: float = 120.0
     ) -> None:
         """Returns once the train record of `iteration` is written."""
-        metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
-        while not (
-            metrics.exists()
-            and any(r["kind"] == "train" and r["iteration"] >= iteration for r in read_metrics(metrics))
-        ):
-            assert process.poll() is None, (
-                f"the run ended before iteration {iteration}:\n{self.printed(name)}"
-            )
-            assert time.monotonic() < deadline, (
-                f"no iteration {iteration} in {timeout} s:\n{self.printed(name)}"
-            )
-            time.sleep(0.05)
+        is_there = lambda one: one["kind"] == "train" and one["iteration"] >= iteration  # noqa: E731
+        self._wait_for(name, process, f"iteration {iteration}", is_there, 1, timeout)
 
     def wait_for_start(
         self, name: str, process: subprocess.Popen[str], number: int, *, timeout: float = 120.0
     ) -> None:
         """Returns once the ranks of a run have started training `number` times."""
+        is_start = lambda one: one.get("event") in ("start", "resume")  # noqa: E731
+        self._wait_for(name, process, f"start {number}", is_start, number, timeout)
+
+    def _wait_for(
+        self, name: str, process: subprocess.Popen[str], what: str, is_one: Callable[[Any], bool],
+        number: int, timeout: float,
+    ) -> None:  # fmt: skip
+        """Returns once so many records are written for which `is_one` is true."""
         metrics, deadline = self.folder(name).metrics, time.monotonic() + timeout
-        while (
-            not metrics.exists()
-            or sum(r.get("event") in ("start", "resume") for r in read_metrics(metrics)) < number
-        ):
-            assert process.poll() is None, f"the run ended before start {number}:\n{self.printed(name)}"
-            assert time.monotonic() < deadline, f"no start {number} in {timeout} s:\n{self.printed(name)}"
+        while not metrics.exists() or sum(map(is_one, read_metrics(metrics))) < number:
+            assert process.poll() is None, f"the run ended before {what}:\n{self.printed(name)}"
+            assert time.monotonic() < deadline, f"no {what} in {timeout} s:\n{self.printed(name)}"
             time.sleep(0.05)
 
     def _stream(self, name: str, kind: str) -> Path:
@@ -190,66 +182,36 @@ def clean_environ(**settings: Any) -> dict[str, str]:
     """This environment without the settings of whoever runs the tests, and with `settings`; kernels are not
     interpreted in it.
     """
-    environ = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}
-    }
-    return environ | {
-        name: str(value).lower() if isinstance(value, bool) else str(value)
-        for name, value in settings.items()
-    }
+    left_out = {*SETTINGS, "PYTHONPATH", "TRITON_INTERPRET"}
+    given = {name: str(one).lower() if isinstance(one, bool) else str(one) for name, one in settings.items()}
+    return {name: value for name, value in os.environ.items() if name not in left_out} | given
 
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks of a run by rank, from their environment (Linux)."""
+    """Process ids of the ranks of a run by rank, from their environment."""
     found = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            environ = dict(line.partition("=")[::2] for line in (folder / "environ").read_text().split("\0"))
-            parents = _ancestors(int(folder.name))
-        except OSError:
-            continue  # it ended meanwhile, or is not ours
-        if "LOCAL_RANK" in environ and launcher.pid in parents:
-            found[int(environ["RANK"])] = int(folder.name)
+    for process in psutil.Process(launcher.pid).children(recursive=True):
+        with suppress(psutil.Error):  # it ended meanwhile
+            environ = process.environ()
+            if "LOCAL_RANK" in environ:
+                found[int(environ["RANK"])] = process.pid
     return found
 
 
 def descendants_of(pid: int) -> list[int]:
-    """Process ids of the children of `pid`, of theirs, and so on (Linux)."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if pid in _ancestors(int(folder.name)):
-                found.append(int(folder.name))
-        except OSError:
-            continue  # it ended meanwhile
-    return found
+    """Process ids of the children of `pid`, of theirs, and so on."""
+    return [process.pid for process in psutil.Process(pid).children(recursive=True)]
 
 
 def wait_until_gone(pids: Iterable[int], *, timeout: float = 60.0) -> None:
-    """Returns once none of the processes is there (Linux)."""
+    """Returns once none of the processes is there."""
     deadline = time.monotonic() + timeout
-    while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
         assert time.monotonic() < deadline, f"{left} did not end in {timeout} s"
         time.sleep(0.05)
 
 
-def _ancestors(pid: int) -> list[int]:
-    parents = []
-    while pid > 1:
-        pid = int(re.search(r"^PPid:\s+(\d+)", Path(f"/proc/{pid}/status").read_text(), re.M)[1])
-        parents.append(pid)
-    return parents
-
-
 def processes_in(run_dir: Path) -> list[int]:
     """Launchers, torchruns and ranks of runs below `run_dir`: they have it on their command lines."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            if f"--run-dir={run_dir}".encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-        except OSError:
-            continue  # it has ended meanwhile
-    return found
+    known = psutil.process_iter(["cmdline"])
+    return [one.pid for one in known if f"--run-dir={run_dir}" in " ".join(one.info["cmdline"] or [])]

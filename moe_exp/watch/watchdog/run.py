@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_exp.config import Config
-from moe_exp.host.files import read_json, read_yaml, regular
+from moe_exp.config.loading import recorded_settings
+from moe_exp.host.files import read_json, regular
 from moe_exp.runs.records import Record, parsed_record, time_of
 from moe_exp.runs.run_folder import RunFolder
 
@@ -229,10 +230,9 @@ _SETTINGS = (
 def _settings(path: Path) -> dict[str, Any]:
     defaults = {name: Config.model_fields[name].default for name in _SETTINGS}
     try:
-        read = read_yaml(path)
-    except (OSError, ValueError):  # rewritten at every start
-        read = {}
-    given = read if isinstance(read, dict) else {}
+        given = recorded_settings(path)
+    except ValueError:  # rewritten at every start
+        given = {}
     return defaults | {name: value for name, value in given.items() if name in defaults}
 
 

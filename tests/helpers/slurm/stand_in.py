@@ -16,8 +16,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 NODES = ("localhost", "node-b")  # the first has to be one that the others reach
 
@@ -124,14 +127,8 @@ class StandIn:
         self.programs.mkdir(parents=True)
         self._started: list[subprocess.Popen[bytes]] = []
         head = _HEAD.replace("{python}", sys.executable).replace("{folder!r}", repr(str(folder)))
-        for name, text in {
-            "sbatch": _SBATCH,
-            "squeue": _SQUEUE,
-            "scancel": _SCANCEL,
-            "scontrol": _SCONTROL,
-            "srun": _SRUN,
-            "sinfo": _SINFO,
-        }.items():
+        texts = {"sbatch": _SBATCH, "squeue": _SQUEUE, "scancel": _SCANCEL, "scontrol": _SCONTROL}
+        for name, text in (texts | {"srun": _SRUN, "sinfo": _SINFO}).items():
             (self.programs / name).write_text(head + text)
             (self.programs / name).chmod(0o755)
 
@@ -165,40 +162,28 @@ class StandIn:
         options = job["options"]
         passed = {name: os.environ[name] for name in options["export"].split(",") if name in os.environ}
         passed |= {
-            "PATH": self.path(),
-            "SLURM_JOB_ID": str(job["id"]),
+            "PATH": self.path(), "SLURM_JOB_ID": str(job["id"]), "SLURM_NNODES": options["nodes"],
             "SLURM_JOB_NODELIST": ",".join(NODES[: int(options["nodes"])]),
-        }
-        passed |= {
-            "SLURM_NNODES": options["nodes"],
-            "SLURM_EXPORT_ENV": options["export"],
-            "SLURM_RESTART_COUNT": str(job["restarts"]),
-        }
-        name = (
-            options["output"]
-            .replace("%A", str(job["base"]))
-            .replace("%a", str(job["task"]))
-            .replace("%j", str(job["id"]))
-        )
+            "SLURM_EXPORT_ENV": options["export"], "SLURM_RESTART_COUNT": str(job["restarts"]),
+        }  # fmt: skip
+        name = options["output"]
+        for pattern, value in (("%A", job["base"]), ("%a", job["task"]), ("%j", job["id"])):
+            name = name.replace(pattern, str(value))
         script = self.folder / f"slurm_script_{job['id']}"
         script.write_text(job["script"])
         with open(name, "ab" if options["open-mode"] == "append" else "wb") as log:  # noqa: PTH123
-            process = subprocess.Popen(
-                ["bash", str(script)],
-                env=passed,
-                cwd=options["chdir"],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
+            streams = {"stdout": log, "stderr": log, "start_new_session": True}
+            process = subprocess.Popen(["bash", script], env=passed, cwd=options["chdir"], **streams)
         self._started.append(process)
         return job["id"], process
 
     def close(self) -> None:
         """Kills what a test that has failed has left of its jobs; launchers take their ranks with them."""
         for process in self._started:
-            for one in _in_session(process.pid):
-                os.kill(one, signal.SIGKILL)
+            for pid in psutil.pids():
+                with suppress(ProcessLookupError):
+                    if pid != process.pid and os.getsid(pid) == process.pid:
+                        os.kill(pid, signal.SIGKILL)
             process.kill()
             process.wait()
 
@@ -227,17 +212,6 @@ class StandIn:
         part = self.folder / f"{number}.part"
         part.write_text(json.dumps(self.job(number) | values))
         part.rename(self.folder / f"{number}.json")
-
-
-def _in_session(number: int) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            if os.getsid(int(path.name)) == number and int(path.name) != number:
-                found.append(int(path.name))
-        except ProcessLookupError:
-            continue
-    return found
 
 
 def wait_for(what: Any, *, timeout: float = 120.0) -> None:
