@@ -238,4 +238,4 @@ def _run_job(config: Config, request: str, module: str) -> int:
     with tempfile.NamedTemporaryFile("w", suffix=".json", encoding="utf-8") as file:
         file.write(request)
         file.flush()
-        return run_job(torchrun_command(config, [file.name], module), child_environment(config), stopping="")
+        return run_job(torchrun_command(config, [file.name], module), child_environment(config))

@@ -66,7 +66,7 @@ def _preflight(arguments: argparse.Namespace) -> int:
 
     flags = {name: getattr(arguments, name) for name in LAUNCH_SETTINGS}
     config = load_config(flags)
-    verdict = preflight(config, flags, hosts=arguments.hosts)
+    verdict = preflight(config, hosts=arguments.hosts)
     path = arguments.exclude_file or Path(config.run_dir).expanduser() / EXCLUDE_NODES
     added = [] if arguments.no_exclude or config.node_rank else add_to_list(verdict, path)
     if config.node_rank == 0 and arguments.json:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from moe_exp.config.choices import DECAYS, SCHEDULES
 from moe_exp.config.ramp import samples_left
 from moe_exp.config.schedule import Piece, is_composed, pieces_of, scaled_points
-from moe_exp.config.settings import Config, problem
+from moe_exp.config.settings import Config
 
 # Of the run, at which a dry run prints the learning rate.
 _SHOWN_PERCENT = (0, 25, 50, 75, 100)
@@ -106,17 +106,12 @@ def learning_rate_text(config: Config, start: Start = BEGIN) -> str:
     for iteration, text in shown.items():
         rate = learning_rate(config, samples_after(config, iteration, start))
         points.append(f"{rate:.3g} at {iteration}{text}")
-    pieces = f"; {_shown_pieces(config, start)}" if len(pieces_of(config)) > 1 else ""
-    return f"learning rate after iteration ({config.lr_decay_style}{pieces}): {', '.join(points)}"
-
-
-def _shown_pieces(config: Config, start: Start) -> str:
-    """The pieces that end after `start`: `constant until 800, linear until 1000`, in full batches."""
-    shown = []
-    for piece in pieces_of(config):
-        if (left := piece.end - start.scheduled_samples) > 0:
-            shown.append(f"{piece.style} until {start.iteration + left // config.gbsz}")
-    return ", ".join(shown) or "at its end"
+    style = config.lr_decay_style
+    if len(pieces := pieces_of(config)) > 1:  # those that end later: `constant until 800`, in full batches
+        left = [(piece.style, piece.end - start.scheduled_samples) for piece in pieces]
+        ends = [f"{name} until {start.iteration + num // config.gbsz}" for name, num in left if num > 0]
+        style += f"; {', '.join(ends) or 'at its end'}"
+    return f"learning rate after iteration ({style}): {', '.join(points)}"
 
 
 # Of the range from MIN_LR to LR, by which GBSZ may move the learning rate at a resume: iterations are whole.
@@ -132,23 +127,19 @@ def schedule_change(config: Config, old: Config, start: Start) -> str | None:
     if config.gbsz == old.gbsz or not start.consumed_samples:
         return None
     bounds = {"max_lr": config.lr, "min_lr": config.min_lr}
-    end = samples_after(config, config.train_iters, start)
     before, now = (learning_rate(c, start.scheduled_samples, **bounds) for c in (old, config))
     last, reached = (
-        learning_rate(c, samples, **bounds)
-        for c, samples in ((old, samples_after(old, old.train_iters, start)), (config, end))
+        learning_rate(c, samples_after(c, c.train_iters, start), **bounds) for c in (old, config)
     )
     allowed = _LARGEST_JUMP * (config.lr - config.min_lr) + 1e-9 * config.lr
     if abs(now - before) <= allowed and reached <= last + allowed:
         return None
-    rule = (
-        f"with GBSZ={old.gbsz} until iteration {start.iteration} the learning rate, which follows samples,"
-        f" would jump from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
-    )
+    rule = f"with GBSZ={old.gbsz} until iteration {start.iteration} the learning rate, which follows samples,"
+    rule += f" would jump from {before:.3g} to {now:.3g} and end at {reached:.3g} instead of {last:.3g}"
     values = _rescaled(config, old, start)
     setting = " ".join(f"{name.upper()}={value}" for name, value in values.items())
     fix = f"set {setting}, the same schedule in batches of {config.gbsz}, or GBSZ={old.gbsz}"
-    return problem("gbsz", config.gbsz, rule, fix)
+    return config.problem("gbsz", rule, fix)
 
 
 def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]:
@@ -168,22 +159,15 @@ def _rescaled(config: Config, old: Config, start: Start) -> dict[str, int | str]
     return values
 
 
-def schedule_warnings(config: Config, start: Start = BEGIN) -> list[str]:
+def schedule_warnings(c: Config, start: Start = BEGIN) -> Iterator[str]:
     """A line if the run ends inside the warm-up, or long before or after DECAY_ITERS."""
-    return list(_schedule_warnings(config, start))
-
-
-def _schedule_warnings(c: Config, start: Start) -> Iterator[str]:
     num_samples = samples_after(c, c.train_iters, start)
     reached = learning_rate(c, num_samples)
     if c.warmup_iters >= c.train_iters:
-        rule = (
-            f"the run ends at TRAIN_ITERS={c.train_iters}, still warming up, at {reached:.3g} of LR={c.lr:g}"
-        )
+        rule = f"the run ends at TRAIN_ITERS={c.train_iters}, still warming up"
         fix = f"set WARMUP_ITERS to {c.train_iters // 10}, a tenth of it, or raise TRAIN_ITERS"
-        yield problem("warmup_iters", c.warmup_iters, rule, fix)
-    is_constant = not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr
-    if is_constant:
+        yield c.problem("warmup_iters", f"{rule}, at {reached:.3g} of LR={c.lr:g}", fix)
+    if not is_composed(c.lr_decay_style) and SCHEDULES[c.lr_decay_style].ends_at_lr:
         return
     run = num_samples / c.gbsz  # in full batches, as the schedule counts
     *others, last_piece = pieces_of(c)
@@ -199,4 +183,4 @@ def _schedule_warnings(c: Config, start: Start) -> Iterator[str]:
     fix = "set DECAY_ITERS=0, which follows TRAIN_ITERS"
     if c.rampup is not None or start.iteration:
         fix = f"set DECAY_ITERS={round(run)}, what the run is in batches of GBSZ"
-    yield problem("decay_iters", c.decay_iters, rule, fix)
+    yield c.problem("decay_iters", rule, fix)

@@ -33,6 +33,7 @@ from moe_exp.config.setting_types import (
     Stages,
     Timeout,
     WholeNumbers,
+    as_given,
     care,
     data,
     expanded_layers,
@@ -157,8 +158,7 @@ class Config(ModelSettings):
         "", "'START INCREMENT SAMPLES': batch ramp-up from START to GBSZ", costs=False, measured=""
     )
     optimizer: Annotated[str, one_of(OPTIMIZERS)] = learning(
-        "adam",
-        "; ".join(f"{name}: {it.text}" if it.text else name for name, it in OPTIMIZERS.items()),
+        "adam", "; ".join(f"{name}: {it.text}" if it.text else name for name, it in OPTIMIZERS.items())
     )
     optimizer_state_dtype: Literal["fp32", "bf16"] = learning(
         "fp32", "type of the two moments of OPTIMIZER=adam"
@@ -304,10 +304,7 @@ class Config(ModelSettings):
         compared=False,
     )
     keep_last: NonNegative = output(
-        0,
-        "number of newest checkpoints to keep, others are removed; 0: keep all",
-        measured=0,
-        compared=False,
+        0, "number of newest checkpoints to keep, others are removed; 0: keep all", measured=0, compared=False
     )
     keep_every: NonNegative = output(
         0,
@@ -349,8 +346,7 @@ class Config(ModelSettings):
 
     # Reliability and debugging
     fingerprints: bool = care(
-        True,
-        "take a fingerprint of each tensor at every save and compare it after a load; false: neither",
+        True, "take a fingerprint of each tensor at every save and compare it after a load; false: neither"
     )
     check_interval: NonNegative = care(
         0,
@@ -435,6 +431,10 @@ class Config(ModelSettings):
         measured="",
     )
 
+    def problem(self, name: str, rule: str, fix: str) -> str:
+        """A line on setting `name`: its value, the rule that it breaks, and the fix."""
+        return problem(name, as_given(getattr(self, name)), rule, fix)
+
     # Values that follow from the settings
 
     @property
@@ -496,6 +496,11 @@ class Config(ModelSettings):
     def expert_ffn_size(self) -> int:
         """Width of one routed expert."""
         return self.moe_ffn_hidden_size or self.ffn_hidden_size
+
+    @property
+    def expert_ffn_setting(self) -> str:
+        """The setting that gives it."""
+        return "moe_ffn_hidden_size" if self.moe_ffn_hidden_size else "ffn_hidden_size"
 
     @property
     def is_fp8_by_kernels(self) -> bool:

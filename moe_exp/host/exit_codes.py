@@ -72,6 +72,11 @@ def alive_file(exit_code_file: str) -> Path:
     return Path(exit_code_file).with_name("agent_alive")
 
 
+def settings_file(exit_code_file: str) -> Path:
+    """File with the settings that the launcher has resolved and checked for its ranks, next to it, too."""
+    return Path(exit_code_file).with_name("settings.json")
+
+
 def show_alive() -> None:
     """Shows the launcher that this agent is not stuck."""
     if path := os.environ.get(EXIT_CODE_FILE):

@@ -18,7 +18,8 @@ import numpy as np
 from pydantic import ValidationError
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.host.files import read_json, read_yaml, regular
+from moe_exp.config.loading import known_settings, recorded_settings
+from moe_exp.host.files import read_json, regular
 from moe_exp.host.progress import progress
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.report.follower import Follower
@@ -204,19 +205,14 @@ def _read_settings(run: Run, path: Path) -> None:
         run.notes.append("config.yaml is missing: settings, parameters and FLOPs are unknown")
         return
     try:
-        settings = read_yaml(path)
-    except (OSError, ValueError) as error:
+        run.settings = recorded_settings(path)
+    except ValueError as error:
         run.notes.append(f"config.yaml cannot be read ({' '.join(str(error).split())[:200]})")
         return
-    if not isinstance(settings, dict):
-        run.notes.append("config.yaml holds no settings")
-        return
-    run.settings = {str(name): value for name, value in settings.items()}
     if run.settings.get("attention_flops") == "full":
         run.notes.append("its FLOPs and TFLOP/s count all scores of attention (ATTENTION_FLOPS=full)")
-    known = {name: value for name, value in run.settings.items() if name in Config.model_fields}
     try:
-        run.config = Config(**known)
+        run.config = Config(**known_settings(run.settings))
     except ValidationError as error:
         names = ", ".join(str(item["loc"][0]) for item in error.errors() if item["loc"])
         why = names or "settings that do not go together"

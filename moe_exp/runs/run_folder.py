@@ -33,9 +33,10 @@ from typing import Any
 from filelock import BaseFileLock, FileLock, Timeout
 
 from moe_exp.config import TRAITS, Config, ConfigError, problem, to_yaml
+from moe_exp.config.loading import recorded_settings
 from moe_exp.config.model_changes import OTHER_OPTIMIZER_FLAG, model_changes, optimizer_change
 from moe_exp.config.setting_types import Part, as_given, shown
-from moe_exp.host.files import read_json, read_yaml, write_atomically, write_json
+from moe_exp.host.files import read_json, write_atomically, write_json
 from moe_exp.runs.provenance import provenance
 from moe_exp.runs.records import append_event
 
@@ -194,7 +195,7 @@ def _changed_settings(folder: RunFolder, config: Config) -> dict[str, list[Any]]
 def _previous_settings(folder: RunFolder) -> dict[str, Any]:
     """Settings of the previous start; empty if there is none, or its file cannot be read."""
     try:
-        return _read_settings(folder.config)
+        return recorded_settings(folder.config)
     except ValueError:
         return {}
 
@@ -232,17 +233,6 @@ def changes_of_resume(config: Config) -> list[str]:
 def changes_text(changes: Sequence[str]) -> str:
     """The line for `changes_of_resume`."""
     return f"resumed with changed settings: {', '.join(changes)}"
-
-
-def _read_settings(path: Path) -> dict[str, Any]:
-    """config.yaml as a dict; ValueError with a one-line reason if it is not one."""
-    try:
-        settings = read_yaml(path)
-    except OSError as error:
-        raise ValueError(" ".join(str(error).split())) from None
-    if not isinstance(settings, dict):
-        raise ValueError("it holds no settings")
-    return settings
 
 
 def run_folder_problems(config: Config) -> list[str]:
@@ -325,7 +315,7 @@ def _model_problems(config: Config, folder: RunFolder) -> list[str]:
     if not _exists(folder.config):
         return []
     try:
-        saved = _read_settings(folder.config)
+        saved = recorded_settings(folder.config)
         shapes, functions = model_changes(config, saved, str(folder.config))
         other_optimizer = optimizer_change(config, saved, str(folder.config))
     except ValueError as error:

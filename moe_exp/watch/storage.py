@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from moe_exp.config import Config, ConfigError, load_config
+from moe_exp.config.loading import known_settings, recorded_settings
 from moe_exp.config.settings_file import read_settings
-from moe_exp.host.files import bytes_text, read_yaml
+from moe_exp.host.files import bytes_text
 from moe_exp.planner.costs.disk import DiskUse, disk_use
 from moe_exp.planner.costs.goodput import daly_interval, lost_share, young_interval
 from moe_exp.runs.records import Record, iter_metrics, time_of
@@ -178,11 +179,7 @@ def storage_of(path: Path) -> Storage:
 
 def _config(path: Path) -> Config:
     try:
-        values = read_yaml(path)
-        if not isinstance(values, Mapping):
-            raise ValueError("it holds no settings")
-        known = {str(name).lower(): value for name, value in values.items()}
-        return load_config({name: value for name, value in known.items() if name in Config.model_fields}, {})
+        return load_config(known_settings(recorded_settings(path)), {})
     except ConfigError:
         raise
     except ValueError as error:

@@ -89,10 +89,8 @@ FUNCTIONS = [
 def test_other_shapes_are_refused_whatever_the_flag(before, name, value, old):
     for flag in (False, True):
         found = lines(before, **{name: value}, allow_other_model=flag)
-        assert (
-            f"{name.upper()}={value}: {NAME} has {name.upper()}={old}. Fix: set {name.upper()}={old}."
-            in found
-        )
+        before_it = f"{name.upper()}={old}"
+        assert f"{name.upper()}={value}: {NAME} has {before_it}. Fix: set {before_it}." in found
         # The size of a head follows from that of the model.
         assert {line.partition("=")[0] for line in found} <= {name.upper(), "HEAD_DIM"}
 
@@ -110,51 +108,28 @@ def test_another_function_needs_the_flag(before, name, value, old, caplog):
 
 
 def test_all_lines_at_once_with_what_helps():
-    found = lines(
-        {"router_bias_update_rate": 0.01},
-        router_bias_update_rate=0,
-        first_k_dense=1,
-        topk=1,
-        activation="gelu",
-    )
-    assert found == [
-        (
-            f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ and FIRST_K_DENSE"
-            " as they were."
-        ),
-        (
-            f"ROUTER_BIAS_UPDATE_RATE=0.0: {NAME} has ROUTER_BIAS_UPDATE_RATE=over 0. "
-            "Fix: set it over 0 (1e-12 keeps the bias as it is) or ROUTER_BIAS_RULE=quantile."
-        ),
+    changes = {"router_bias_update_rate": 0, "first_k_dense": 1, "topk": 1, "activation": "gelu"}
+    dense, bias, *others = lines({"router_bias_update_rate": 0.01}, **changes)
+    assert dense.startswith(f"MOE_LAYER_FREQ=0111: {NAME} has MOE_LAYER_FREQ=1111. Fix: set MOE_LAYER_FREQ")
+    assert "UPDATE_RATE=over 0. Fix: set it over 0 (1e-12 keeps the bias as it is) or ROUTER" in bias
+    assert others == [
         f"ACTIVATION=gelu: {NAME} has ACTIVATION=swiglu. Fix: set ACTIVATION=swiglu.",
         f"TOPK=1: {NAME} has TOPK=2. Fix: set TOPK=2{FLAG}.",
     ]
 
 
 def test_everything_else_may_change():
-    same = (
-        "gpus_per_node",
-        "preset",
-        *(name for _, name, _, _ in SHAPES),
-        *(name for _, name, _, _ in FUNCTIONS),
-    )
-    same += ("first_k_dense", "moe_layer_freq", "num_router_groups", "router_group_topk", "allow_other_model")
+    same = {"gpus_per_node", "preset", *(name for _, name, _, _ in SHAPES + FUNCTIONS)}
+    same |= {"first_k_dense", "moe_layer_freq", "allow_other_model", "router_bias_update_rate"}
     other: dict[str, Any] = {}
-    for name in Config.model_fields:
+    for name in Config.model_fields.keys() - same:
         value = getattr(load_config(OLD, {}), name)
-        if name not in same and isinstance(value, int | float) and not isinstance(value, bool):
-            other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
-        elif name not in same and isinstance(value, bool):
+        if isinstance(value, bool):
             other[name] = not value
-    other |= {
-        "moe_type": "moe",
-        "dtype": "bf16",
-        "expert_backend": "loop",
-        "aux_loss_type": "seq_aux_loss",
-        "vpp": 2,
-        "recompute": "full",
-    }
-    del other["router_bias_update_rate"]
+        elif isinstance(value, int | float):
+            other[name] = value + 1 if value >= 1 or isinstance(value, int) else value / 2
+    other |= {"moe_type": "moe", "dtype": "bf16", "expert_backend": "loop", "aux_loss_type": "seq_aux_loss"}
+    other |= {"vpp": 2, "recompute": "full"}
     assert len(other) > 45
     assert lines({}, **other) == []
     # Of other versions.
@@ -226,28 +201,18 @@ def test_weights_without_settings_are_refused_by_their_shapes(source, tmp_path):
         (folder / path.name).symlink_to(path)
     common = torch.load(folder / "common.pt", weights_only=False)
     (folder / "common.pt").unlink()
-    torch.save(
-        {name: value for name, value in common.items() if name not in ("progress", "config")},
-        folder / "common.pt",
-    )
+    of_weights = {name: value for name, value in common.items() if name not in ("progress", "config")}
+    torch.save(of_weights, folder / "common.pt")
     fix = "Fix: give the model the settings of the one in the checkpoint."
-    cases = {
-        "num_experts": (
-            16,
-            "decoder.layers.mlp.experts.experts.linear_fc1.weight",
-            [4, 8, 48, 32],
-            [4, 16, 48, 32],
-        ),
-        "vocab_size": (129, "embedding.word_embeddings.weight", [128, 32], [256, 32]),
-    }
-    for name, (value, key, shape, in_model) in cases.items():
-        (found,) = run_on_ranks(
-            1, refused, settings(source) | {name: value}, free_port(), str(tmp_path), join=False
-        )
-        assert found == (
-            [f"checkpoint={folder}: has {key} of shape {shape}, the model of shape {in_model}. {fix}"],
-            True,
-        )
+    experts = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
+    for change, key, shape, in_model in (
+        ({"num_experts": 16}, experts, [4, 8, 48, 32], [4, 16, 48, 32]),
+        ({"vocab_size": 129}, "embedding.word_embeddings.weight", [128, 32], [256, 32]),
+    ):
+        job = settings(source) | change
+        (found,) = run_on_ranks(1, refused, job, free_port(), str(tmp_path), join=False)
+        line = f"checkpoint={folder}: has {key} of shape {shape}, the model of shape {in_model}. {fix}"
+        assert found == ([line], True)
 
 
 def test_losses_with_a_state_may_come_and_go(source):

@@ -13,6 +13,7 @@ from moe_exp.checkpoint.format.folders import is_converted
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.learning_rate import Start, schedule_change
+from moe_exp.config.loading import known_settings
 from moe_exp.config.model_changes import as_config, refuse_other_model
 from moe_exp.config.settings_file import REMOVED
 from moe_exp.runs.run_folder import RunFolder
@@ -75,7 +76,7 @@ def saved_config(folder: Path, **changes: Any) -> Config:
         )
     if unknown := sorted(set(saved) - set(Config.model_fields) - set(REMOVED)):
         logger.warning("%s: settings of another version are left out: %s", folder, ", ".join(unknown))
-    known = {name: value for name, value in saved.items() if name in Config.model_fields}
+    known = known_settings(saved)
     if not known.get("train_data") and is_converted(folder):
         known["train_data"] = UNKNOWN_DATA
     try:

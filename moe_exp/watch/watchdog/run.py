@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from moe_exp.config import Config
-from moe_exp.host.files import read_json, read_yaml, regular
+from moe_exp.config.loading import recorded_settings
+from moe_exp.host.files import read_json, regular
 from moe_exp.runs.records import Record, parsed_record, time_of
 from moe_exp.runs.run_folder import RunFolder
 
@@ -209,10 +210,12 @@ _SETTINGS = (
 
 
 def _settings(path: Path) -> dict[str, Any]:
-    settings = {name: Config.model_fields[name].default for name in _SETTINGS}
-    with suppress(OSError, ValueError, AttributeError):  # rewritten at every start
-        settings |= {name: value for name, value in read_yaml(path).items() if name in settings}
-    return settings
+    defaults = {name: Config.model_fields[name].default for name in _SETTINGS}
+    try:
+        given = recorded_settings(path)
+    except ValueError:  # rewritten at every start
+        given = {}
+    return defaults | {name: value for name, value in given.items() if name in defaults}
 
 
 def read_tail(path: Path) -> tuple[list[Record], list[Record]]:
