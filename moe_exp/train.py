@@ -223,7 +223,7 @@ def build(config: Config, rank: Runtime) -> tuple[Job, Progress]:
     eod_id, document_tokens = describe_documents(files)
     config = config.model_copy(update={"document_tokens": document_tokens})  # which FLOPs count
     all_samples, valid_stream = build_data(files)
-    sample_order, changes = compare_data(files, all_samples, checkpoint)
+    sample_order, changes = compare_data(files, checkpoint)
     samples = samples_without_skips(folder, all_samples, sample_order, checkpoint)
     compare_stages(files, samples.skipped, checkpoint)
     batches = BatchSchedule(config)

@@ -17,10 +17,9 @@ from moe_exp.config.data_stages import microbatch_samples, stages_of
 from moe_exp.data.embedded import ensure_embedded_corpus
 from moe_exp.data.samples.dataset import Samples, SampleStream
 from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
-from moe_exp.data.samples.order import Change, SampleOrder, order_changes, place_stages
+from moe_exp.data.samples.order import Change, order_changes, order_of_files, place_stages
 from moe_exp.data.samples.prefetch import ReadAhead, microbatch_start, microbatch_starts
 from moe_exp.data.samples.skipping import Range, merged, stream_number
-from moe_exp.data.samples.stages import StagedSamples
 from moe_exp.data.tokens.document_ends import (
     DocumentTokens,
     check_ends,
@@ -67,21 +66,15 @@ def build_data(config: Config) -> tuple[Samples, Samples | None]:
     return train_stream, valid_stream
 
 
-def _training_stages(config: Config, train_data: str, share: Share) -> Samples:
+def _training_stages(config: Config, train_data: str, share: Share) -> SampleStream:
     packing = config.document_packing
     stream = SampleStream(
         parse_blend(train_data), seq_len=config.seq_len, seed=config.seed, share=share, packing=packing
     )
-    if not config.data_stages:
-        return stream
-    staged = [(0, stream)]
-    for number, stage in enumerate(stages_of(config)[1:], 1):
-        begin, before = staged[-1]
-        given = (stage.first_sample - begin) * config.seq_len // before.seq_len
+    for stage in stages_of(config)[1:]:
         blend = parse_blend(stage.train_data or train_data)
-        later = before.next_stage(blend, seq_len=stage.seq_len, num_samples=given, number=number)
-        staged.append((stage.first_sample, later))
-    return StagedSamples(staged)
+        stream.add_stage(blend, seq_len=stage.seq_len, first_sample=stage.first_sample)
+    return stream
 
 
 def _blends(config: Config) -> tuple[str, str]:
@@ -193,24 +186,21 @@ def bytes_per_token(config: Config, samples: Samples) -> float | None:
     return num_bytes / num_tokens if num_tokens else None
 
 
-def compare_data(
-    config: Config, samples: Samples, source: Path | None
-) -> tuple[dict[str, Any], list[Change]]:
+def compare_data(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
     """The sample order, and how it differs from that of the checkpoint `source`. Called by every rank.
 
     Raises:
         ConfigError: on every rank, if it differs and ALLOW_OTHER_DATA is not set.
     """
-    sample_order, changes = from_first_rank(lambda: _compared(config, samples, source))
+    sample_order, changes = from_first_rank(lambda: _compared(config, source))
     if changes and not config.allow_other_data:
         raise ConfigError([change.problem for change in changes])
     return sample_order, changes
 
 
-def _compared(config: Config, samples: Samples, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
-    later = samples.stage_prints() if isinstance(samples, StagedSamples) else ()
-    documents = documents_of(config.train_data) if config.train_data else None
-    order = SampleOrder.of(config, samples.fingerprint(), samples.content(), later, documents)
+def _compared(config: Config, source: Path | None) -> tuple[dict[str, Any], list[Change]]:
+    order = order_of_files(config)
+    assert order is not None  # the embedded corpus has been built
     saved = saved_progress(source) if source else None
     if source is None or saved is None or not saved.consumed_samples:
         return order.facts(), []

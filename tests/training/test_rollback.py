@@ -24,15 +24,13 @@ def skipped_at_start(settings: dict[str, Any], entries: list[dict[str, Any]], po
     gets that of the run.
     """
     from moe_exp import train
-    from moe_exp.data.samples.order import SampleOrder
+    from moe_exp.data.samples.order import order_of_files
     from moe_exp.engine import runtime
-    from moe_exp.training.samples import build_data
 
     os.environ["MASTER_PORT"] = str(port)
     config = load_config(settings, {})
     rank = runtime.start(config)
-    samples = build_data(config)[0]
-    order = SampleOrder.of(config, samples.fingerprint(), samples.content()).facts()
+    order = order_of_files(config).facts()
     folder = RunFolder.of(config)
     folder.path.mkdir(parents=True)
     write_json(folder.skipped_samples, {"rollbacks": [{"sample_order": order} | entry for entry in entries]})

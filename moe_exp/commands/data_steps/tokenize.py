@@ -15,13 +15,13 @@ from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
 from moe_exp.data.kinds import KINDS, TextRule
 from moe_exp.data.tasks.execution import num_workers
-from moe_exp.data.tokens.by_tasks import tokenize_documents
 from moe_exp.data.tokens.encoders import BACKENDS
 from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.preprocess import (
     dry_run,
     summary_rows,
+    tokenize_documents,
     tokenized_prefix,
     usable,
 )

@@ -75,7 +75,7 @@ class SampleOrder:
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:
         """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: as of
-        `StagedSamples.stage_prints`; `documents`: of the files.
+        `SampleStream.stage_prints`; `documents`: of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(

@@ -74,6 +74,9 @@ class Encoders:
         self.tokenizer = tokenizer
         self._loaded: dict[str, Encoder] = {}
 
+    def __reduce__(self) -> tuple[type[Encoders], tuple[TextTokenizer]]:
+        return Encoders, (self.tokenizer,)  # to worker processes, which load their own
+
     def get(self, backend: str) -> Encoder:
         """The encoder of gigatoken, or of the package that defines the tokenizer (`tokenizers`).
 
@@ -238,9 +241,7 @@ def _huggingface(tokenizer: TextTokenizer) -> Encoder:
 
 
 def _sentencepiece(tokenizer: TextTokenizer) -> Encoder:
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    processor = tokenizer.processor()
     return lambda texts: _joined(processor.encode(list(texts), out_type=int, num_threads=1))
 
 

@@ -41,7 +41,7 @@ class TokenFiles:
         if wrong := bin_idx_problem(prefix):
             raise ValueError(f"{wrong}. Fix: correct the path, or prepare the data again.")
         self.prefix = str(prefix)
-        self.dtype, self._lengths, self._documents = read_index(prefix)
+        self.dtype, self._lengths, _, self._documents = read_index(prefix)
         self.num_sequences, self.num_documents = len(self._lengths), len(self._documents) - 1
 
     @cached_property

@@ -16,11 +16,11 @@ import numpy as np
 import xxhash
 
 from moe_exp.data.stage import MAKE_AGAIN
-from moe_exp.data.tokens.parts import Part, PartCounts, PartSettings, write_all
+from moe_exp.data.tokens.parts import Part, PartCounts, PartSettings
 from moe_exp.data.tokens.tokens import write_index
 from moe_exp.host.files import read_json, write_json
 
-JOINED, TASKS = "joined.json", "tasks.json"  # what one process has joined, and how many tasks work instead
+JOINED = "joined.json"  # how many parts processes of one machine have joined
 _COPY_BYTES = 2**22
 
 
@@ -81,11 +81,12 @@ class JoinedParts:
         """
         path, counts = self.folder / f"{part.stem}.bin", self._read_counts(part)
         digest = xxhash.xxh3_128()
-        with path.open("rb") as source, self.bin_path.open("rb+", buffering=0) as file:
+        with path.open("rb") as source, self.bin_path.open("rb+") as file:
             file.seek(self._num_bytes)
             while chunk := source.read(_COPY_BYTES):
                 digest.update(chunk)
-                write_all(file, chunk)
+                file.write(chunk)
+            file.flush()
             os.fsync(file.fileno())
         if digest.hexdigest() != counts.token_hash:
             (self.folder / f"{part.stem}.json").unlink()

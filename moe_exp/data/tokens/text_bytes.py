@@ -51,10 +51,8 @@ class TokenBytes:
     """
 
     def __init__(self, tokenizer: TextTokenizer):
-        make = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "huggingface": _of_huggingface}[
-            tokenizer.kind
-        ]
-        self.inside_V, self.first_V = make(tokenizer)
+        makers = {"bytes": _of_bytes, "sentencepiece": _of_sentencepiece, "huggingface": _of_huggingface}
+        self.inside_V, self.first_V = makers[tokenizer.kind](tokenizer)
         self.eod_id, self.bos_id = tokenizer.eod_id, tokenizer.bos_id
         for index in (self.eod_id, self.bos_id):
             if index is not None and index < tokenizer.vocab_size:
@@ -131,9 +129,7 @@ def _vocabulary(tokenizer: TextTokenizer) -> dict[str, int]:
         return {}
     if tokenizer.kind == "huggingface":
         return pieces_of(orjson.loads(tokenizer.content))
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    processor = tokenizer.processor()
     return {processor.id_to_piece(token): token for token in range(tokenizer.vocab_size)}
 
 
@@ -147,9 +143,7 @@ def _exchanges_spaces(tokenizer: TextTokenizer) -> bool:
 
 def _unknown_id(tokenizer: TextTokenizer) -> int | None:
     if tokenizer.kind == "sentencepiece":
-        import sentencepiece
-
-        return int(sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content).unk_id())
+        return int(tokenizer.processor().unk_id())
     model = orjson.loads(tokenizer.content)["model"] if tokenizer.kind == "huggingface" else {}
     if model.get("unk_id") is not None:
         return int(model["unk_id"])
@@ -162,9 +156,7 @@ def _of_bytes(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
 
 
 def _of_sentencepiece(tokenizer: TextTokenizer) -> tuple[Int64Array, Int64Array]:
-    import sentencepiece
-
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    processor = tokenizer.processor()
     inside, first = np.zeros((2, tokenizer.vocab_size), dtype=np.int64)
     for token in range(tokenizer.vocab_size):
         if processor.is_control(token) or processor.is_unknown(token) or processor.is_unused(token):

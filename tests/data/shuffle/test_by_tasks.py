@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import zstandard
 
-from data.shuffle.test_shuffle import expected_files, some_texts, write_jsonl
+from data.shuffle.test_shuffle import expected_files, grown_by_a_shuffle, some_texts, write_jsonl
 from helpers import ROOT
 from helpers.slurm.cluster import Cluster
 from moe_exp.commands.data import main
@@ -279,9 +279,8 @@ def test_slurm_jobs_one_pass_after_the_other(tmp_path, monkeypatch):
     arguments += ["--valid-fraction", "0.05"]
     jobs = ["--tasks", "2", "--executor", "slurm", "--partition", "cpu"]
     program = f"{sys.executable} -m moe_exp data shuffle {' '.join(arguments + jobs)}"
-    monkeypatch.setattr(
-        sys, "argv", [str(ROOT / "moe_exp/__main__.py"), "data", "shuffle", *arguments, *jobs]
-    )
+    words = [str(ROOT / "moe_exp/__main__.py"), "data", "shuffle", *arguments, *jobs]
+    monkeypatch.setattr(sys, "argv", words)
     assert main("shuffle", arguments + jobs) == 75, program
     # three passes, each with the merging of its stats, and the publishing
     assert len(cluster.jobs()) == 7
@@ -300,23 +299,8 @@ def test_the_memory_of_a_task_stays_in_the_budget(tmp_path, text):
     with (tmp_path / "a.jsonl").open("w") as file:
         count = 3000 if len(text) > 100 else 250_000
         file.writelines(json.dumps({"text": text.format(number=number)}) + "\n" for number in range(count))
-    code = """
-import sys
-from pathlib import Path
-import datatrove.executor, datatrove.utils.stats, moe_exp.data.shuffle.shuffle
-from moe_exp.data.shuffle.shuffle import shuffle_documents
-from moe_exp.data.tasks.execution import Execution
-def peak_kb():
-    return next(int(line.split()[1]) for line in Path("/proc/self/status").open() if line.startswith("VmHWM"))
-before = peak_kb()
-options = {"name": "x", "num_shards": 1, "memory_bytes": 24 * 2**20, "tasks": 2}
-shuffle_documents([Path(sys.argv[1])], Path(sys.argv[2]), **options, execution=Execution(workers=1))
-print(peak_kb() - before)
-"""
-    command = [sys.executable, "-c", code, tmp_path / "a.jsonl", tmp_path / "out"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert 0 < int(done.stdout) < 24 * 1024
+    grown_kb, _ = grown_by_a_shuffle(tmp_path, budget_mb=24, tasks=2)
+    assert 0 < grown_kb < 24 * 1024
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

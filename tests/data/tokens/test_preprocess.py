@@ -34,7 +34,7 @@ from moe_exp.data.tokens.encoders import Encoders, probe_backend, probe_texts
 from moe_exp.data.tokens.files import TokenFiles, other_tokenizer
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, line_number, part_lines, plan_parts
-from moe_exp.data.tokens.preprocess import _Workers, dry_run, tokenize_files, tokenized_prefix
+from moe_exp.data.tokens.preprocess import dry_run, tokenize_files, tokenized_prefix
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_bpe
 from moe_exp.host.files import bytes_text
@@ -43,15 +43,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatase
 
 PART_BYTES = 20_000
 ODD_TEXTS = [
-    "nul \0 inside",
-    "line\u2028separator\u2029and\x85",
-    "Grüße, 世界! 🙂",
-    " ",
-    "\n",
-    f"quotes {EOD_TOKEN} and <|pad|>",
-    "\ufeffBOM",
-    "a\r\nb",
-]
+    "nul \0 inside", "line\u2028separator\u2029and\x85", "Grüße, 世界! 🙂", " ", "\n",
+    f"quotes {EOD_TOKEN} and <|pad|>", "\ufeffBOM", "a\r\nb",
+]  # fmt: skip
 
 
 def jsonl(texts, end="\n"):
@@ -119,11 +113,8 @@ def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, t
     model = folder / "tokenizer.json"
     if is_large:
         vocab = json.loads(model.read_text())["model"]["vocab"]
-        model = change_tokenizer(
-            folder,
-            tmp_path / "large.json",
-            model__vocab={**vocab, **{f"unused {i}": i for i in range(600, 65500)}},
-        )
+        vocab |= {f"unused {i}": i for i in range(600, 65500)}
+        model = change_tokenizer(folder, tmp_path / "large.json", model__vocab=vocab)
     how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=model), append_eod=True)
     manifest = tokenize_files(
         [folder / "corpus.jsonl"], tmp_path / "ours", how, backend=backend, part_bytes=PART_BYTES
@@ -136,11 +127,7 @@ def test_files_are_those_of_tokenizers_and_megatron(backend, is_large, folder, t
         builder.add_document(torch.tensor(ids), [len(ids)])
     builder.finalize(str(tmp_path / "theirs.idx"))
     assert contents(tmp_path / "ours") == contents(tmp_path / "theirs")
-    assert (manifest["num_documents"], manifest["num_eods"], manifest["backend"]) == (
-        len(texts),
-        len(texts),
-        backend,
-    )
+    assert manifest["num_documents"] == manifest["num_eods"] == len(texts) and manifest["backend"] == backend
     assert manifest["num_tokens"] == sum(len(one) for one in IndexedDataset(str(tmp_path / "ours")))
 
 
@@ -225,15 +212,17 @@ def test_what_cannot_be_merged(how, undisturbed, tmp_path):
     builder = IndexedDatasetBuilder(str(tmp_path / "other.bin"), dtype=np.int32)
     builder.add_document(torch.arange(3), [3])
     builder.finalize(str(tmp_path / "other.idx"))
-    with pytest.raises(
-        ValueError,
-        match=r"tokens are stored as uint16 in .* and int32 in .*other. Fix: merge shards of one tokenizer",
+    for prefixes, output, rule in (
+        (
+            [undisturbed[0], tmp_path / "other"],
+            "out",
+            "tokens are stored as uint16 in .* and int32 in .*other",
+        ),
+        ([tmp_path / "missing"], "out", r"missing\.bin is missing\. Fix: "),
+        ([tmp_path / "other"], "other", "is one of the shards"),
     ):
-        merge_token_files([undisturbed[0], tmp_path / "other"], tmp_path / "out")
-    with pytest.raises(ValueError, match=r"missing\.bin is missing\. Fix: "):
-        merge_token_files([tmp_path / "missing"], tmp_path / "out")
-    with pytest.raises(ValueError, match="is one of the shards"):
-        merge_token_files([tmp_path / "other"], tmp_path / "other")
+        with pytest.raises(ValueError, match=rule):
+            merge_token_files(prefixes, tmp_path / output)
 
 
 # Texts
@@ -254,21 +243,12 @@ def test_special_tokens_in_a_text_are_text(folder, undisturbed, tmp_path):
 
 LETTERS = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<unk>", "<pad>", "</s>"]
+WORDS = {word: index for index, word in enumerate([*SPECIAL, "fine", "not"])}
+PIECES = [[piece, -3.0] for piece in SPECIAL + LETTERS]
 OWN_VOCABULARY = {
-    "Unigram": {
-        "model": {
-            "type": "Unigram",
-            "unk_id": 0,
-            "vocab": [[piece, -3.0] for piece in SPECIAL + LETTERS],
-            "byte_fallback": False,
-        }
-    },
+    "Unigram": {"model": {"type": "Unigram", "unk_id": 0, "vocab": PIECES, "byte_fallback": False}},
     "WordLevel": {
-        "model": {
-            "type": "WordLevel",
-            "unk_token": "<unk>",
-            "vocab": {word: index for index, word in enumerate([*SPECIAL, "fine", "not"])},
-        },
+        "model": {"type": "WordLevel", "unk_token": "<unk>", "vocab": WORDS},
         "pre_tokenizer": {"type": "WhitespaceSplit"},
     },
 }
@@ -290,27 +270,21 @@ def own_vocabulary(kind, folder, added=SPECIAL):
 @pytest.mark.parametrize("token", SPECIAL[1:])
 def test_special_tokens_of_the_models_own_vocabulary(kind, token, tmp_path):
     tokenizer = own_vocabulary(kind, tmp_path)
-    fine = write(tmp_path / "fine.jsonl", jsonl(["fine", "not \u4e16 fine"] * 20))
-    path = write(
-        tmp_path / "x.jsonl",
-        jsonl(["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + ["not \u4e16 fine"] * 20),
-    )
-    with pytest.raises(
-        BadDocument, match=rf"x\.jsonl:21: the tokenizer reads {token} in the text as a special token$"
-    ):
+    reason, fine = f"the tokenizer reads {token} in the text as a special token", "not \u4e16 fine"
+    texts = ["fine"] * 20 + [f"not {token} fine", f"{token} {token}"] + [fine] * 20
+    path = write(tmp_path / "x.jsonl", jsonl(texts))
+    with pytest.raises(BadDocument, match=rf"x\.jsonl:21: {reason}$"):
         tokenize_files([path], tmp_path / "out", PartSettings(tokenizer, append_eod=True), part_bytes=150)
-    manifest = tokenize_files(
-        [path], tmp_path / "skip", PartSettings(tokenizer, append_eod=True, skip_bad=True), part_bytes=150
-    )
-    assert manifest["skipped"] == {f"the tokenizer reads {token} in the text as a special token": 2}
+    skipping = PartSettings(tokenizer, append_eod=True, skip_bad=True)
+    manifest = tokenize_files([path], tmp_path / "skip", skipping, part_bytes=150)
+    assert manifest["skipped"] == {reason: 2}
     assert (manifest["num_documents"], manifest["num_eods"]) == (40, 40)
     ids = np.fromfile(tmp_path / "skip.bin", np.uint16)
-    assert (np.count_nonzero(ids == 1), np.count_nonzero(ids == 2)) == (0, 40)
-    assert np.count_nonzero(ids == 0) == 20, "unknown words are text"
-    without = tokenize_files([fine], tmp_path / "fine", PartSettings(tokenizer, append_eod=True))
-    assert {name: manifest[name] for name in ("text_hash", "num_text_bytes")} == {
-        name: without[name] for name in ("text_hash", "num_text_bytes")
-    }
+    # unknown words are text
+    assert [np.count_nonzero(ids == index) for index in range(3)] == [20, 0, 40]
+    fine_path = write(tmp_path / "fine.jsonl", jsonl(["fine", fine] * 20))
+    without = tokenize_files([fine_path], tmp_path / "fine", PartSettings(tokenizer, append_eod=True))
+    assert all(manifest[name] == without[name] for name in ("text_hash", "num_text_bytes"))
 
 
 def test_an_end_token_that_is_a_piece_alone(tmp_path):
@@ -337,42 +311,37 @@ def test_one_document_larger_than_parts_and_batches(folder, how, tmp_path):
     assert tokenizer.decode(read[1][:-1]) == text
 
 
-@pytest.mark.parametrize("setting", ["truncation", "padding"])
-def test_a_tokenizer_with_truncation_or_padding(setting, folder, undisturbed, tmp_path, caplog):
-    value = {
-        "truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0},
-        "padding": {
-            "strategy": {"Fixed": 9},
-            "direction": "Right",
-            "pad_id": 1,
-            "pad_type_id": 0,
-            "pad_token": "<|pad|>",
-            "pad_to_multiple_of": None,
-        },
-    }[setting]
+TRUNCATION = {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    "strategy": {"Fixed": 9},
+    "direction": "Right",
+    "pad_id": 1,
+    "pad_type_id": 0,
+    "pad_token": "<|pad|>",
+}
+WITH_BOS = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|pad|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
+    "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [1], "tokens": ["<|pad|>"]}},
+}
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "length"),
+    [
+        ("truncation", TRUNCATION, 5),
+        ("padding", PADDING | {"pad_to_multiple_of": None}, 18),
+        ("post_processor", WITH_BOS, 19),
+    ],
+)
+def test_documents_stay_as_they_are(setting, value, length, folder, undisturbed, tmp_path, caplog):
+    """Not cut, not padded, and no token before them."""
     path = change_tokenizer(folder, tmp_path / "t.json", **{setting: value})
-    assert len(Tokenizer.from_file(str(path)).encode("x " * 9).ids) in (5, 18, 9), "the setting works"
+    assert len(Tokenizer.from_file(str(path)).encode("x " * 9).ids) == length, "the setting works"
     how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=path), append_eod=True)
-    assert f"{setting} is set in its tokenizer.json, switched off here" in caplog.text
-    tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
-    assert contents(tmp_path / "out") == contents(undisturbed[0])
-
-
-def test_no_token_before_a_document(folder, undisturbed, tmp_path):
-    template = {
-        "type": "TemplateProcessing",
-        "single": [
-            {"SpecialToken": {"id": "<|pad|>", "type_id": 0}},
-            {"Sequence": {"id": "A", "type_id": 0}},
-        ],
-    }
-    template |= {
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}],
-        "special_tokens": {"<|pad|>": {"id": "<|pad|>", "ids": [1], "tokens": ["<|pad|>"]}},
-    }
-    path = change_tokenizer(folder, tmp_path / "t.json", post_processor=template)
-    assert Tokenizer.from_file(str(path)).encode("x").ids[0] == 1
-    how = PartSettings(load_tokenizer("HuggingFaceTokenizer", model=path), append_eod=True)
+    said = f"{setting} is set in its tokenizer.json, switched off here" in caplog.text
+    assert said == (setting != "post_processor")
     tokenize_files([folder / "corpus.jsonl"], tmp_path / "out", how, part_bytes=PART_BYTES)
     assert contents(tmp_path / "out") == contents(undisturbed[0])
 
@@ -408,22 +377,6 @@ def test_bad_lines_are_skipped_and_counted(how, tmp_path):
     assert manifest["num_documents"] == len(IndexedDataset(str(tmp_path / "out"))) == 2
     expected = {reason: list(BAD_LINES.values()).count(reason) for reason in BAD_LINES.values()}
     assert manifest["skipped"] == {**expected, "blank line": 1, "empty text": 1}
-
-
-def test_only_a_few_parts_are_submitted_at_a_time(how, tmp_path):
-    """Each look at those that are pending takes time for every one of them."""
-    path = write(tmp_path / "x.jsonl", jsonl(["a" * 100] * 200))
-    parts = plan_parts([path], 200)
-    assert len(parts) > 100
-    submitted, made, most = [], [], 0
-    with _Workers(how, 2) as workers:
-        submit = workers._pool.submit
-        workers._pool.submit = lambda *work: submitted.append(work) or submit(*work)
-        for part in workers.encode("tokenizers", parts, tmp_path, lambda num_bytes: None):
-            most = max(most, len(submitted) - len(made))
-            made.append(part.index)
-    assert sorted(made) == [part.index for part in parts]
-    assert 2 <= most <= 8
 
 
 def test_a_bad_line_stops_all_workers(how, tmp_path, monkeypatch):
@@ -464,10 +417,8 @@ def test_inputs(tmp_path):
 
 
 def test_json_lines_in_a_file_called_json(texts, how, undisturbed, tmp_path):
-    named = [
-        write(tmp_path / "a.json", jsonl(texts[:30]) + b"\n"),
-        write(tmp_path / "b.json.gz", gzip.compress(jsonl(texts[30:]))),
-    ]
+    first, second = jsonl(texts[:30]) + b"\n", gzip.compress(jsonl(texts[30:]))
+    named = [write(tmp_path / "a.json", first), write(tmp_path / "b.json.gz", second)]
     jsonl_file = write(tmp_path / "c.jsonl", b"")
     write(tmp_path / "info.json", b'{"rows": 1}')
     assert find_inputs([tmp_path]) == [*named, jsonl_file], "a folder may hold other JSON"
@@ -491,10 +442,7 @@ def test_gigatoken_is_left_where_it_gives_other_ids(folder, tmp_path):
     assert probe.backend == "tokenizers"
     assert probe.reason.startswith("not gigatoken: it encodes ")
     with pytest.raises(
-        ValueError,
-        match=(
-            r"^BACKEND=gigatoken: gigatoken cannot be used: it encodes .* Fix: give --backend tokenizers\.$"
-        ),
+        ValueError, match=r"^BACKEND=gigatoken: .* it encodes .* Fix: give --backend tokenizers"
     ):
         probe_backend(Encoders(tokenizer), "gigatoken", [])
 
@@ -504,17 +452,11 @@ def test_a_difference_in_the_corpus_names_the_document(folder, tmp_path):
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=path)
     encoders = Encoders(tokenizer)
     fast, slow = encoders.get("gigatoken"), encoders.get("tokenizers")
-    odd = next(
-        text for text in probe_texts(tokenizer) if not np.array_equal(fast([text])[0], slow([text])[0])
-    )
-    source = write(tmp_path / "x.jsonl", jsonl(["a", odd]))
-    with pytest.raises(
-        ValueError,
-        match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend tokenizers --start-over\.$",
-    ):
-        PartEncoder(PartSettings(tokenizer), "gigatoken").encode(
-            Part(0, source, 0, 10**6), tmp_path, lambda num_bytes: None
-        )
+    texts = probe_texts(tokenizer)
+    odd = next(text for text in texts if not np.array_equal(fast([text])[0], slow([text])[0]))
+    part = Part(0, write(tmp_path / "x.jsonl", jsonl(["a", odd])), 0, 10**6)
+    with pytest.raises(ValueError, match=r"x\.jsonl:2: gigatoken gives other tokens .* Fix: --backend token"):
+        PartEncoder(PartSettings(tokenizer), "gigatoken").encode(part, tmp_path, lambda num_bytes: None)
     assert not list(tmp_path.glob("part.*"))
 
 
@@ -533,10 +475,7 @@ def test_characters_that_gigatoken_splits_otherwise_are_left_to_the_other_packag
 def test_without_gigatoken(how, monkeypatch):
     monkeypatch.setitem(sys.modules, "gigatoken", None)
     probe = probe_backend(Encoders(how.tokenizer), "auto", ["some text"])
-    assert (probe.backend, probe.reason) == (
-        "tokenizers",
-        "not gigatoken: it is not installed (pip install gigatoken)",
-    )
+    assert probe.backend == "tokenizers" and "it is not installed (pip install gigatoken)" in probe.reason
 
 
 def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
@@ -551,8 +490,7 @@ def test_a_tokenizer_that_gigatoken_cannot_load(folder, tmp_path):
 KILLER = """
 import os, pathlib, signal
 from moe_exp.data import stage
-from moe_exp.data.tokens import joined_parts, preprocess
-from moe_exp.data.tokens import parts as token_parts
+from moe_exp.data.tokens import joined_parts, parts as token_parts, preprocess
 from moe_exp.data.tokens.parts import PartSettings
 from moe_exp.data.tokens.tokenizer import load_tokenizer
 
@@ -582,7 +520,7 @@ def kill(*arguments):
 @pytest.mark.parametrize(
     ("owner", "name", "needle", "countdown"),
     [
-        ("token_parts", "write_all", "", 1),  # while the first part is written
+        ("Path", "replace", "part.000000", 1),  # the tokens of the first part are written
         ("token_parts", "write_json", "part.000002", 1),  # its tokens have their name, its counts not
         ("joined_parts", "write_json", "joined.json", 3),  # it is in the joined file, which nobody knows yet
         ("joined_parts", "write_index", "", 1),  # all parts are joined
@@ -601,14 +539,13 @@ def test_killed_and_called_again(owner, name, needle, countdown, folder, how, un
 
 def test_complete_parts_are_not_made_again(folder, how, undisturbed, tmp_path):
     source = write(tmp_path / "x.jsonl", (folder / "corpus.jsonl").read_bytes() + b"not JSON\n")
-    with pytest.raises(BadDocument):
-        tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
-    partial = tmp_path / "out.partial"
-    before = {path.name: path.stat().st_mtime_ns for path in partial.glob("part.*.json")}
-    assert len(before) > 5
-    with pytest.raises(BadDocument):
-        tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
-    assert {path.name: path.stat().st_mtime_ns for path in partial.glob("part.*.json")} == before
+    made = []
+    for _ in range(2):
+        with pytest.raises(BadDocument):
+            tokenize_files([source], tmp_path / "out", how, part_bytes=PART_BYTES)
+        parts = (tmp_path / "out.partial").glob("part.*.json")
+        made.append({path.name: path.stat().st_mtime_ns for path in parts})
+    assert len(made[0]) > 5 and made[0] == made[1]
 
 
 def test_damaged_work_is_made_again(folder, how, undisturbed, tmp_path):
@@ -621,45 +558,33 @@ def test_damaged_work_is_made_again(folder, how, undisturbed, tmp_path):
     assert contents(tmp_path / "out") == contents(undisturbed[0])
 
 
+def command(folder, before, *flags):
+    """`moe-exp data tokenize` of a new process, after a line of Python."""
+    code = f"import os, resource, sys; {before}; from moe_exp.cli import main; sys.exit(main(sys.argv[1:]))"
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder, "--append-eod"]
+    return [sys.executable, "-c", code, "data", "tokenize", *map(str, [*kind, *flags])]
+
+
 def start_with_two_workers(folder, how, tmp_path):
-    """A run of `moe-exp data tokenize` with two workers at work: the process, its workers, the input."""
+    """A run with two workers at work: the process and its workers."""
     source = write(tmp_path / "x.jsonl", (folder / "corpus.jsonl").read_bytes() * 60)
     flags = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        folder,
-        "--append-eod",
+        "--input",
+        source,
+        "--output-prefix",
+        tmp_path / "out",
         "--workers",
         2,
         "--backend",
         "tokenizers",
     ]
-    code = (
-        "import os, sys; os.sched_getaffinity = lambda pid: {0, 1}; from moe_exp.cli import main;"
-        " sys.exit(main(sys.argv[1:]))"
-    )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "data",
-        "tokenize",
-        "--input",
-        source,
-        "--output-prefix",
-        tmp_path / "out",
-        *flags,
-    ]
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    words = command(folder, "os.sched_getaffinity = lambda pid: {0, 1}", *flags)
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while len(list((tmp_path / "out_text_document.partial").glob("part.*.tmp"))) < 1:
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.05)
     (server,) = (one for one in psutil.Process(process.pid).children() if one.children())
-    workers = server.children()
-    return process, workers
+    return process, server.children()
 
 
 def test_a_worker_that_dies_ends_the_run(folder, how, tmp_path):
@@ -667,7 +592,7 @@ def test_a_worker_that_dies_ends_the_run(folder, how, tmp_path):
     workers[0].kill()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "tokenize: a worker process died. Fix: give fewer --workers" in errors
+    assert "x.jsonl was killed by SIGKILL" in errors and "fewer --workers need less memory" in errors
     assert "Traceback" not in errors
 
 
@@ -681,24 +606,15 @@ def test_workers_end_with_their_parent(folder, how, tmp_path):
 
 
 def test_disk_full(folder, how, undisturbed, tmp_path):
-    arguments = [
-        "--input",
-        folder / "corpus.jsonl",
-        "--output-prefix",
-        tmp_path / "out",
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-    ]
-    arguments += ["--tokenizer-model", folder, "--append-eod", "--workers", 1]
-    limit = "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))"
-    code = f"{limit}; from moe_exp.cli import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "data", "tokenize", *map(str, arguments)]
-    full = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    flags = ["--input", folder / "corpus.jsonl", "--output-prefix", tmp_path / "out", "--workers", 1]
+    limit = "resource.setrlimit(resource.RLIMIT_FSIZE, (60000, 60000))"
+    words = command(folder, limit, *flags)
+    full = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert full.returncode == 1
     assert full.stderr.splitlines()[-1].startswith("moe-exp data: ")
     assert "File too large" in full.stderr.splitlines()[-1]
     assert "Traceback" not in full.stderr
-    assert main("tokenize", list(map(str, arguments))) == 0
+    assert main("tokenize", words[5:]) == 0
     assert contents(tmp_path / "out_text_document") == contents(undisturbed[0])
 
 
@@ -723,17 +639,11 @@ def test_settings_that_changed_are_refused(folder, how, undisturbed, tmp_path):
 def test_no_eod_where_one_is_asked_for(folder, tmp_path):
     content = json.loads((folder / "tokenizer.json").read_text())
     content["added_tokens"] = []
-    content["model"]["vocab"] = {
-        token.replace("<|endoftext|>", "none"): index for token, index in content["model"]["vocab"].items()
-    }
+    content["model"]["vocab"]["none"] = content["model"]["vocab"].pop("<|endoftext|>")
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
     with pytest.raises(
-        ValueError,
-        match=(
-            r"^APPEND_EOD=True: the tokenizer \S+ names no end-of-sequence token\. Fix: name it with"
-            r" --eod-token\.$"
-        ),
+        ValueError, match=r"^APPEND_EOD=True: .* names no end-of-sequence token\. Fix: name it"
     ):
         PartSettings(tokenizer, append_eod=True)
     path = write(tmp_path / "x.jsonl", jsonl(["abc"]))
@@ -742,7 +652,7 @@ def test_no_eod_where_one_is_asked_for(folder, tmp_path):
 
 @pytest.mark.parametrize(("field", "value"), [("workers", 0), ("backend", "tiktoken")])
 def test_wrong_settings(field, value, how, tmp_path):
-    with pytest.raises(ValueError, match=rf"^{field.upper()}={value}: must be .* Fix: "):
+    with pytest.raises(ValueError, match=rf"(?i)^{field}={value}: must be .* Fix: "):
         tokenize_files([write(tmp_path / "x.jsonl", jsonl(["a"]))], tmp_path / "out", how, **{field: value})
     assert not (tmp_path / "out.partial").exists()
 
@@ -751,41 +661,26 @@ def test_dry_run_writes_nothing(folder, how, undisturbed, tmp_path, capsys):
     dry_run([folder / "corpus.jsonl"], tmp_path / "out", how, workers=1, backend="auto")
     assert list(tmp_path.iterdir()) == []
     out = capsys.readouterr().out
-    estimate = int(
-        next(line for line in out.splitlines() if "│ tokens " in line)
-        .split("about ")[1]
-        .split(" at most")[0]
-        .replace(",", "")
-    )
+    estimate = int(re.search(r"│ tokens .* about ([\d,]+) at most", out)[1].replace(",", ""))
     assert undisturbed[1]["num_tokens"] * 0.7 < estimate < undisturbed[1]["num_tokens"] * 1.5
 
 
 def test_the_script_with_megatrons_flags(folder, undisturbed, tmp_path):
-    script = ROOT / "moe_exp" / "scripts" / "preprocess_data.py"
-    flags = [
-        "--tokenizer-type",
-        "HuggingFaceTokenizer",
-        "--tokenizer-model",
-        folder,
-        "--append-eod",
-        "--workers",
-        128,
-        "--log-interval",
-        1000,
-    ]
-    command = [
+    script, source = ROOT / "moe_exp" / "scripts" / "preprocess_data.py", folder / "corpus.jsonl"
+    words = [
         sys.executable,
         script,
         "--input",
-        folder / "corpus.jsonl",
+        source,
         "--output-prefix",
         tmp_path / "llama3",
-        *flags,
+        "--append-eod",
     ]
+    words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", folder]
+    words += ["--workers", 128, "--log-interval", 1000]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        list(map(str, command)), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
+    options = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "timeout": 300}
+    done = subprocess.run(list(map(str, words)), **options)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith(f"TRAIN_DATA={tmp_path}/llama3_text_document VOCAB_SIZE=")
     assert contents(tmp_path / "llama3_text_document") == contents(undisturbed[0])
@@ -793,15 +688,8 @@ def test_the_script_with_megatrons_flags(folder, undisturbed, tmp_path):
 
 def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     write(tmp_path / "x.jsonl", orjson.dumps({"text": "a b", "title": "c"}))
-    flags = [
-        "--input",
-        str(tmp_path / "x.jsonl"),
-        "--output-prefix",
-        str(tmp_path / "out"),
-        "--tokenizer-type",
-        "ByteLevelTokenizer",
-        "--append-eod",
-    ]
+    flags = ["--input", str(tmp_path / "x.jsonl"), "--output-prefix", str(tmp_path / "out")]
+    flags += ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod"]
     assert main("tokenize", [*flags, "--json-keys", "text", "title"]) == 0
     assert list(np.fromfile(tmp_path / "out_text_document.bin", np.uint16)) == [*b"a b", 256]
     assert list(np.fromfile(f"{tokenized_prefix(tmp_path / 'out', 'title')}.bin", np.uint16)) == [*b"c", 256]
@@ -809,16 +697,12 @@ def test_several_keys_and_refused_flags(folder, tmp_path, capsys):
     assert "SPLIT_SENTENCES=True: sentences are for BERT's pairs" in capsys.readouterr().err
     shards = [str(tmp_path / "out_text_document"), str(tmp_path / "out_title_document")]
     before = sorted(tmp_path.iterdir())
-    assert (
-        main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "new" / "both"), "--dry-run"])
-        == 0
-    )
+    merge = ["--merge", *shards, "--output-prefix"]
+    assert main("tokenize", [*merge, str(tmp_path / "new" / "both"), "--dry-run"]) == 0
     assert sorted(tmp_path.iterdir()) == before
     rows = dict(re.findall(r"^│ (\w+) +│ (.*?) +│$", capsys.readouterr().out, re.MULTILINE))
-    num_bytes = sum(
-        Path(f"{shard}{suffix}").stat().st_size for shard in shards for suffix in (".bin", ".idx")
-    )
+    num_bytes = sum(len(content) for shard in shards for content in contents(shard))
     assert (rows["documents"], rows["tokens"]) == ("2", "6")
     assert rows["disk"].startswith(f"{bytes_text(num_bytes)}, of ")
-    assert main("tokenize", ["--merge", *shards, "--output-prefix", str(tmp_path / "both")]) == 0
+    assert main("tokenize", [*merge, str(tmp_path / "both")]) == 0
     assert list(np.fromfile(tmp_path / "both.bin", np.uint16)) == [*b"a b", 256, *b"c", 256]
