@@ -8,8 +8,7 @@ import shlex
 import time
 from pathlib import Path
 
-from moe_exp.commands.data_steps.execution import add_execution, execution_of
-from moe_exp.commands.data_steps.shuffle import add_text_documents
+from moe_exp.commands.data_steps.shared import add_execution, add_text_documents, execution_of, under_way
 from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.config import setting_error
 from moe_exp.data.documents import find_inputs
@@ -19,12 +18,7 @@ from moe_exp.data.tokens.by_tasks import tokenize_documents
 from moe_exp.data.tokens.encoders import BACKENDS
 from moe_exp.data.tokens.merge import merge_dry_run, merge_token_files
 from moe_exp.data.tokens.parts import PartSettings
-from moe_exp.data.tokens.preprocess import (
-    dry_run,
-    summary_rows,
-    tokenized_prefix,
-    usable,
-)
+from moe_exp.data.tokens.preprocess import dry_run, summary_rows, tokenized_prefix, usable
 from moe_exp.data.tokens.tokenizer import TOKENIZER_TYPES, load_tokenizer
 from moe_exp.data.tokens.tokenizer_training import EOD_TOKEN, train_tokenizer
 from moe_exp.host.files import bytes_text
@@ -134,9 +128,7 @@ def _tokenize(arguments: argparse.Namespace) -> int:
         how = {name: getattr(arguments, name) for name in ("tasks", "backend", "start_over")}
         manifest = tokenize_documents(inputs, output, settings, execution=execution, **how)
         if manifest is None:
-            again = "The same command shows how far they are."
-            print(f"{output}: SLURM jobs are under way; `squeue --me` shows them. {again}")
-            code = UNDER_WAY
+            code = under_way(str(output))
         else:
             print_summary(f"tokenize: {output}", summary_rows(manifest, time.monotonic() - started))
             print(f"TRAIN_DATA={shlex.quote(str(output))} VOCAB_SIZE={tokenizer.vocab_size}")
