@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from moe_exp.commands.data_steps.shuffle import memory_bytes
+from moe_exp.commands.data_steps.shared import memory_bytes
 from moe_exp.commands.guard import add_subcommands
 from moe_exp.host.files import bytes_text
 

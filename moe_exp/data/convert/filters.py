@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -130,23 +130,17 @@ class Counts:
         Raises:
             ValueError: it is not.
         """
-        before, after = self._sum([self.read]), self._sum([*self.filtered.values(), self.written])
-        for old, new in self.edited.values():
-            before, after = self._sum([before, new]), self._sum([after, old])
+        before, after = Tally(), Tally()
+        for tally in (self.read, *(new for _, new in self.edited.values())):
+            before += tally
+        for tally in (self.written, *self.filtered.values(), *(old for old, _ in self.edited.values())):
+            after += tally
         for what in _KEPT:
-            if getattr(before, what) != getattr(after, what):
-                rule = (
-                    f"{what} is {getattr(before, what)} of what was read, {getattr(after, what)} of what was"
-                )
+            had, has = getattr(before, what), getattr(after, what)
+            if had != has:
+                rule = f"{what} is {had} of what was read, {has} of what was filtered and written"
                 fix = "call it again with --start-over, and check disk and memory"
-                raise ValueError(f"{who}: {rule} filtered and written. Fix: {fix}.")
-
-    @staticmethod
-    def _sum(tallies: Iterable[Tally]) -> Tally:
-        total = Tally()
-        for tally in tallies:
-            total += tally
-        return total
+                raise ValueError(f"{who}: {rule}. Fix: {fix}.")
 
     def __iadd__(self, other: Counts) -> Counts:
         self.read += other.read
@@ -209,8 +203,12 @@ class Counts:
         return cls(read, written, filtered, reasons, edited, content.get("samples", []))
 
 
+@dataclass
 class RuleFilter(Filter):
-    """Keeps documents by `keeps`, in datatrove's LambdaFilter."""
+    """Keeps documents for which a function returns true, not False or (False, reason); by LambdaFilter."""
+
+    name: str
+    keeps: Callable[[Any], Any]
 
     def block(self) -> Any:
         """LambdaFilter."""
@@ -218,50 +216,30 @@ class RuleFilter(Filter):
 
         return LambdaFilter(self.keeps)
 
-    @abstractmethod
-    def keeps(self, document: Any) -> Any:
-        """Whether it stays, or False and the reason."""
 
-
-@dataclass
-class FieldFilter(RuleFilter):
-    """Keeps documents whose metadata field is one of `allowed`, or at least `minimum`.
+def has_field(
+    document: Any, field: str, *, allowed: Sequence[str] | None = None, minimum: float | None = None
+) -> bool:
+    """Whether a metadata field is one of `allowed`, or at least `minimum`.
 
     Raises:
-        ValueError: while it runs, at a document without the field.
+        ValueError: the document has no such field, or it is no number.
     """
-
-    name: str
-    field: str
-    allowed: list[str] | None = None
-    minimum: float | None = None
-
-    def keeps(self, document: Any) -> bool:
-        """Whether it stays."""
-        value = document.metadata.get(self.field)
-        if value is None:
-            fix = "leave this filter away"
-            raise ValueError(f"{self.name}: document {document.id} has no field {self.field!r}. Fix: {fix}.")
-        if self.allowed is not None:
-            return value in self.allowed
-        if not isinstance(value, int | float):
-            rule = f"field {self.field!r} of document {document.id} is {value!r}, no number"
-            raise ValueError(f"{self.name}: {rule}. Fix: leave this filter away.")
-        return value >= (self.minimum or 0)
+    value, fix = document.metadata.get(field), "omit this filter"
+    if value is None:
+        raise ValueError(f"{field}: document {document.id} has no field {field!r}. Fix: {fix}.")
+    if allowed is not None:
+        return value in allowed
+    if not isinstance(value, int | float):
+        rule = f"field {field!r} of document {document.id} is {value!r}, no number"
+        raise ValueError(f"{field}: {rule}. Fix: {fix}.")
+    return value >= (minimum or 0)
 
 
-@dataclass
-class LengthFilter(RuleFilter):
-    """Keeps texts with a number of characters in a range."""
-
-    name: str
-    min_chars: int = 0
-    max_chars: int | None = None
-
-    def keeps(self, document: Any) -> bool:
-        """Whether it stays."""
-        num_chars = len(document.text)
-        return self.min_chars <= num_chars and (self.max_chars is None or num_chars <= self.max_chars)
+def has_length(document: Any, min_chars: int, max_chars: int | None) -> bool:
+    """Whether the number of characters is in a range."""
+    num_chars = len(document.text)
+    return min_chars <= num_chars and (max_chars is None or num_chars <= max_chars)
 
 
 def word_tokenizer(

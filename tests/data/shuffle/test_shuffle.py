@@ -20,7 +20,7 @@ import zstandard
 from helpers import ROOT
 from helpers.ranks import RankError, run_on_ranks
 from moe_exp.commands.data import main
-from moe_exp.commands.data_steps.shuffle import memory_bytes
+from moe_exp.commands.data_steps.shared import memory_bytes
 from moe_exp.data.documents import Tally, find_inputs, read_documents
 from moe_exp.data.download.sources import python_stdlib_documents
 from moe_exp.data.kinds import BadDocument

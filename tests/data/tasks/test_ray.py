@@ -9,7 +9,7 @@ import pytest
 from data.shuffle.test_by_tasks import HERE, SETTINGS, data_of, some_inputs
 from data.shuffle.test_shuffle import some_texts, write_jsonl
 from moe_exp.data.convert.convert import ConvertSettings, convert
-from moe_exp.data.convert.near_duplicates import NearDuplicates
+from moe_exp.data.convert.duplicates import NearDuplicates
 from moe_exp.data.shuffle.shuffle import shuffle, shuffle_documents
 from moe_exp.data.tasks.execution import Execution
 
