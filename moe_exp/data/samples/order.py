@@ -74,8 +74,8 @@ class SampleOrder:
         stage_prints: Sequence[str] = (),
         documents: DocumentTokens | None = None,
     ) -> SampleOrder:
-        """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: of the
-        files of each later stage (`dataset.print_of`); `documents`: of the files.
+        """The order that `config` asks for, over files of this fingerprint and content; `stage_prints`: of
+        the files of each later stage (`dataset.print_of`); `documents`: of the files.
         """
         is_megatrons = config.data_order == "megatron"
         return cls(
