@@ -51,8 +51,10 @@ def _info(arguments: argparse.Namespace) -> None:
         describe,
         describe_all,
         describe_tensors,
+        print_checkpoints,
+        print_info,
+        print_tensors,
     )
-    from moe_exp.checkpoint.tools.tables import print_checkpoints, print_info, print_tensors
 
     checkpoints = checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
@@ -213,9 +215,8 @@ def _add_diff(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from moe_exp.checkpoint.tools.diff import compare
+    from moe_exp.checkpoint.tools.diff import compare, print_comparison
     from moe_exp.checkpoint.tools.info import chosen
-    from moe_exp.checkpoint.tools.tables import print_comparison
 
     if arguments.top < 0:
         fix = "give the number of tensors to show, or 0"
@@ -252,7 +253,7 @@ def _prune(arguments: argparse.Namespace) -> None:
         arguments.path, last=arguments.keep_last, every=arguments.keep_every, best=arguments.keep_best
     )
     word = "would remove" if arguments.dry_run else "removed"
-    for one in found if arguments.dry_run else remove(arguments.path, found):
+    for one in found if arguments.dry_run else remove(found):
         if not arguments.json:
             print(f"{word} {one.folder}: {one.num_bytes:,} bytes", flush=True)
     num_bytes = sum(one.num_bytes for one in found)

@@ -301,9 +301,8 @@ def _add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from moe_exp.checkpoint.tools.diff import compare
+    from moe_exp.checkpoint.tools.diff import compare, print_comparison
     from moe_exp.checkpoint.tools.info import chosen
-    from moe_exp.checkpoint.tools.tables import print_comparison
 
     a, b, top = arguments.a, arguments.b, arguments.top
     if top < 0:
