@@ -31,9 +31,9 @@ from torch import Tensor
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import recover
 from moe_exp.checkpoint.integrity import Source
+from moe_exp.checkpoint.remote import Uploads
 from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained, parameters_in_sync
-from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, add_arguments, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.data_stages import stages_of

@@ -49,7 +49,7 @@ def _add_info(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 
 def _info(arguments: argparse.Namespace) -> None:
-    from moe_exp.checkpoint.tools import info, tables
+    from moe_exp.checkpoint.tools import info
 
     checkpoints = info.checkpoints_folder(arguments.path) if arguments.iteration is None else None
     try:
@@ -58,7 +58,7 @@ def _info(arguments: argparse.Namespace) -> None:
     except ValueError:
         if checkpoints and not arguments.json:
             # what there is beside the one that cannot be read
-            tables.print_checkpoints(checkpoints, info.describe_all(checkpoints))
+            info.print_checkpoints(checkpoints, info.describe_all(checkpoints))
         raise
     tensors = info.describe_tensors(folder, arguments.tensors) if arguments.tensors else []
     if arguments.json:
@@ -66,10 +66,10 @@ def _info(arguments: argparse.Namespace) -> None:
         print_json(report | ({"checkpoints": info.describe_all(checkpoints)} if checkpoints else {}))
         return
     if not arguments.tensors:
-        tables.print_info(report)
+        info.print_info(report)
         if checkpoints:
-            tables.print_checkpoints(checkpoints, info.describe_all(checkpoints))
-    tables.print_tensors(tensors)
+            info.print_checkpoints(checkpoints, info.describe_all(checkpoints))
+    info.print_tensors(tensors)
 
 
 def _add_verify(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -221,7 +221,7 @@ def check_top(top: int) -> None:
 
 def show_comparison(found: Comparison, arguments: argparse.Namespace) -> bool:
     """Prints a comparison by --top and --json; returns whether it is within --rtol."""
-    from moe_exp.checkpoint.tools.tables import print_comparison
+    from moe_exp.checkpoint.tools.diff import print_comparison
 
     is_within = found.is_within(arguments.rtol)
     if arguments.json:
@@ -253,7 +253,7 @@ def _prune(arguments: argparse.Namespace) -> None:
     kept = {name: getattr(arguments, f"keep_{name}") for name in ("last", "every", "best")}
     found = prunable(arguments.path, **kept)
     word = "would remove" if arguments.dry_run else "removed"
-    for one in found if arguments.dry_run else remove(arguments.path, found):
+    for one in found if arguments.dry_run else remove(found):
         if not arguments.json:
             print(f"{word} {one.folder}: {one.num_bytes:,} bytes", flush=True)
     num_bytes = sum(one.num_bytes for one in found)

@@ -113,6 +113,11 @@ def stages_of(config: Config) -> list[DataStage]:
     return stages
 
 
+def longest_sample(config: Config) -> int:
+    """Tokens of the longest samples that a model is trained on, in any stage."""
+    return max(stage.seq_len for stage in stages_of(config))
+
+
 def stage_blends(config: Config) -> list[str]:
     """The blends that DATA_STAGES names, in order."""
     return [given["train_data"] for given in json.loads(config.data_stages or "[]") if "train_data" in given]

@@ -49,10 +49,10 @@ _reached: set[str] = set()  # protocols
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file at a store; `version` changes with its content: an ETag, or what the store has for it."""
+    """A file at a store."""
 
     bytes: int
-    version: str
+    version: str  # changes with its content: an ETag, or what the store has for it
 
 
 class Store:
@@ -175,11 +175,8 @@ class Store:
             self._asked(name, lambda fs, place: fs.rm_file(place))
 
     def upload(self, path: Path, name: str) -> None:
-        """Copies a file there.
-
-        Raises:
-            FileNotFoundError: there is no file `path`.
-            ConnectionError: what came there has another size.
+        """Copies a file there; FileNotFoundError if there is no `path`, ConnectionError if what came has
+        another size.
         """
         num_bytes = path.stat().st_size
         # s3fs otherwise holds ten parts of each file in memory
@@ -191,10 +188,8 @@ class Store:
             raise ConnectionError(f"{self._named(name)}: {rule}. Fix: call it again.")
 
     def download(self, name: str, path: Path, known: StoredFile, advance: Advance) -> None:
-        """Copies a file here, in parts; continues what a stopped call has left beside `path`.
-
-        Raises:
-            FileNotFoundError, ValueError, ConnectionError: as above; or it is not `known` any more.
+        """Copies a file here, in parts; continues what a stopped call has left beside `path`. Raises as
+        above, and a ConnectionError if it is not `known` any more.
         """
         version = xxhash.xxh3_64_hexdigest(f"{known.version} {known.bytes}".encode())
         partial = path.with_name(f".{path.name}.{version[:8]}.part")
@@ -255,8 +250,8 @@ def _names_of(error: BaseException | None) -> set[str]:
 
 
 def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes, advance: Advance) -> bool:
-    """Copies files (name there to path here) to a store and publishes them: `manifest`, with `content`, comes
-    last. Returns whether there was anything to do.
+    """Copies `files` (name there to path here) to a store and publishes them: `manifest`, with a `content`
+    that other files do not have, comes last. Returns whether there was anything to do.
 
     A call that was stopped continues with the files that are not there. What another manifest there lists is
     replaced; it is removed first, as a mixture of both would look complete.
@@ -276,10 +271,10 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
         store.write(begun, content)
         same = set()
 
-    def copy(name: str) -> int:
+    def copy(name: str, count: Advance) -> None:
         if name not in same:
             store.upload(files[name], name)
-        return sizes[name]
+        count(sizes[name])
 
     _each(copy, sizes, advance)
     store.write(manifest, content)
@@ -289,6 +284,19 @@ def send(store: Store, files: Mapping[str, Path], manifest: str, content: bytes,
 
 def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: Advance) -> None:
     """Copies files of a store into a folder; those that are there with their size stay."""
+
+    def copy(name: str, count: Advance) -> None:
+        path, known = folder / name, files[name]
+        if path.is_file() and path.stat().st_size == known.bytes:
+            count(known.bytes)
+        else:
+            store.download(name, path, known, count)
+
+    _each(copy, {name: known.bytes for name, known in files.items()}, advance)
+
+
+def _each(copy: Callable[[str, Advance], None], sizes: Mapping[str, int], advance: Advance) -> None:
+    """Calls `copy` with name and `advance`, several files at a time, the largest first; ends at an error."""
     lock, stopped = threading.Lock(), threading.Event()
 
     def count(num_bytes: int, now: str = "", /) -> None:
@@ -297,32 +305,13 @@ def fetch(store: Store, files: Mapping[str, StoredFile], folder: Path, advance: 
         with lock:
             advance(num_bytes)
 
-    def copy(name: str) -> int:
-        path, known = folder / name, files[name]
-        if path.is_file() and path.stat().st_size == known.bytes:
-            return known.bytes
-        store.download(name, path, known, count)
-        return 0
-
-    _each(copy, {name: known.bytes for name, known in files.items()}, count, stopped)
-
-
-def _each(
-    copy: Callable[[str], int],
-    sizes: Mapping[str, int],
-    advance: Advance,
-    stopped: threading.Event | None = None,
-) -> None:
-    """Copies files, several at a time, the largest first; ends at the first error, and sets `stopped`."""
     with ThreadPoolExecutor(_WORKERS) as pool:
-        copies = [pool.submit(copy, name) for name in sorted(sizes, key=lambda name: (-sizes[name], name))]
+        names = sorted(sizes, key=lambda name: (-sizes[name], name))
+        copies = [pool.submit(copy, name, count) for name in names]
         try:
             for one in copies:
-                advance(one.result())
-        except BaseException:
-            if stopped is not None:
-                stopped.set()
-            raise
+                one.result()
         finally:
+            stopped.set()
             for one in copies:
                 one.cancel()

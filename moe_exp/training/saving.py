@@ -9,12 +9,10 @@ from typing import TypeVar
 from moe_exp.checkpoint import load as loading
 from moe_exp.checkpoint.format.folders import iteration_of, set_latest
 from moe_exp.checkpoint.integrity import Source, find_source
-from moe_exp.checkpoint.remote import fetch_load_dir, fetch_run
-from moe_exp.checkpoint.restored import RestoreError
+from moe_exp.checkpoint.remote import Uploads, fetch_load_dir, fetch_run
 from moe_exp.checkpoint.save import CheckpointWriter, SaveError
 from moe_exp.checkpoint.state import Progress, Trained
 from moe_exp.checkpoint.upcycle import upcycle
-from moe_exp.checkpoint.uploads import Uploads
 from moe_exp.config import Config, ConfigError, problem
 from moe_exp.engine.runtime import Runtime, from_first_rank
 from moe_exp.host.exit_codes import FAILED, TO_BE_CONTINUED
@@ -182,7 +180,7 @@ def resume(
         return Progress()
     try:
         progress = loading.load(config, runtime, source.folder, trained)
-    except RestoreError as error:
+    except loading.RestoreError as error:
         if runtime.is_first:
             facts = {"checkpoint": str(source.folder), "tensors": error.names}
             append_event(folder.metrics, "restore_failed", iteration_of(source.folder), **facts)

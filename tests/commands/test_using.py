@@ -16,15 +16,16 @@ from helpers.hf.hf_checkpoint import SEQ_LEN, VOCAB, tiny_model, write_checkpoin
 from helpers.whole_runs import ROOT, clean_environ
 from moe_exp import cli
 from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.engine.runtime import Runtime
 from moe_exp.inference.generate import Generated, GenerateRequest, plan_generation
 from moe_exp.inference.generate import generate as generate_texts
 from moe_exp.inference.jobs import run_alone
+from moe_exp.inference.stage import Stage, load_model
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
-    model, settings = tiny_model("mixtral")
-    return write_checkpoint(model, tmp_path_factory.mktemp("mixtral") / "iter_0000000", **settings)
+    return write_checkpoint(tiny_model("mixtral"), tmp_path_factory.mktemp("mixtral") / "iter_0000000")
 
 
 def generate(checkpoint: Path, *flags: str) -> int:
@@ -81,7 +82,12 @@ def test_ends(checkpoint, capsys):
     plan, end = plan_generation(GenerateRequest(str(checkpoint), ("abc",))), whole["tokens"][9]
     results: list[Generated] = []
     ending = replace(plan, tokenizer=replace(plan.tokenizer, eod_id=end))
-    run_alone(plan.config, lambda rank: results.extend(generate_texts(ending, rank)))
+
+    def work(rank: Runtime) -> None:
+        stage = Stage(plan.config, rank, load_model(plan.config, rank, plan.folder))
+        results.extend(generate_texts(ending, stage))
+
+    run_alone(plan.config, work)
     assert results[0].tokens == whole["tokens"][: whole["tokens"].index(end) + 1]
     assert (results[0].finish_reason, len(results[0].logprobs)) == ("end_of_document", len(results[0].tokens))
     assert results[0].text == bytes(results[0].tokens[:-1]).decode(errors="replace")

@@ -55,8 +55,8 @@ def state_of(job: Any) -> dict[str, list[bytes]]:
 
 def trained(settings: dict[str, Any], port: int, folder: str) -> dict[str, Any]:
     """On one rank: some iterations with an evaluation after each second, and perhaps a save."""
+    from helpers.checkpoint.saving import save
     from moe_exp import train
-    from moe_exp.checkpoint.save import save
     from moe_exp.engine import runtime
     from moe_exp.training.interval import Interval
 

@@ -98,9 +98,9 @@ def run_all(jobs: list[dict[str, Any]], ports: list[int]) -> list[dict[str, Any]
 
 
 def _run(settings: dict[str, Any], port: int) -> dict[str, Any]:
+    from helpers.checkpoint.saving import save
     from moe_exp import train
     from moe_exp.checkpoint.load import load
-    from moe_exp.checkpoint.save import save
     from moe_exp.checkpoint.state import Progress, Trained
     from moe_exp.engine import runtime
     from moe_exp.engine.model import build_model

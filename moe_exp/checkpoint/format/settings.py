@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from moe_exp.checkpoint.format.folders import is_converted
+from moe_exp.checkpoint.format.folders import is_converted, unusable
 from moe_exp.checkpoint.format.torch_dist import read_common
 from moe_exp.config import Config, ConfigError
 from moe_exp.config.learning_rate import Start, schedule_change
@@ -68,12 +68,11 @@ def saved_config(folder: Path, **changes: Any) -> Config:
     """The settings in an iteration's folder, for one rank; `changes` replace fields of Config. Raises a
     ValueError if it is damaged or not of this package, or `changes` cannot be.
     """
+    name = f"checkpoint={folder}"
     saved = read_common(folder).get("config")
-    if saved is None:
-        raise ValueError(
-            f"checkpoint={folder}: was not written by moe_exp, it has no settings. Fix: name a checkpoint of"
-            " moe_exp."
-        )
+    if not isinstance(saved, dict):
+        rule = "was not written by moe_exp, it has no settings"
+        raise unusable(name, rule, "name a checkpoint of moe_exp, such as of a run with it as LOAD_DIR")
     if unknown := sorted(set(saved) - set(Config.model_fields) - set(REMOVED)):
         logger.warning("%s: settings of another version are left out: %s", folder, ", ".join(unknown))
     known = known_settings(saved)
@@ -83,7 +82,4 @@ def saved_config(folder: Path, **changes: Any) -> Config:
         return Config(**(known | _LAYOUT | changes))
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(
-            f"checkpoint={folder}: {first['loc'][0]}={first['input']}: {first['msg']}. Fix: use another"
-            " checkpoint."
-        ) from None
+        raise unusable(name, f"{str(first['loc'][0]).upper()}={first['input']}: {first['msg']}") from None

@@ -38,7 +38,7 @@ def disk_use(
     """Disk that the run needs from an iteration to TRAIN_ITERS; an upper bound if checkpoints are kept
     for two reasons.
 
-    A checkpoint is removed when the next one is complete (`checkpoint.retention`), so all that are kept are
+    A checkpoint is removed when the next one is complete (`which_to_remove`), so all that are kept are
     there while one is written. The one that this start resumes from stays as well.
 
     Args:
