@@ -267,11 +267,7 @@ def _frame(records: Sequence[Record], keys: Iterable[str]) -> pandas.DataFrame:
 
 
 def _package(name: str, *, extra: str) -> Any:
-    """Imports a package that may be missing; `extra` of moe_exp installs it.
-
-    Raises:
-        ModuleNotFoundError: it is missing; in one line, with the fix.
-    """
+    """Imports a package; a ModuleNotFoundError names the `extra` of moe_exp that installs it."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

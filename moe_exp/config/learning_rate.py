@@ -1,8 +1,9 @@
 """The learning rate at every point of a run, and settings whose schedule does not fit the run. No torch.
 
-The only place with the formulas: training (`engine.optimizer_setup.LearningRateScheduler`) and commands that
-only plan call `learning_rate`. It counts samples, not iterations, so that a batch ramp-up does not bend the
-curve. For the styles that Megatron's OptimizerParamScheduler has, it is the same function.
+Every LR_DECAY_STYLE is a warm-up and a list of pieces. The formulas are here only: training
+(`engine.optimizer_setup.LearningRateScheduler`) and commands that only plan call `learning_rate`. It counts
+samples, not iterations, so that a batch ramp-up does not bend the curve. For the styles that Megatron's
+OptimizerParamScheduler has, it is the same function.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from moe_exp.config.choices import DECAYS, SCHEDULES
+from moe_exp.config.choices import DECAYS, PIECES, SCHEDULES
+from moe_exp.config.parsers import composed, is_composed, iteration_of, scaled_points
 from moe_exp.config.ramp import samples_left
-from moe_exp.config.schedule import Piece, is_composed, pieces_of, scaled_points
 from moe_exp.config.settings import Config
 
 # Of the run, at which a dry run prints the learning rate.
@@ -40,6 +41,62 @@ class Start(NamedTuple):
 
 
 BEGIN = Start()
+
+
+class Piece(NamedTuple):
+    """A part of a schedule.
+
+    Attributes:
+        style: one of PIECES.
+        start: number of samples after which it begins.
+        end: number of samples after which the next piece takes over.
+        target: learning rate at its end, as a share of LR; None: MIN_LR, or no change if it is constant.
+    """
+
+    style: str
+    start: int
+    end: int
+    target: float | None
+
+
+def pieces_of(config: Config) -> list[Piece]:
+    """The pieces after the warm-up, in order. Settings that passed config/checks have at least one.
+
+    The first begins where the warm-up ends. A final decay that is longer than what the warm-up leaves of the
+    run has begun before that, as Megatron has it.
+
+    Raises:
+        ValueError: LR_DECAY_STYLE is in SCHEDULES, but not known here.
+    """
+    pieces, start = [], config.warmup_iters
+    for style, end, target in _parts(config):
+        pieces.append(Piece(style, start * config.gbsz, end * config.gbsz, target))
+        start = end
+    return pieces
+
+
+def _parts(config: Config) -> list[tuple[str, int, float | None]]:
+    """Style, last iteration and target of each piece."""
+    style, end, decay = config.lr_decay_style, config.decay_end, config.wsd_decay_iters
+    if is_composed(style):
+        return [(name, iteration_of(until, end), target) for name, until, target in composed(style)]
+    if style in PIECES and not SCHEDULES[style].has_final_decay:
+        return [(style, end, None)]
+    if style == "power":
+        return [(style, end - decay, None), *([(config.wsd_decay_style, end, None)] if decay else [])]
+    if style not in ("WSD", "WSD-S"):
+        rule = "config/learning_rate.py does not know its pieces"
+        raise ValueError(f"lr_decay_style={style}: {rule}. Fix: use cosine.")
+    parts: list[tuple[str, int, float | None]] = []
+    for last in decay_ends(config):
+        parts += [("constant", last - decay, 1.0), (config.wsd_decay_style, last, None)]
+    return parts
+
+
+def decay_ends(config: Config) -> list[int]:
+    """Iterations with which the decays of WSD and WSD-S end; the last of them is that of the run."""
+    points = config.wsd_decay_ends.split(",") if config.lr_decay_style == "WSD-S" else []
+    return [*(iteration_of(point, config.decay_end) for point in points if point), config.decay_end]
 
 
 def learning_rate(

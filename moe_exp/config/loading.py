@@ -184,7 +184,7 @@ def recorded_settings(path: Path) -> dict[str, Any]:
 
 
 def known_settings(recorded: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `recorded` that this version has, for Config; the others have their defaults."""
+    """Keeps the settings that this version has, for Config; the others get their defaults."""
     return {name: value for name, value in recorded.items() if name in Config.model_fields}
 
 

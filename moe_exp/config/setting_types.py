@@ -15,9 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from moe_exp.config.choices import LOSSES, NO_LOSS
-from moe_exp.config.data_stages import read_stages
-from moe_exp.config.parameter_groups import read_groups
-from moe_exp.config.schedule import read_points
+from moe_exp.config.parsers import read_groups, read_points, read_stages
 from moe_exp.host.files import ending, is_url
 
 # Control characters, line separators and surrogates, which stand for bytes that are not UTF-8.
@@ -253,7 +251,7 @@ place = partial(_setting, part="place", costs=False, compared=False)
 layout = partial(_setting, part="layout", costs=True, compared=True)
 model = partial(_setting, part="model", costs=True, compared=True)
 experts = partial(_setting, part="experts", costs=True, compared=True)
-learning = partial(_setting, part="learning", costs=True, compared=True)
+learning = partial(_setting, part="learning", costs=False, compared=True)
 data = partial(_setting, part="data", costs=False, compared=True)
 output = partial(_setting, part="output", costs=False, compared=True)
 care = partial(_setting, part="care", costs=False, compared=False)

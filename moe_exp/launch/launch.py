@@ -215,9 +215,7 @@ def _with_text(config: Config) -> Config:
 
 
 def _fetch_checkpoints(config: Config) -> None:
-    """Copies what REMOTE_DIR or LOAD_DIR have at a store; a rank would let the others wait, with a limit.
-    Nodes that share the run folder wait for the one that copies.
-    """
+    """Copies what REMOTE_DIR or LOAD_DIR have at a store; a rank would let the others wait, with a limit."""
     from moe_exp.checkpoint.remote import check_writable, fetch_load_dir, fetch_run
 
     try:

@@ -305,10 +305,7 @@ class RestartRendezvous(RendezvousHandler):
 
 
 def _limit_silence(port: int) -> None:
-    """Sets timeouts on connections to `port`, from which torch's store reads without a limit (Linux only).
-
-    They limit unacknowledged data, and silence on an idle connection.
-    """
+    """Limits unacknowledged data and silence on connections to `port`, as torch does not (Linux only)."""
     if not hasattr(socket, "TCP_USER_TIMEOUT"):
         return
     options = {

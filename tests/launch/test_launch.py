@@ -216,11 +216,6 @@ def test_dry_run_with_missing_data_prints_the_plan_and_ends_with_2(tmp_path):
     assert "moe-exp: TRAIN_DATA=gone: there is no such file or folder of text" in done.stderr
 
 
-def test_command_alone_prints_help(capsys):
-    assert main([]) == 0
-    assert "doctor" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -254,11 +249,11 @@ def test_the_first_rank_of_every_node_reports_the_exit_code(rank, local_rank, co
     assert not report_exit_code(1) and reported_exit_code() is None
 
 
-def test_version(capsys):
+def test_version_and_help(capsys):
     with pytest.raises(SystemExit) as end:
         main(["--version"])
-    assert end.value.code == 0
-    assert capsys.readouterr().out.startswith("moe-exp ")
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("moe-exp ")
+    assert main([]) == 0 and "doctor" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -313,8 +308,7 @@ def test_embedded_corpus_that_cannot_be_made_ends_with_2(tmp_path, monkeypatch, 
 
     monkeypatch.setattr("moe_exp.launch.launch.ensure_embedded_corpus", fail)
     monkeypatch.setattr("moe_exp.launch.launch.check_environment", lambda config: [])
-    monkeypatch.setenv("PRESET", "cpu")
-    assert main(["train", f"--run-dir={tmp_path}", "--gpus-per-node=1"]) == 2
+    assert main(["train", "--preset=cpu", f"--run-dir={tmp_path}", "--gpus-per-node=1"]) == 2
     assert capsys.readouterr().err == "moe-exp: DATA_DIR=data: has 1 MB free. Fix: free some space.\n"
 
 

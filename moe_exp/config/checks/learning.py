@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from moe_exp.config.choices import OPTIMIZERS, SCHEDULES
+from moe_exp.config.learning_rate import decay_ends, pieces_of
 from moe_exp.config.parameter_groups import (
-    Rule,
     close_names,
     deciding_rules,
     is_norm_or_bias,
     parameter_sizes,
     rules_of,
 )
-from moe_exp.config.schedule import decay_ends, is_composed, pieces_of
+from moe_exp.config.parsers import Rule, is_composed
 from moe_exp.config.settings import Config, problem
 
 

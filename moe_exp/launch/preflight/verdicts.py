@@ -82,7 +82,7 @@ class Verdict:
 
     @classmethod
     def on(cls, reports: Mapping[int, Mapping[str, Any]]) -> Verdict:
-        """On the nodes of `reports`, which have their host, without findings."""
+        """A verdict on the nodes of `reports`, which have their host, without findings."""
         return cls([NodeVerdict(node, str(report["host"])) for node, report in sorted(reports.items())])
 
     @property

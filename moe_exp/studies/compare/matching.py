@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from moe_exp.config import Config, ConfigError, problem
-from moe_exp.config.schedule import scaled_points
+from moe_exp.config.parsers import scaled_points
 from moe_exp.planner.costs.flops import flops_per_iteration
 from moe_exp.planner.costs.params import count_parameters
 from moe_exp.studies.compare.variants import Variant, reference_of

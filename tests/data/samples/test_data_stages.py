@@ -17,7 +17,8 @@ from moe_exp import cli
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
 from moe_exp.config.checks.data import check_stage_begins, with_stage_begins
-from moe_exp.config.data_stages import read_stages, stages_of
+from moe_exp.config.data_stages import stages_of
+from moe_exp.config.parsers import read_stages
 from moe_exp.data.samples.dataset import SampleStream, blend_counts, blend_position
 from moe_exp.data.tokens.tokens import BinIdxWriter
 from moe_exp.host.exit_codes import FAILED

@@ -10,6 +10,8 @@ import re
 import pytest
 
 from moe_exp.cli import main
+from moe_exp.config import load_config
+from moe_exp.launch.preflight.node import _not_there
 from moe_exp.launch.preflight.pairing import rounds_of_pairs
 from moe_exp.launch.preflight.report import add_to_list, findings_lines, print_report
 from moe_exp.launch.preflight.verdicts import Verdict, judge
@@ -272,3 +274,15 @@ def test_a_node_rank_that_is_none_is_refused_before_anybody_waits(capsys, monkey
     assert main(["watch", "preflight", "--nnodes", "2", "--node-rank", "5"]) == 1
     line = "moe-exp watch: NODE_RANK=5: is not below NNODES=2. Fix: set NODE_RANK to 0 to 1, or NNODES to at"
     assert capsys.readouterr().err == f"{line} least 6.\n"
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "num_missing", "num_excluded"), [(2, 1, 1), (16, 2, 2), (16, 3, 0), (64, 30, 0)]
+)
+def test_one_node_may_be_dead_and_many_missing_are_something_else(num_nodes, num_missing, num_excluded):
+    config = load_config({"preset": "cpu", "nnodes": str(num_nodes)}, {})
+    names = [f"n{number}" for number in range(num_nodes)]
+    came = {number: {"host": names[number]} for number in range(num_nodes - num_missing)}
+    verdict = _not_there(config, came, names)
+    assert verdict.grade == "failed"
+    assert [node.host for node in verdict.to_exclude()] == names[num_nodes - num_excluded :]
