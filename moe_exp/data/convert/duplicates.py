@@ -123,10 +123,6 @@ class NearDuplicates:
                 rule = f"{name}={value}: must be a whole number of at least {int(name != 'seed')}"
                 raise ValueError(f"near_dedup: {rule}. Fix: the default is {getattr(type(self), name)}.")
 
-    def probability(self, similarity: float) -> float:
-        """Probability that two texts of a similarity are a pair."""
-        return 1 - (1 - similarity**self.hashes_per_bucket) ** self.num_buckets
-
     def config(self) -> Any:
         """datatrove's settings."""
         from datatrove.pipeline.dedup.minhash import MinhashConfig

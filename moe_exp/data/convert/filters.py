@@ -43,9 +43,17 @@ class Filter(ABC):
         """A datatrove step with `run`, which forwards or drops one document at a time."""
 
     def __call__(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        block = self._with_reasons(self.block())
+        block = self.block()
         self._reset()
         self.stats = block.stats
+        if decide := getattr(block, "filter", None):  # it leaves here why it drops a document
+
+            def decided(document: Any) -> Any:
+                result = decide(document)
+                self._reason = str(result[1]) if isinstance(result, tuple) and not result[0] else ""
+                return result
+
+            block.filter = decided
         for document in block.run(self._watched(data), rank, world_size):
             if not document.text:
                 self._reason = NOTHING_LEFT
@@ -60,36 +68,20 @@ class Filter(ABC):
         for document in data:
             self._inside, self._text, self._reason = document, document.text, ""
             yield document
-            if self._inside is not None:  # the block asks for the next one and has not forwarded this one
-                self._drop(document)
-
-    def _drop(self, document: Any) -> None:
-        self.dropped.add(self._text.encode())
-        if self._reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
-            self._reason = OTHER
-        self.reasons[self._reason] += 1
-        if self.reasons[self._reason] <= _SAMPLES:
-            sample = {"filter": self.name, "reason": self._reason, "id": document.id}
-            sample |= self.sample_facts(document)
-            self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
+            if self._inside is None:  # the block has forwarded it
+                continue
+            self.dropped.add(self._text.encode())
+            if self._reason not in self.reasons and len(self.reasons) >= _MOST_REASONS:
+                self._reason = OTHER
+            self.reasons[self._reason] += 1
+            if self.reasons[self._reason] <= _SAMPLES:
+                sample = {"filter": self.name, "reason": self._reason, "id": document.id}
+                sample |= self.sample_facts(document)
+                self.samples.append(sample | {"text": self._text[:_SAMPLE_CHARS]})
 
     def sample_facts(self, document: Any) -> dict[str, Any]:
         """Further facts of a sample of a dropped document."""
         return {}
-
-    def _with_reasons(self, block: Any) -> Any:
-        """The block, which leaves here why it drops a document."""
-        if not hasattr(block, "filter"):
-            return block
-        decide = block.filter
-
-        def decided(document: Any) -> Any:
-            result = decide(document)
-            self._reason = str(result[1]) if isinstance(result, tuple) and not result[0] else ""
-            return result
-
-        block.filter = decided
-        return block
 
 
 @dataclass
@@ -111,18 +103,6 @@ class Counts:
     reasons: dict[str, Counter[str]] = field(default_factory=dict)
     edited: dict[str, tuple[Tally, Tally]] = field(default_factory=dict)
     samples: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def of_steps(cls, read: Tally, filters: Sequence[Filter], written: Tally) -> Counts:
-        """Counts of a pipeline that has run."""
-        return cls(
-            read,
-            written,
-            {one.name: one.dropped for one in filters},
-            {one.name: one.reasons for one in filters if set(one.reasons) - {""}},
-            {one.name: (one.before, one.after) for one in filters if one.before.num_documents},
-            [sample for one in filters for sample in one.samples],
-        )
 
     def check(self, who: str) -> None:
         """Checks that what was read is what was filtered and written, as a multiset of texts.

@@ -56,9 +56,6 @@ class ReadFiles:
         self.tally = Tally()
 
     def __call__(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        if world_size != self.num_tasks:
-            rule = f"the files were dealt to {self.num_tasks} tasks"
-            raise ValueError(f"tasks={world_size}: {rule}. Fix: keep that number.")
         self.stats, self.tally = task_stats("📖 - READER: checked"), Tally()
         return self._documents(rank)
 
@@ -208,7 +205,7 @@ class WriteChunk:
         path = self.folder / f"{self.stem}.{rank:05d}.jsonl"
         with complete_files([path]) as (temporary,):
             temporary.touch()  # a task with no document has an empty chunk
-            writer = chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
+            writer = _chunk_writer(temporary, f"{self.stem}.XXXXX.jsonl")
             self.stats = writer.stats
             for _ in writer.run(data, rank, world_size):
                 pass
@@ -220,25 +217,28 @@ class WriteChunk:
         written = Tally()
         for _ in read_documents(path, written):
             pass
-        counts = Counts.of_steps(self.reader.tally, self.filters, written)
+        counts = Counts(
+            self.reader.tally,
+            written,
+            {one.name: one.dropped for one in self.filters},
+            {one.name: one.reasons for one in self.filters if set(one.reasons) - {""}},
+            {one.name: (one.before, one.after) for one in self.filters if one.before.num_documents},
+            [sample for one in self.filters for sample in one.samples],
+        )
         counts.check(f"task {rank}")
         files = {"task": rank, "files": self.reader.task_files(rank)}
         files |= {"bytes": path.stat().st_size, "hash": file_hash(path)}
         return files | counts.to_json()
 
 
-def chunk_writer(path: Path, label: str) -> Any:
-    """datatrove's JsonlWriter for one file, called `label` in its stats, whatever fields the documents have:
-    its template takes metadata before the rank, so that a dataset with a field `rank` would scatter over
-    files.
+def _chunk_writer(path: Path, label: str) -> Any:
+    """datatrove's JsonlWriter for one file, called `label` in its stats: its own template takes metadata
+    before the rank, so that a dataset with a field `rank` would scatter over files.
     """
     from datatrove.pipeline.writers import JsonlWriter
 
-    def filename(_document: Any, rank: int | str = 0) -> str:
-        return label if rank == "XXXXX" else path.name
-
     writer = JsonlWriter(str(path.parent), "${rank}.jsonl", compression=None, adapter=_line)
-    writer._get_output_filename = filename
+    writer._get_output_filename = lambda _document, rank=0: label if rank == "XXXXX" else path.name
     return writer
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -193,18 +192,13 @@ def check_first_documents(source: TextSource) -> None:
         if kind in TABLE_SUFFIXES:
             names = table_schema(path).names
         else:
-            lines = islice(read_lines(path, text_field=field, rule=source.rule), 1)
-            names = next((_fields(line) for _, line in lines), None)
+            _, line = next(read_lines(path, text_field=field, rule=source.rule), (0, b""))
+            names = None
+            with suppress(orjson.JSONDecodeError):  # reading names the line
+                row = orjson.loads(line)
+                names = list(row) if isinstance(row, dict) else None
         if names is not None and field not in names:
             texts = ", ".join(names) or "nothing"
             rule = f"{path.name} has no field {field!r}, but {texts}"
             fix = "set TEXT_FIELD to the field with the text"
             raise setting_error(source.setting, source.name, rule, fix)
-
-
-def _fields(line: bytes) -> list[str] | None:
-    try:
-        row = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None  # reading names the line
-    return list(row) if isinstance(row, dict) else None
