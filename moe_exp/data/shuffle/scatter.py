@@ -58,7 +58,7 @@ _Block = tuple[NDArray[Any], NDArray[np.int64], memoryview]
 
 
 def most_buckets(longest_bytes: int) -> int:
-    """As many as a buffer of this size can be sorted into, in pieces that are worth a read."""
+    """Number of buckets that a buffer of this size can be sorted into, in pieces that are worth a read."""
     return max(_FEW_BUCKETS, longest_bytes // _BYTES_PER_SEGMENT)
 
 
@@ -207,11 +207,7 @@ def index(job: TaskShuffle, rank: int) -> int:
 
 
 class Indexed:
-    """The documents that the first pass has found, in all tasks.
-
-    Args:
-        job: the shuffle.
-    """
+    """The documents that the first pass has found, in all tasks."""
 
     def __init__(self, job: TaskShuffle):
         self.read, self.valid, self.line_hash, self.num_bytes = Tally(), ValidTally(job.threshold), 0, 0
@@ -331,16 +327,9 @@ class Placed(NamedTuple):
     tasks: NDArray[np.int32]
     places: NDArray[np.int64]
 
-    def take(self, chosen: NDArray[np.int64]) -> Placed:
-        """Some of them."""
-        return Placed(self.records[chosen], self.tasks[chosen], self.places[chosen])
-
 
 class Scattered:
     """The files that the second pass has written, of all tasks.
-
-    Args:
-        job: the shuffle.
 
     Raises:
         ValueError: a file is not as long as when it was written.
@@ -369,10 +358,8 @@ class Scattered:
         """
         buckets, memory_bytes = self.indexed.buckets, self.job.piece_bytes
         is_valid = bucket >= buckets.num_train
-        number, count = (
-            bucket - is_valid * buckets.num_train,
-            (buckets.num_train, buckets.num_valid)[is_valid],
-        )
+        number = bucket - is_valid * buckets.num_train
+        count = buckets.num_valid if is_valid else buckets.num_train
         num_documents, num_bytes = self.sizes[bucket]
         needed = num_bytes + DOCUMENT_BYTES * num_documents
         num_parts = 1 if needed <= memory_bytes else math.ceil(needed / (BUCKET_FILL * memory_bytes))
@@ -409,9 +396,8 @@ class Scattered:
         if not path.stat().st_size:  # a task without documents
             return []
         index = np.memmap(path, dtype=np.int64, mode="r").reshape(-1, self.indexed.buckets.number, 4)
-        of_bucket = np.array(index[:, bucket])
-        segments: list[list[int]] = of_bucket[of_bucket[:, 1] > 0].tolist()
-        return segments
+        of_bucket: NDArray[np.int64] = np.array(index[:, bucket])
+        return list(of_bucket[of_bucket[:, 1] > 0].tolist())
 
 
 def check_size(path: Path, num_bytes: int) -> None:
