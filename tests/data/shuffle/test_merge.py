@@ -180,12 +180,14 @@ def test_killed_anywhere_and_called_again_it_makes_the_same_bytes(shards, tmp_pa
 
     run(tmp_path / "reference", 0)
     calls = int((tmp_path / "reference.calls").read_text())
+    reference = json.loads((tmp_path / "reference.manifest.json").read_text())
     for kill_at in (5, calls // 3, calls * 2 // 3, calls - 1, calls):  # the last two are in the publishing
         output = tmp_path / f"killed_{kill_at}"
         with pytest.raises(RankError, match="died with exit code -9"):
             run(output, kill_at)
         assert not (tmp_path / f"killed_{kill_at}.manifest.json").exists()
-        merge(shards, output, valid_file_name="x.val")
+        made = merge(shards, output, valid_file_name="x.val")
+        assert made["read"] == reference["read"]
         assert output.with_suffix(".jsonl").read_bytes() == by_hand(shards)
         assert not (tmp_path / f"killed_{kill_at}.partial").exists()
 
