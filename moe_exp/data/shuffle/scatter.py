@@ -270,7 +270,9 @@ def _scatter(job: TaskShuffle, rank: int, first: int, buckets: Buckets, blocks: 
             places = zip(begins[order].tolist(), ends, strict=True)
             write_all(lines.fileno(), [view[begin:end] for begin, end in places], lines_path)
             write_all(rest.fileno(), [records[order].tobytes()], records_path)
-            sizes = _sizes(of_bucket, records["num_bytes"], buckets.number)
+            counts = np.bincount(of_bucket, minlength=buckets.number)
+            sizes = np.stack([counts, np.zeros_like(counts)], axis=1)  # documents and bytes of each bucket
+            np.add.at(sizes[:, 1], of_bucket, records["num_bytes"].astype(np.int64))
             after = written + sizes.cumsum(axis=0)
             index.write(np.stack([after - sizes, sizes], axis=-1).tobytes())
             written, total = after[-1], total + sizes
@@ -312,14 +314,6 @@ def _indexed_blocks(job: TaskShuffle, rank: int, block_bytes: int) -> Iterator[_
             through.end_file(one.num_bytes)
 
 
-def _sizes(buckets: NDArray[np.int64], num_bytes: Keys, num_buckets: int) -> NDArray[np.int64]:
-    """Documents and bytes of a block in each bucket, (num_buckets, 2)."""
-    counts = np.bincount(buckets, minlength=num_buckets)
-    sums = np.zeros(num_buckets, dtype=np.int64)
-    np.add.at(sums, buckets, num_bytes.astype(np.int64))
-    return np.stack([counts, sums], axis=1)
-
-
 class Placed(NamedTuple):
     """Records, the task that each document comes from, and where its line is in the task's file."""
 
@@ -345,11 +339,6 @@ class Scattered:
             check_size(job.place("scattered", task, ".records"), num_documents * _RECORD.itemsize)
             total += sizes
         self.sizes: list[tuple[int, int]] = [(count, num_bytes) for count, num_bytes in total.tolist()]
-
-    def buckets(self, *, is_valid: bool) -> range:
-        """Buckets of validation, or training, documents in the order of the keys."""
-        buckets = self.indexed.buckets
-        return range(buckets.num_train, buckets.number) if is_valid else range(buckets.num_train)
 
     def pieces(self, bucket: int) -> Iterator[Placed]:
         """Documents of a bucket, in ranges of keys that follow one another and fit the memory.

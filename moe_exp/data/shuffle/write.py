@@ -123,8 +123,10 @@ class _Writer:
         if not outputs:
             return
         first, end, is_valid = outputs[0].first, outputs[-1].end, outputs[0].is_valid
-        rank = 0
-        for bucket in self.scattered.buckets(is_valid=is_valid):
+        buckets, rank = self.scattered.indexed.buckets, 0
+        # those of validation documents are the last
+        numbers = range(buckets.num_train, buckets.number) if is_valid else range(buckets.num_train)
+        for bucket in numbers:
             count, _ = self.scattered.sizes[bucket]
             if first < rank + count and rank < end:
                 self._write_bucket(bucket, rank, outputs)

@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -281,19 +280,3 @@ def test_the_memory_of_a_task_stays_in_the_budget(tmp_path, text):
         file.writelines(json.dumps({"text": text.format(number=number)}) + "\n" for number in range(count))
     grown_kb, _ = grown_by_a_shuffle(tmp_path, budget_mb=24, tasks=2)
     assert 0 < grown_kb < 24 * 1024
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    inputs = some_inputs(tmp_path / "books")
-    arguments = ["books", "--shards", "2", "--memory", "16MiB"]
-    assert main("shuffle", [*arguments, "--output", "a", "--name", "x"]) == 0
-    both = ["--tasks", "3", "--workers", "1", "--output", "b", "--name", "x"]
-    assert main("shuffle", [*arguments, *both, "--dry-run"]) == 0
-    found = re.search(r"disk_bytes\W+([\d,]+)", capsys.readouterr().out)
-    assert found and int(found[1].replace(",", "")) > 1.5 * sum(path.stat().st_size for path in inputs)
-    assert not (tmp_path / "b").exists()
-    assert main("shuffle", [*arguments, *both]) == 0
-    assert data_of(tmp_path / "a") == data_of(tmp_path / "b")
-    assert main("shuffle", ["books/[0-3].jsonl", *arguments[1:]]) == 0
-    assert (tmp_path / "books_shuffled/books.val.jsonl").is_file()

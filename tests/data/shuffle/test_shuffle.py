@@ -521,13 +521,21 @@ def test_memory_that_is_left_honours_control_groups(tmp_path):
 def test_the_command(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
-    write_jsonl(Path("books/a.jsonl"), some_texts(40))
-    assert main("shuffle", ["books", "--shards", "2", "--memory", "16MiB", "--dry-run"]) == 0
-    assert "disk_bytes" in capsys.readouterr().out and not Path("books_shuffled").exists()
-    assert main("shuffle", ["books", "--shards", "2", "--memory", "16MiB"]) == 0
+    source = write_jsonl(Path("books/a.jsonl"), some_texts(40))
+    flags = ["--shards", "2", "--memory", "16MiB"]
+    assert main("shuffle", ["books", *flags, "--tasks", "3", "--dry-run"]) == 0
+    found = re.search(r"disk_bytes\W+([\d,]+)", capsys.readouterr().out)
+    assert int(found[1].replace(",", "")) > 1.5 * source.stat().st_size
+    assert not Path("books_shuffled").exists()
+    assert main("shuffle", ["books", *flags]) == 0
     assert "training documents" in capsys.readouterr().out
     names = {"books.chunk.00.jsonl", "books.chunk.01.jsonl", "books.val.jsonl"}
     assert set(files_of(Path("books_shuffled"))) == names
+    pytest.importorskip("datatrove")
+    by_tasks = ["books/[a-z].jsonl", "--tasks", "3", "--workers", "1", "--output", "b", "--name", "books"]
+    assert main("shuffle", [*by_tasks, *flags]) == 0
+    for name in names:
+        assert Path("b", name).read_bytes() == Path("books_shuffled", name).read_bytes()
     assert main("shuffle", ["books", "--shards", "3"]) == 1
     assert "--start-over" in capsys.readouterr().err
     Path("books/b.jsonl").write_text("{")
