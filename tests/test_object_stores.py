@@ -172,16 +172,21 @@ def test_tokens_at_a_store_are_the_samples_of_the_local_files(server, url, tmp_p
     assert server.counts()["requests"] == 0
 
 
+def opened(prefix):
+    """The bytes of a .bin at a store."""
+    return ranged.open_remote(prefix, np.dtype(np.uint8))
+
+
 def test_blocks_that_a_crash_has_spoilt_are_read_again(url, tmp_path, monkeypatch):
     monkeypatch.setattr(ranged, "_BLOCK_BYTES", 4096)
     prefix, there = pushed(url, tmp_path)
     here = ranged.ensure_index(there, tmp_path / "data")
     whole = prefix.with_name("train.bin").read_bytes()
-    assert ranged.open_bin(here).read(0, len(whole)) == whole
+    assert opened(here)[0 : len(whole)].tobytes() == whole
     with (tmp_path / f"{here}.blocks").open("r+b") as file:
         file.seek(5000)
         file.write(bytes(3000))
-    assert ranged.open_bin(here).read(0, len(whole)) == whole
+    assert opened(here)[0 : len(whole)].tobytes() == whole
     # other tokens at the store, as many: another copy
     write_manifested_tokens(tmp_path / "local/train", seed=2)
     assert len(whole) != prefix.with_name("train.bin").stat().st_size
@@ -192,12 +197,12 @@ def test_blocks_that_a_crash_has_spoilt_are_read_again(url, tmp_path, monkeypatc
 def test_tokens_that_change_at_the_store_end_the_run(url, tmp_path, monkeypatch):
     monkeypatch.setattr(ranged, "_BLOCK_BYTES", 4096)
     prefix, there = pushed(url, tmp_path)
-    file = ranged.open_bin(ranged.ensure_index(there, tmp_path / "data"))
-    first = file.read(0, 100)
+    file = opened(ranged.ensure_index(there, tmp_path / "data"))
+    first = file[0:100].tobytes()
     Store(f"{url}/tokens").write("train.bin", bytes(prefix.with_name("train.bin").stat().st_size))
-    assert file.read(0, 100) == first  # kept
+    assert file[0:100].tobytes() == first  # kept
     with pytest.raises(ValueError, match="is another file than when this process began to read it"):
-        file.read(8192, 8292)
+        file[8192:8292]
 
 
 def test_ends_of_documents_are_found_without_their_blocks(server, url, tmp_path):
@@ -241,8 +246,8 @@ def test_a_full_disk_costs_requests_and_no_tokens(call, answer, line, url, tmp_p
     here = ranged.ensure_index(there, tmp_path / "data")
     monkeypatch.setattr(ranged, "_LEFT_FREE_BYTES", 2**30)
     monkeypatch.setattr(ranged.os, call, answer)
-    file, whole = ranged.open_bin(here), prefix.with_name("train.bin").read_bytes()
-    assert file.read(10, 90) == file.read(10, 90) == whole[10:90]
+    file, whole = opened(here), prefix.with_name("train.bin").read_bytes()
+    assert file[10:90].tobytes() == file[10:90].tobytes() == whole[10:90]
     assert caplog.text.count(line) == 1
     assert not any((tmp_path / f"{here}.hashes").read_bytes())
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from helpers.checkpoint.small_job import VOCAB, small_settings
 from moe_exp.data.samples.dataset import SampleStream
-from moe_exp.data.tokens.tokens import BinIdxWriter
+from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
 
 DISTINCT_VOCAB = 60000
 SEQ_LEN, GBSZ = 16, 4
@@ -31,6 +31,16 @@ def write_distinct(prefix: str | Path, lengths: Iterable[int], first_id: int = 1
             writer.add_document(range(first_id, first_id + length - 1))
             first_id += length - 1
     return str(prefix)
+
+
+def samples_of(kind: str, blend: str, seq_len: int, num_samples: int, folder: Path) -> Any:
+    """Samples in the order of DATA_ORDER=`kind`, of which Megatron's has about `num_samples`."""
+    if kind == "stream":
+        return SampleStream(parse_blend(blend), seq_len=seq_len, seed=1)
+    from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
+
+    order = MegatronOrder(blend, "", "", seq_len, 1, num_samples, num_valid_samples=0)
+    return megatron_samples(order, folder)[0]
 
 
 def write_corpus(folder: Path, num_documents: int = 1000) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from moe_exp.data.kinds import is_stream
 from moe_exp.data.samples.packing import cut_documents
 from moe_exp.data.stage import read_json
 from moe_exp.data.tokens.files import Int64Array, TokenFiles
-from moe_exp.data.tokens.tokens import tokenizer_vocab_size
+from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
 from moe_exp.host.files import ending
 from moe_exp.host.progress import print_summary, progress, table_console
 
@@ -148,7 +148,7 @@ def inspect_tokens(
         "eods_inside": counts.num_eods - counts.num_ending_with_eod,
         "empty_documents": num_empty + counts.num_only_eod,
         "duplicate_documents": counts.hashes.num_duplicates(),
-        "cut_documents": asdict(cut_documents(lengths, seq_len)),
+        "cut_documents": cut_documents(lengths, seq_len),
         "lengths": length_summary(lengths),
         "samples": _token_samples(files, tokenizer, num_samples),
     }

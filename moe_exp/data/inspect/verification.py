@@ -280,25 +280,19 @@ def _is_prefix(path: Path) -> bool:
 
 
 def _all_hashes(path: Path, text_field: str) -> Hashes:
+    hashes = Hashes()
     if _is_prefix(path):
-        return token_hashes(TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path))
-    hashes, paths = Hashes(), data_files(path, text_field)
+        # as int64, so that files of another token type can be compared
+        files = TokenFiles(path.with_suffix("") if path.suffix in (".bin", ".idx") else path)
+        bounds = files.document_bounds
+        for first, end in token_blocks(bounds, BLOCK_TOKENS):
+            tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
+            for begin, stop in pairwise((bounds[first : end + 1] - bounds[first]).tolist()):
+                hashes.add(tokens[begin:stop].data)
+        return hashes
+    paths = data_files(path, text_field)
     with progress("reading", sum(one.stat().st_size for one in paths)) as advance:
         for one in paths:
             for part in hash_blocks(one, Tally(), advance, text_field):
                 hashes.extend(part)
-    return hashes
-
-
-def token_hashes(files: TokenFiles) -> Hashes:
-    """Hashes of the documents of token files, as int64, so that files of another token type can be
-    compared.
-    """
-    hashes = Hashes()
-    bounds = files.document_bounds
-    for first, end in token_blocks(bounds, BLOCK_TOKENS):
-        tokens = files.read(int(bounds[first]), int(bounds[end])).astype(np.int64)
-        begins = (bounds[first : end + 1] - bounds[first]).tolist()
-        for begin, stop in pairwise(begins):
-            hashes.add(tokens[begin:stop].data)
     return hashes

@@ -124,7 +124,7 @@ class Corpus:
         return Epoch(documents, np.cumsum(self._bounds[documents + 1] - self._bounds[documents]), window_key)
 
     def _pieces(self, epoch: Epoch, window: int) -> Iterable[Piece]:
-        """What makes up a window of an epoch, in order."""
+        """Pieces of a window of an epoch, in order."""
         start = window * self.seq_len
         stop = start + self.seq_len + 1
         first, last = np.searchsorted(epoch.ends, [start, stop - 1], side="right")

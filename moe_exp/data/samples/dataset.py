@@ -89,7 +89,7 @@ class SampleStream:
     long, one stands for F numbers, and these are always read together.
 
     Args:
-        blend: (weight, prefix of .bin/.idx) pairs; weights are relative.
+        blend: (weight, prefix of .bin/.idx) pairs as of `parse_blend`; weights are relative.
         seq_len: tokens per sample.
         seed: key of both shuffles.
         shuffle: False keeps the order of the file, as validation wants it.
@@ -97,8 +97,7 @@ class SampleStream:
         packing: DOCUMENT_PACKING; with "best_fit" the windows are those of `packing.PackedCorpus`.
 
     Raises:
-        ValueError: a file is missing, damaged or smaller than one window, a weight is not positive, or there
-            is no file.
+        ValueError: a file is missing, damaged or smaller than one window.
     """
 
     def __init__(
@@ -111,8 +110,6 @@ class SampleStream:
         share: Share = (0.0, 1.0),
         packing: Packing = "concatenate",
     ):
-        if not blend:
-            raise ValueError("TRAIN_DATA=: a blend needs at least one prefix. Fix: name a .bin/.idx prefix.")
         self.seq_len = seq_len
         self._shuffle, self._share, self._key = shuffle, share, str(seed)
         self._kind = PackedCorpus if packing == "best_fit" else Corpus
@@ -159,7 +156,7 @@ class SampleStream:
 
     def stage_at(self, index: int) -> Stage:
         """The stage of DATA_STAGES that sample number `index` belongs to."""
-        number = max(0, bisect_right(self._stages, index, key=lambda stage: stage.first_sample) - 1)
+        number = bisect_right(self._stages, index, key=lambda stage: stage.first_sample) - 1
         return Stage(number, self._stages[number].seq_len, self._kind is PackedCorpus)
 
     def sample(self, index: int) -> Int64Array:
@@ -174,9 +171,6 @@ class SampleStream:
 
     def _place(self, index: int) -> tuple[Corpus, int]:
         """The corpus of a sample, and the number of its window there."""
-        if index < 0:
-            fix = "count samples from the start of the run"
-            raise ValueError(f"sample index {index}: must be 0 or more. Fix: {fix}.")
         stage = self._stages[self.stage_at(index).number]
         local = (index - stage.first_sample) * self.seq_len // stage.seq_len
         position, window = blend_position(local, stage.weights)
@@ -195,11 +189,6 @@ class SampleStream:
             rule = f"samples {first} to {first + count - 1} are not those of whole samples of a stage"
             raise ValueError(f"{rule}. Fix: read {factor} at a time.")
         return torch.from_numpy(np.stack([self.sample(n) for n in range(first, first + count, factor)]))
-
-
-def print_of(fingerprint: str, content: str) -> str:
-    """16 hex digits for the fingerprint and the hash of the tokens of files together."""
-    return hashlib.blake2b(f"{fingerprint} {content}".encode(), digest_size=8).hexdigest()
 
 
 def fingerprint_of(prefixes: Sequence[str]) -> str:
@@ -278,10 +267,7 @@ def blend_counts(count: int, cumulative_weights: Sequence[int]) -> list[int]:
 
 
 def integer_weights(weights: Sequence[float]) -> list[int]:
-    """The same ratios in whole numbers; ValueError unless all are positive and finite."""
-    if bad := [weight for weight in weights if not 0 < weight < float("inf")]:
-        fix = "give another weight or leave the prefix out"
-        raise ValueError(f"weight {bad[0]}: must be greater than 0 and finite. Fix: {fix}.")
+    """The same ratios in whole numbers."""
     # By way of the text, so that 0.3 is 3/10 and not the binary fraction next to it.
     fractions = [Fraction(str(float(weight))) for weight in weights]
     denominator = lcm(*(fraction.denominator for fraction in fractions))

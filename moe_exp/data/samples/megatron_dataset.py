@@ -41,11 +41,7 @@ INDEX_FOLDER = "megatron_index"
 
 
 class MegatronSamples:
-    """Samples of a GPTDataset or of a BlendedDataset of such, by number. The interface is `dataset.Samples`.
-
-    Args:
-        dataset: as BlendedMegatronDatasetBuilder builds it.
-    """
+    """Samples of a GPTDataset or a BlendedDataset of such, by number. The interface is `dataset.Samples`."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset

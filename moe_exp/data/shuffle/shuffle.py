@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, NamedTuple
 
 from moe_exp.data.documents import Tally, check_apart, estimate_line_bytes, find_inputs
 from moe_exp.data.kinds import FILES, TextRule
@@ -39,7 +39,7 @@ from moe_exp.data.shuffle.scatter import (
     scatter,
 )
 from moe_exp.data.shuffle.slices import cut_inputs
-from moe_exp.data.shuffle.write import CHANGED, write
+from moe_exp.data.shuffle.write import write
 from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
 from moe_exp.data.tasks.execution import Execution, Pass, Step, bytes_through, num_workers
 from moe_exp.data.tasks.jobs import run_stage_passes
@@ -58,14 +58,10 @@ _BYTES_PER_WORKER = 2**29  # two seconds of work, a process takes 0.6 s to start
 _MEMORY_SHARE = 0.75  # of what a SLURM job or Ray task has
 
 
-@dataclass(frozen=True)
-class Memory:
-    """How a budget is divided; the interpreter and its packages (about 45 MB) come on top.
-
-    Args:
-        budget_bytes: all of it.
-        longest_bytes: of a line, and of the buffer that inputs are read into; parsing takes six times that.
-        piece_bytes: of the documents that are put in order at once.
+class Memory(NamedTuple):
+    """Division of a budget: `longest_bytes` of a line, and of the buffer that inputs are read into (parsing
+    takes six times that), `piece_bytes` of the documents that are put in order at once. The interpreter and
+    its packages (about 45 MB) come on top.
     """
 
     budget_bytes: int
@@ -75,8 +71,7 @@ class Memory:
     @classmethod
     def of(cls, budget_bytes: int) -> Memory:
         """The usual division."""
-        piece_bytes = (budget_bytes - _FIXED_BYTES) * 3 // 4
-        return cls(budget_bytes, budget_bytes // 8, piece_bytes)
+        return cls(budget_bytes, budget_bytes // 8, (budget_bytes - _FIXED_BYTES) * 3 // 4)
 
 
 def shuffle(inputs: Sequence[Path], output: Path, **options: Any) -> dict[str, Any]:
@@ -224,8 +219,8 @@ def _begin(
 
 def _run_here(job: TaskShuffle) -> None:
     """Runs the only task in this process."""
-    steps: dict[str, Callable[[], int]] = {}
-    steps["indexed"], steps["written"] = partial(index_and_scatter, job), partial(write, job, 1, 0)
+    steps: dict[str, Callable[[], int]] = {"indexed": partial(index_and_scatter, job)}
+    steps["written"] = partial(write, job, 1, 0)
     through = [job.temporary / folder / "through" for folder in steps]
     total = len(steps) * sum(one.num_bytes for one in job.slices[0])
     with progress_of(lambda: bytes_through(through), f"shuffle {job.settings['name']}", total):
@@ -258,7 +253,8 @@ def _publish(job: TaskShuffle, stage: Stage, num_writing: int) -> dict[str, Any]
         check_size(stage.folder / name, facts["bytes"])
     if sum(int(facts["line_hash"], 16) for facts in made.values()) % 2**128 != indexed.line_hash:
         rule = "the lines that were read back are not those of the input"
-        raise ValueError(f"{stage.folder}: {rule}. {CHANGED}")
+        what = "The disk, or another program, has changed it"
+        raise ValueError(f"{stage.folder}: {rule}. {what}. Fix: give --start-over.")
     read, valid = indexed.read, indexed.valid.total()
     num_train, num_text_bytes = (
         getattr(read, name) - getattr(valid, name) for name in ("num_documents", "num_text_bytes")
@@ -305,11 +301,7 @@ def estimate_shuffle(inputs: Sequence[Path], memory_bytes: int | None = None) ->
 def check_shuffle(
     inputs: Iterable[Path], output: Path, *, text_field: str = "text", **settings: Any
 ) -> list[Path]:
-    """Checks the arguments of a shuffle before anything is touched, and returns its input files.
-
-    Args:
-        inputs, output, text_field: as `shuffle`.
-        settings: of `check_settings`.
+    """Checks the arguments of a shuffle (`settings`: of `check_settings`), and returns its input files.
 
     Raises:
         ValueError: one of them cannot be used.

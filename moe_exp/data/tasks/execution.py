@@ -50,7 +50,7 @@ class Execution:
             fix = "choose one"
             raise ValueError(f"executor={self.executor}: must be one of {', '.join(EXECUTORS)}. Fix: {fix}.")
         if self.workers is not None and self.workers < 1:
-            fix = "leave it away, or give a number of processes"
+            fix = "omit it, or give a number of processes"
             raise ValueError(f"workers={self.workers}: must be at least 1. Fix: {fix}.")
         if self.executor == "slurm" and not self.partition:
             fix = "give --partition; `sinfo` lists them"

@@ -23,13 +23,7 @@ from moe_exp.host.progress import progress_of
 
 
 def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follows: bool = False) -> bool:
-    """Runs what is left of the passes, one after the other.
-
-    Args:
-        passes: the last is the one that makes the output.
-        execution: where.
-        name: of the jobs.
-        follows: see `submit`.
+    """Runs what is left of the passes, the last of which makes the output; `name`, `follows`: see `submit`.
 
     Returns:
         Whether all is done; False if SLURM jobs have been submitted, or are still there.
@@ -55,13 +49,9 @@ def run_passes(passes: Sequence[Pass], execution: Execution, *, name: str, follo
 def run_stage_passes(
     passes: Sequence[Pass], execution: Execution, stage: Stage, verb: str, through: Sequence[Path]
 ) -> bool:
-    """Runs the passes of a stage that follows others, with a progress bar where its tasks end here.
+    """`run_passes` of a stage that follows others, with a progress bar where its tasks end here.
 
-    Args:
-        passes, execution: as of `run_passes`, whose result it returns.
-        stage: whose inputs each pass goes through.
-        verb: for the bar.
-        through: folders of each pass, in which tasks say how far they are.
+    Each pass goes through the stage's inputs; in the folders `through` its tasks say how far they are.
     """
     name = stage.output.name
     if execution.executor == "slurm":

@@ -3,7 +3,7 @@ there are.
 
 Two passes: `make_parts` makes the parts (parts.py), `join_parts` copies them to their places in the .bin,
 each task to a range of blocks, and hashes the blocks. A pass begins when the one before is done, a part that
-is done is not made again, a task that was killed while it joined begins anew. Until the files are published
+is done is not made again, a task that was killed while it joined starts again. Until the files are published
 the disk holds the tokens twice.
 
     part.000012.bin  .lengths  .json        made/00003.json        joined/00003.json
@@ -27,14 +27,12 @@ from moe_exp.data.tasks.execution import Execution, Pass, Step, Through
 from moe_exp.data.tasks.jobs import run_stage_passes
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.data.tokens.encoders import one_thread
-from moe_exp.data.tokens.parts import Part, PartEncoder, PartSettings, is_complete
+from moe_exp.data.tokens.parts import CHECKED_BYTES, Part, PartEncoder, PartSettings, is_complete
 from moe_exp.host.files import BlockHash, read_json, write_json
 
 TASKS = "tasks.json"  # how many tasks make and join the parts
 PASSES = ("made", "joined")
 _COPY_BYTES = 2**22
-_CHECKED_BYTES = 2**26  # of a part, in blocks that are checked one by one
-_CHANGED = "is not what was written. Fix: check the disk, and call it again: the part is made again."
 BLOCK_BYTES = 2**30
 
 
@@ -86,10 +84,6 @@ class TaskTokens:
         """First and end of what a task has of a number of things."""
         return task * number // self.num_tasks, (task + 1) * number // self.num_tasks
 
-    def parts_of(self, task: int) -> list[Part]:
-        """Parts that a task makes."""
-        return self.parts[slice(*self.range_of(task, len(self.parts)))]
-
     def through(self, folder: str, task: int) -> Through:
         """How far a task is, in bytes of the inputs."""
         return Through(str(self.folder / folder / "through"), task)
@@ -103,31 +97,20 @@ def make_parts(job: TaskTokens, rank: int) -> int:
     making.mkdir(exist_ok=True)
     made = []
     with one_thread():
-        for part in job.parts_of(rank):
-            if not is_complete(part, job.folder) or (hashes := _hashes(job.folder, part)) is None:
+        for part in job.parts[slice(*job.range_of(rank, len(job.parts)))]:
+            if not is_complete(part, job.folder):
                 encoder.encode(part, making, through.advance)
                 for suffix in (".bin", ".lengths", ".json"):
                     name = f"{part.stem}{suffix}"
                     (making / name).replace(job.folder / name)
                 num_made += 1
-                if (hashes := _hashes(job.folder, part)) is None:
-                    raise ValueError(f"{job.folder / part.stem}.bin: {_CHANGED}")
             through.end_file(part.num_bytes)
-            made.append([(job.folder / f"{part.stem}.bin").stat().st_size, hashes])
+            counts = read_json(job.folder / f"{part.stem}.json", fix=MAKE_AGAIN)
+            num_bytes = counts["num_tokens"] * job.settings.dtype.itemsize
+            made.append([num_bytes, counts.get("block_hashes", [])])  # an earlier version has none
     job.place("made", rank).parent.mkdir(exist_ok=True)
     write_json(job.place("made", rank), made)
     return num_made
-
-
-def _hashes(folder: Path, part: Part) -> list[str] | None:
-    """Hashes of blocks of a part as it is on the disk; None if it is not what was made."""
-    counts = read_json(folder / f"{part.stem}.json", fix=MAKE_AGAIN)
-    whole, blocks = xxhash.xxh3_128(), BlockHash(_CHECKED_BYTES)
-    with (folder / f"{part.stem}.bin").open("rb", buffering=0) as file:
-        while chunk := memoryview(file.read(_COPY_BYTES)):
-            whole.update(chunk)
-            blocks.update(chunk)
-    return [one.hex() for one in blocks.digests()] if whole.hexdigest() == counts["token_hash"] else None
 
 
 class _Placed(NamedTuple):
@@ -175,26 +158,27 @@ def join_parts(job: TaskTokens, rank: int) -> int:
 
 
 def _chunks(job: TaskTokens, one: _Placed, low: int, end: int) -> Iterator[memoryview]:
-    """What of a part lies in [low, end) of the .bin; every block that it reads is checked."""
+    """Bytes of a part that lie in [low, end) of the .bin; every block that it reads is checked."""
     path = job.folder / f"{one.part.stem}.bin"
     low, end = max(one.start, low) - one.start, min(one.end, end) - one.start
     with path.open("rb", buffering=0) as file:
-        for block in range(low // _CHECKED_BYTES, -(-end // _CHECKED_BYTES)):
-            place, digest = block * _CHECKED_BYTES, xxhash.xxh3_128()
-            block_end = place + _CHECKED_BYTES
+        for block in range(low // CHECKED_BYTES, -(-end // CHECKED_BYTES)):
+            place, digest = block * CHECKED_BYTES, xxhash.xxh3_128()
+            block_end = place + CHECKED_BYTES
             file.seek(place)
             while chunk := memoryview(file.read(min(_COPY_BYTES, block_end - place))):
                 digest.update(chunk)
                 if some := chunk[max(0, low - place) : max(0, end - place)]:
                     yield some
                 place += len(chunk)
-            if digest.hexdigest() != one.hashes[block]:
+            if [digest.hexdigest()] != one.hashes[block : block + 1]:
                 # the task that made it runs again
                 done = job.folder / "datatrove" / PASSES[0] / "completions" / f"{one.task:05d}"
                 made = (done, job.place("made", one.task), job.folder / f"{one.part.stem}.json")
                 for forgotten in made:
                     forgotten.unlink(missing_ok=True)
-                raise ValueError(f"{path}: {_CHANGED}")
+                fix = "check the disk, and call it again: the part is made again"
+                raise ValueError(f"{path}: is not what was written. Fix: {fix}.")
 
 
 def _write_at(descriptor: int, content: memoryview, place: int) -> int:

@@ -56,13 +56,18 @@ def merge_token_files(prefixes: Sequence[Path], output: Path, *, start_over: boo
                     advance(len(chunk))
             file.flush()
             os.fsync(file.fileno())
-        num_documents, num_tokens = _merge_indices(prefixes, paths[1])
+        indices = [read_index(prefix) for prefix in prefixes]
+        sizes = np.concatenate([index.sizes for index in indices])
+        firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
+        ends = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
+        write_index(paths[1], sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *ends]))
         first = manifest_of(str(prefixes[0]))
         facts = {name: tokenizer_fact(first, name) for name in ("vocab_size", "eod_id")}
         known: dict[str, Any] = {name: value for name, value in facts.items() if value is not None}
         if not other_tokenizer(map(str, prefixes)):
             known["tokenizer"] = tokenizer_facts(first)
-        known |= {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
+        known |= {"num_documents": sum(map(len, ends)), "num_tokens": int(sizes.sum(dtype=np.int64))}
+        known["dtype"] = dtype
         return stage.finish_files(paths, **known)
 
 
@@ -113,13 +118,3 @@ def _ranges(prefix: Path) -> Iterator[tuple[int, int]]:
         return
     for begin, size in zip(pointers.tolist(), sizes.tolist(), strict=True):
         yield begin, begin + size * dtype.itemsize
-
-
-def _merge_indices(prefixes: Sequence[Path], path: Path) -> tuple[int, int]:
-    """Writes the .idx; returns documents and tokens."""
-    indices = [read_index(prefix) for prefix in prefixes]
-    sizes = np.concatenate([index.sizes for index in indices])
-    firsts = np.cumsum([0, *(len(index.sizes) for index in indices)])
-    ends = [first + index.documents[1:] for first, index in zip(firsts, indices, strict=False)]
-    write_index(path, sizes, indices[0].dtype, np.concatenate([np.zeros(1, np.int64), *ends]))
-    return sum(map(len, ends)), int(sizes.sum(dtype=np.int64))

@@ -20,9 +20,10 @@ from moe_exp.data.kinds import BOM, FILES, BadDocument, TextRule, is_stream
 from moe_exp.data.tokens.encoders import CheckedGigatoken, Encoded, Encoders, find_differences
 from moe_exp.data.tokens.tokenizer import TextTokenizer
 from moe_exp.data.tokens.tokens import TokenDtype, token_dtype
-from moe_exp.host.files import write_json
+from moe_exp.host.files import BlockHash, write_json
 
 LARGEST_PART_BYTES, SMALLEST_PART_BYTES, NUM_PARTS = 2**26, 2**22, 256
+CHECKED_BYTES = 2**26  # of tokens, a block that is checked by itself
 BATCH_BYTES = 2**20  # of text: what the tokenizers package makes of it takes about 40 MB
 
 _BUFFER_BYTES = 2**20
@@ -64,6 +65,7 @@ class PartCounts:
         num_checked: documents compared with the tokenizer's own package.
         num_rerouted: documents that gigatoken was not given, see CheckedGigatoken.
         token_hash: XXH3-128 of its tokens.
+        block_hashes: the same of each block of CHECKED_BYTES.
     """
 
     tally: Tally = field(default_factory=Tally)
@@ -72,6 +74,7 @@ class PartCounts:
     num_checked: int = 0
     num_rerouted: int = 0
     token_hash: str = ""
+    block_hashes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "tally": self.tally.to_json()}
@@ -191,18 +194,15 @@ class PartEncoder:
         self._reference = encoders.get("tokenizers") if backend == "gigatoken" else None
 
     def encode(self, part: Part, folder: Path, advance: Callable[[int], None]) -> None:
-        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`.
-
-        Args:
-            part: the part.
-            folder: for its files.
-            advance: called with the bytes as they are read.
+        """Writes `part.NNNNNN.bin`, `.lengths` (int32) and, last, `.json` into `folder`; `advance` is called
+        with the bytes as they are read.
 
         Raises:
             BadDocument: a line is no document.
             ValueError: ids are not what they must be.
         """
-        counts, lengths, digest = PartCounts(), [np.empty(0, np.int32)], xxhash.xxh3_128()
+        counts, lengths = PartCounts(), [np.empty(0, np.int32)]
+        digest, blocks = xxhash.xxh3_128(), BlockHash(CHECKED_BYTES)
         sample = _Sample(part.index, min(1.0, part.num_bytes / LARGEST_PART_BYTES))
         temporary = folder / f"{part.stem}.{os.getpid()}.tmp"
         try:
@@ -211,6 +211,7 @@ class PartEncoder:
                     tokens, batch_lengths = self._tokens(part, batch, counts)
                     lengths.append(batch_lengths)
                     digest.update(tokens.data)
+                    blocks.update(tokens.view(np.uint8).data)
                     file.write(tokens.data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -224,6 +225,7 @@ class PartEncoder:
         finally:
             temporary.unlink(missing_ok=True)
         counts.token_hash = digest.hexdigest()
+        counts.block_hashes = [block.hex() for block in blocks.digests()]
         write_json(folder / f"{part.stem}.json", counts.to_json())
 
     def _batches(

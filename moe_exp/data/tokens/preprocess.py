@@ -11,6 +11,7 @@ import logging
 import os
 import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from shutil import rmtree
@@ -19,12 +20,12 @@ from typing import Any
 from moe_exp.config import setting_error
 from moe_exp.data.documents import Tally, text_of
 from moe_exp.data.kinds import FILES, TextRule, is_compressed, is_stream
-from moe_exp.data.stage import MAKE_AGAIN, Stage, check_free_disk, run_stage
+from moe_exp.data.stage import MAKE_AGAIN, Stage, Unfinished, check_free_disk, run_stage
 from moe_exp.data.tasks.execution import Execution, Through, bytes_through, num_workers
 from moe_exp.data.tasks.pool import WorkerPool
 from moe_exp.data.tasks.slurm_jobs import check_no_jobs
 from moe_exp.data.tokens.by_tasks import BLOCK_BYTES, PASSES, TASKS, TaskTokens, run_tasks
-from moe_exp.data.tokens.encoders import BACKENDS, Encoders, Probe, one_thread, probe_backend
+from moe_exp.data.tokens.encoders import BACKENDS, Encoders, one_thread, probe_backend
 from moe_exp.data.tokens.joined_parts import JOINED, JoinedParts
 from moe_exp.data.tokens.parts import (
     Part,
@@ -94,8 +95,8 @@ def tokenize_documents(
 
     Raises:
         ValueError: a setting is wrong; a line is no document (it names file and line); the disk is too small;
-            a part is damaged.
-        ChildProcessError: a process died.
+            a part is damaged; a worker process died.
+        ChildProcessError: a task's process died.
     """
     execution = execution or Execution()
     is_local = execution.executor == "local"
@@ -132,7 +133,8 @@ def tokenize_documents(
                 joined.take_back(published)
             if (whole_hash := run_tasks(job, execution, stage)) is None:
                 return None
-            joined.add_all(parts)
+            for part in parts:
+                joined.add(joined.read_counts(part))
             hashes = {joined.bin_path: whole_hash}
         return _publish(stage, joined, parts, backend=chosen, hashes=hashes)
 
@@ -213,11 +215,9 @@ def _pinned_backend(
             raise setting_error("backend", requested, rule, f"give --backend {begun}, or --start-over")
         logger.info("backend: %s, as %s was begun with it", begun, stage.output)
         return begun
-    sample = sample_texts(inputs, settings.json_key, _SAMPLE_BYTES, settings.rule)
-    with one_thread():
-        probe = probe_backend(encoders, requested, sample)
+    estimate = _Estimate(inputs, settings, encoders, requested, num_apart, _SAMPLE_BYTES)
+    probe = estimate.probe
     logger.info("backend: %s, %s", probe.backend, probe.reason)
-    estimate = _Estimate(inputs, sample, probe, settings, num_apart)
     check_free_disk(stage.output.parent, estimate.disk_bytes, f"{stage.output.name}.bin, by a sample,")
     write_json(path, {"backend": probe.backend, "reason": probe.reason})
     return probe.backend
@@ -261,37 +261,44 @@ def _make_parts(maker: _PartMaker, workers: int, parts: Sequence[Part], joined: 
     def describe(part: Part) -> tuple[str, str]:
         return f"tokenize: the process that made part {part.index} of {part.path}", ""
 
-    with (
-        progress_of(lambda: done + bytes_through([folder / "through"]), "tokenizing", total),
-        WorkerPool(maker, min(workers, len(missing)), preload=__name__, describe=describe) as pool,
-    ):
-        join()
-        for part in pool.run(missing):
-            waiting.remove(part.index)
+    number = min(workers, len(missing))
+    try:
+        with (
+            progress_of(lambda: done + bytes_through([folder / "through"]), "tokenizing", total),
+            WorkerPool(maker, number, preload=__name__, describe=describe) as pool,
+        ):
             join()
+            for part in pool.run(missing):
+                waiting.remove(part.index)
+                join()
+    except ChildProcessError as error:  # a run that prepares its text resumes after this one
+        raise Unfinished(str(error)) from error
 
 
 # What it will take
 
 
 class _Estimate:
-    """Tokens, disk and time of a run, by a sample."""
+    """The backend, and tokens, disk and time of a run with it, by a sample of the texts."""
 
     def __init__(
         self,
         inputs: Sequence[Path],
-        sample: Sequence[str],
-        probe: Probe,
         settings: PartSettings,
+        encoders: Encoders,
+        backend: str,
         num_apart: int,
+        sample_bytes: int,
     ):
+        sample = sample_texts(inputs, settings.json_key, sample_bytes, settings.rule)
+        with one_thread():
+            self.probe = probe = probe_backend(encoders, backend, sample)
         text = b"\n".join(one.encode() for one in sample)
         packed = len(text) / max(1, len(zlib.compress(text, 6)))
         self.input_bytes = sum(path.stat().st_size for path in inputs)
         # As many bytes of text as of JSONL: an upper bound, as escapes and other fields take the rest.
-        self.text_bytes = int(
-            sum(path.stat().st_size * (packed if is_compressed(path) else 1) for path in inputs)
-        )
+        sizes = (path.stat().st_size * (packed if is_compressed(path) else 1) for path in inputs)
+        self.text_bytes = int(sum(sizes))
         self.num_documents = int(len(sample) * self.text_bytes / max(1, len(text)))
         num_added = settings.append_eod + (settings.tokenizer.bos_id is not None)
         self.num_tokens = int(self.text_bytes * probe.tokens_per_byte) + self.num_documents * num_added
@@ -317,11 +324,10 @@ def dry_run(
         ValueError: a setting is wrong, or the disk is too small.
     """
     _check_backend(backend)
-    sample = sample_texts(inputs, settings.json_key, _DRY_RUN_SAMPLE_BYTES, settings.rule)
-    with one_thread():
-        probe = probe_backend(Encoders(settings.tokenizer), backend, sample)
     num_apart = len(plan_parts(inputs, default_part_bytes(inputs))) if by_tasks else workers
-    estimate, made_by = _Estimate(inputs, sample, probe, settings, num_apart), settings.tokenizer
+    made_by = settings.tokenizer
+    estimate = _Estimate(inputs, settings, Encoders(made_by), backend, num_apart, _DRY_RUN_SAMPLE_BYTES)
+    probe = estimate.probe
     rows = {
         "inputs": f"{len(inputs)} files, {bytes_text(estimate.input_bytes)}",
         "tokenizer": f"{made_by.name}, {made_by.vocab_size:,} tokens, EOD {made_by.eod_token}",
@@ -337,9 +343,10 @@ def dry_run(
 
 def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: TextRule = FILES) -> list[str]:
     """Documents from a few places of the inputs, without what is no document."""
+    num_files = min(len(inputs), _SAMPLED_PLACES)
     halves = [
         Part(0, path, start, path.stat().st_size)
-        for path in _evenly(inputs, _SAMPLED_PLACES)
+        for path in (inputs[index * len(inputs) // num_files] for index in range(num_files))
         for start in (0, path.stat().st_size // 2)
     ]
     parts = [Part(0, part.path, 0, None) if is_stream(part.path) else part for part in halves]
@@ -347,22 +354,12 @@ def sample_texts(inputs: Sequence[Path], json_key: str, num_bytes: int, rule: Te
     for part in dict.fromkeys(parts):
         left = num_bytes // len(parts)
         for _, line in part_lines(part, text_field=json_key, rule=rule):
-            try:
-                text = text_of(line, json_key)
-            except ValueError:
-                left -= len(line)
-            else:
-                left -= len(line)
-                texts.append(text[: num_bytes // len(parts)])
+            with suppress(ValueError):  # no document
+                texts.append(text_of(line, json_key)[: num_bytes // len(parts)])
+            left -= len(line)
             if left <= 0:
                 break
     return texts
-
-
-def _evenly(inputs: Sequence[Path], number: int) -> list[Path]:
-    if len(inputs) <= number:
-        return list(inputs)
-    return [inputs[index * len(inputs) // number] for index in range(number)]
 
 
 def summary_rows(manifest: dict[str, Any], seconds: float) -> dict[str, object]:

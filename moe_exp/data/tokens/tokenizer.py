@@ -421,7 +421,7 @@ def _sentencepiece(path: Path, eod_token: str | None, allow_special: bool) -> Te
 
     if allow_special:
         rule = "SentencePiece reads no control symbols in a text"
-        raise setting_error("allow_special", allow_special, rule, "leave it out, or use a tokenizer.json")
+        raise setting_error("allow_special", allow_special, rule, "omit it, or use a tokenizer.json")
     content = path.read_bytes()
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=content)
@@ -446,5 +446,5 @@ def _byte_level(eod_token: str | None, allow_special: bool) -> TextTokenizer:
     if eod_token is not None or allow_special:
         rule = "the byte-level tokenizer has the 256 bytes, and one token with id 256 that ends a document"
         field, value = ("eod_token", eod_token) if eod_token is not None else ("allow_special", allow_special)
-        raise setting_error(field, value, rule, "leave it out")
+        raise setting_error(field, value, rule, "omit it")
     return TextTokenizer("bytes", "bytes", b"", _NUM_BYTES + 1, _NUM_BYTES, "<eod>")

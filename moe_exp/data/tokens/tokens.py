@@ -22,12 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_exp.data.tokens.ranged import bin_bytes, prefix_of
-from moe_exp.data.tokens.tokenizer import tokenizer_vocab_size
-
-__all__ = [
-    "EOD_ID", "BinIdxWriter", "bin_idx_problem", "bin_idx_tokens", "order_problem", "parse_blend",
-    "read_index", "token_dtype", "tokenizer_vocab_size", "write_index",
-]  # fmt: skip
 
 EOD_ID = 0
 
@@ -288,7 +282,7 @@ def parse_blend(text: str) -> list[tuple[float, str]]:
             fix = "give every prefix a weight, or none"
             raise ValueError(f"'{text}': {_BLEND_RULE}, and {word} is not a weight. Fix: {fix}.")
         if not 0 < weight < math.inf:
-            fix = "give another weight or leave the prefix out"
+            fix = "give another weight or omit the prefix"
             raise ValueError(f"'{text}': weight {word} must be greater than 0 and finite. Fix: {fix}.")
         if _number(prefix) is not None:
             fix = "put a path after each weight"

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from helpers import ROOT
+from helpers.token_files import write_distinct
 from moe_exp import cli
 from moe_exp.config import ConfigError, load_config
 from moe_exp.config.checks.checks import check_config
@@ -32,14 +33,9 @@ SEQ_LEN = 8
 @pytest.fixture(scope="module")
 def prefixes(tmp_path_factory) -> dict[str, str]:
     """Three files whose tokens are all different."""
-    folder, next_id, found = tmp_path_factory.mktemp("stages"), 1, {}
-    for name, num_documents in (("a", 120), ("b", 90), ("c", 60)):
-        with BinIdxWriter(folder / name, vocab_size=60000) as writer:
-            for _ in range(num_documents):
-                writer.add_document(range(next_id, next_id + 12))
-                next_id += 12
-        found[name] = str(folder / name)
-    return found
+    folder = tmp_path_factory.mktemp("stages")
+    files = {"a": (120, 1), "b": (90, 1441), "c": (60, 2521)}
+    return {name: write_distinct(folder / name, [13] * num, first) for name, (num, first) in files.items()}
 
 
 def staged(prefixes, *stages) -> SampleStream:

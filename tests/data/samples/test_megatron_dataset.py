@@ -219,23 +219,17 @@ def test_parts_share_no_document(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("split", "what"), [("96,4", "49 tokens for validation"), ("1,50", "7 tokens for training")]
+    ("changes", "rule"),
+    [
+        ({"split": "96,4", "seq_len": 64}, r"part: has 49 tokens for validation, .* SEQ_LEN \+ 1 = 65"),
+        ({"split": "1,50"}, r"part: has 7 tokens for training, one sample needs SEQ_LEN \+ 1 = 17"),
+        ({"split": "1"}, r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INTERVAL=0"),
+    ],
 )
-def test_part_smaller_than_a_sample(split, what, tmp_path):
+def test_parts_without_a_sample(changes, rule, tmp_path):
     prefix = write_distinct(tmp_path / "part", LENGTHS)
-    seq_len = 16 if split == "1,50" else 64
-    with pytest.raises(ValueError, match=rf"part: has {what}, one sample needs SEQ_LEN \+ 1 = {seq_len + 1}"):
-        megatron_samples(order(prefix, split=split, seq_len=seq_len, num_valid_samples=10), tmp_path)
-
-
-def test_nothing_for_validation(tmp_path):
-    prefix = write_distinct(tmp_path / "part", LENGTHS)
-    with pytest.raises(ValueError, match=r"^SPLIT=1: leaves nothing for validation\. Fix: set EVAL_INT"):
-        megatron_samples(order(prefix, split="1", num_valid_samples=10), tmp_path)
-    samples, valid = megatron_samples(order(prefix, split="1"), tmp_path)
-    assert valid is None
-    shutil.rmtree(tmp_path / INDEX_FOLDER)
-    assert samples.sample(0).shape == (SEQ_LEN + 1,)
+    with pytest.raises(ValueError, match=rule):
+        megatron_samples(order(prefix, num_valid_samples=10, **changes), tmp_path)
 
 
 def test_files_for_validation(tmp_path):
@@ -245,11 +239,12 @@ def test_files_for_validation(tmp_path):
     assert samples[0].batch(0, 300).max() < 5000 <= samples[1].batch(0, 20).max()
 
 
-@pytest.mark.parametrize("index", [-1, 312])
-def test_sample_that_is_not_there(index, tmp_path):
-    samples, _ = megatron_samples(order(write_distinct(tmp_path / "part", LENGTHS)), tmp_path)
-    assert len(samples) == 312
-    with pytest.raises(
-        ValueError, match=rf"sample index {index}: Megatron's order was built for 312 samples"
-    ):
-        samples.sample(index)
+def test_samples_that_are_not_there(tmp_path):
+    prefix = write_distinct(tmp_path / "part", LENGTHS)
+    samples, valid = megatron_samples(order(prefix, split="1"), tmp_path)
+    assert valid is None and len(samples) == 312
+    for index in (-1, 312):
+        with pytest.raises(ValueError, match=rf"index {index}: Megatron's order was built for 312 samples"):
+            samples.sample(index)
+    shutil.rmtree(tmp_path / INDEX_FOLDER)
+    assert samples.sample(0).shape == (SEQ_LEN + 1,)

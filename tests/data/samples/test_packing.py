@@ -107,11 +107,8 @@ def test_only_longer_documents_are_cut(prefix):
 def test_epochs_deal_other_documents(prefix):
     stream = stream_of(prefix)
     num_windows = stream._stages[0].corpora[0].num_windows
-    epochs = [
-        {frozenset(stream.origin(epoch * num_windows + i).documents) for i in range(num_windows)}
-        for epoch in range(2)
-    ]
-    assert epochs[0] != epochs[1]
+    samples = [frozenset(stream.origin(index).documents) for index in range(2 * num_windows)]
+    assert {*samples[:num_windows]} != {*samples[num_windows:]}
 
 
 def test_samples_depend_on_files_seed_and_number_alone(prefix):
@@ -158,7 +155,7 @@ def test_filler_and_attended_share_are_those_of_the_samples(prefix):
     counts = piece_counts(lengths, 16)
     assert stream_epoch_order == [length for length, count in enumerate(counts) for _ in range(count)]
     filled = sum(stream_epoch_order)
-    assert cut_documents(lengths, 16).filler == pytest.approx(1 - filled / (17 * num_windows))
+    assert cut_documents(lengths, 16)["filler"] == pytest.approx(1 - filled / (17 * num_windows))
     squares = sum(min(length, 16) ** 2 for length in stream_epoch_order)
     assert attended_share(TokenFiles(prefix), 16, "best_fit") == pytest.approx(squares / (num_windows * 256))
 
@@ -166,9 +163,7 @@ def test_filler_and_attended_share_are_those_of_the_samples(prefix):
 @pytest.mark.parametrize("how", ["concatenate", "best_fit"])
 def test_attended_share_of_a_part_is_about_that_of_all(how, monkeypatch):
     random = np.random.default_rng(1)
-    lengths = np.concatenate(
-        [random.integers(2, longest, 20_000) for longest in (40, 200, 90)]
-    )  # not shuffled
+    lengths = np.concatenate([random.integers(2, longest, 20_000) for longest in (40, 200, 90)])
     files = SimpleNamespace(document_bounds=np.concatenate([[0], np.cumsum(lengths)]))
     whole = attended_share(files, 64, how)
     monkeypatch.setattr(packing, "_BLOCK", 500)

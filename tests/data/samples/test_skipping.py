@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.ranks import run_on_ranks
+from helpers.token_files import samples_of
 from moe_exp.data.samples.dataset import SampleStream
-from moe_exp.data.samples.megatron_dataset import MegatronOrder, megatron_samples
 from moe_exp.data.samples.prefetch import ReadAhead
 from moe_exp.data.samples.skipping import SkippingSamples, merged, skipped_from, stream_number, stream_ranges
-from moe_exp.data.tokens.tokens import BinIdxWriter, parse_blend
+from moe_exp.data.tokens.tokens import BinIdxWriter
 
 RANGES = st.lists(
     st.tuples(st.integers(0, 60), st.integers(0, 12)).map(lambda pair: (pair[0], pair[0] + pair[1])),
@@ -116,16 +116,8 @@ def test_inside_read_ahead(prefix):
     ahead.close()
 
 
-def both_kinds(kind, blend, seq_len, num_samples, folder):
-    """Samples of our order or Megatron's."""
-    if kind == "stream":
-        return SampleStream(parse_blend(blend), seq_len=seq_len, seed=1)
-    sizes = {"seq_len": seq_len, "num_train_samples": num_samples, "num_valid_samples": 0}
-    return megatron_samples(MegatronOrder(train=blend, valid="", split="", seed=1, **sizes), folder)[0]
-
-
 def test_the_end_of_megatrons_order(prefix, tmp_path):
-    stream = both_kinds("megatron", prefix, 10, 60, tmp_path)
+    stream = samples_of("megatron", prefix, 10, 60, tmp_path)
     length, skipped = len(stream), [(0, 1), (3, 5)]
     samples = SkippingSamples(stream, skipped, length)
     expected = [*left(skipped, length - 3), 1, 2, 5]
@@ -135,7 +127,7 @@ def test_the_end_of_megatrons_order(prefix, tmp_path):
 
 @pytest.mark.parametrize("kind", ["stream", "megatron"])
 def test_origin_has_the_tokens(kind, prefix, tmp_path):
-    samples = both_kinds(kind, prefix, 25, 60, tmp_path)
+    samples = samples_of(kind, prefix, 25, 60, tmp_path)
     for number in range(60):
         origin, tokens = samples.origin(number), samples.sample(number)
         # Document n has the tokens above 20 n; 0 ends each.
@@ -159,7 +151,7 @@ def test_origin_in_a_blend(kind, prefix, tmp_path):
 
 
 def tokens_and_origins(kind, blend, folder):
-    samples = both_kinds(kind, blend, 10, 40, folder)
+    samples = samples_of(kind, blend, 10, 40, folder)
     return [
         ([token for token in samples.sample(number).tolist() if token > 0], samples.origin(number))
         for number in range(40)

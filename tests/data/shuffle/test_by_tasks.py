@@ -6,7 +6,6 @@ import gzip
 import json
 import os
 import random
-import re
 import shutil
 import subprocess
 import sys
@@ -98,14 +97,6 @@ def test_a_bucket_larger_than_the_memory_and_documents_larger_than_a_block(tmp_p
         assert data_of(output) == expected
 
 
-def test_processes_give_the_same(tmp_path):
-    inputs = some_inputs(tmp_path / "in")
-    expected = expected_files(inputs, **SETTINGS)
-    execution = Execution(workers=2)
-    shuffle_documents(inputs, tmp_path / "tasks", **SETTINGS, tasks=3, execution=execution)
-    assert data_of(tmp_path / "tasks") == expected
-
-
 def test_lines_whose_place_in_the_file_is_one_less_than_in_the_buffer(tmp_path):
     path, buffer = tmp_path / "lines", LineBuffer()
     path.write_bytes(b"aaa\nbb\nc\ndddd\n")
@@ -153,18 +144,6 @@ def test_a_bad_line_is_named_by_its_number_in_the_file_or_counted(tmp_path):
     options = {"tasks": 4, "execution": HERE, "skip_bad": True, "start_over": True}
     found = shuffle_documents([path], tmp_path / "out", **SETTINGS, **options)
     assert found["read"]["skipped"] == expected["read"]["skipped"] == {"no field 'text'": 1}
-
-
-def test_what_cannot_be_shuffled(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["the same"] * 5)
-    options = {"tasks": 2, "execution": HERE}
-    with pytest.raises(ValueError, match="all 5 documents are for validation, none is left for training"):
-        shuffle_documents([path], tmp_path / "out", **SETTINGS, **options)
-    path.write_text("\n\n")
-    with pytest.raises(ValueError, match="there is no document in the input"):
-        shuffle_documents([path], tmp_path / "empty", **SETTINGS, **options)
-    with pytest.raises(ValueError, match=r"tasks=0: must be at least 1\. Fix: "):
-        shuffle_documents([path], tmp_path / "none", **SETTINGS, tasks=0)
 
 
 # Interruptions
@@ -301,19 +280,3 @@ def test_the_memory_of_a_task_stays_in_the_budget(tmp_path, text):
         file.writelines(json.dumps({"text": text.format(number=number)}) + "\n" for number in range(count))
     grown_kb, _ = grown_by_a_shuffle(tmp_path, budget_mb=24, tasks=2)
     assert 0 < grown_kb < 24 * 1024
-
-
-def test_the_command(tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    inputs = some_inputs(tmp_path / "books")
-    arguments = ["books", "--shards", "2", "--memory", "16MiB"]
-    assert main("shuffle", [*arguments, "--output", "a", "--name", "x"]) == 0
-    both = ["--tasks", "3", "--workers", "1", "--output", "b", "--name", "x"]
-    assert main("shuffle", [*arguments, *both, "--dry-run"]) == 0
-    found = re.search(r"disk_bytes\W+([\d,]+)", capsys.readouterr().out)
-    assert found and int(found[1].replace(",", "")) > 1.5 * sum(path.stat().st_size for path in inputs)
-    assert not (tmp_path / "b").exists()
-    assert main("shuffle", [*arguments, *both]) == 0
-    assert data_of(tmp_path / "a") == data_of(tmp_path / "b")
-    assert main("shuffle", ["books/[0-3].jsonl", *arguments[1:]]) == 0
-    assert (tmp_path / "books_shuffled/books.val.jsonl").is_file()

@@ -15,6 +15,7 @@ import pytest
 from helpers.slurm.cluster import Cluster
 from moe_exp.data.convert.convert import ConvertSettings, convert
 from moe_exp.data.convert.steps import ReadFiles
+from moe_exp.data.shuffle.shuffle import shuffle_documents
 from moe_exp.data.tasks.execution import Execution, Pass, in_turn
 from moe_exp.data.tasks.jobs import ray_executor
 
@@ -171,3 +172,28 @@ def test_an_executor_that_is_not_there(executor, tmp_path, monkeypatch):
     fix = {"slurm": "call it on a login node", "ray": "pip install ray"}[executor]
     with pytest.raises(ValueError, match=f"^executor={executor}: .*Fix: {fix}"):
         Execution(executor, partition="cpu")
+
+
+@pytest.fixture(scope="module")
+def on_ray():
+    """A Ray cluster on this machine."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield Execution("ray", workers=2, mem_per_cpu_gb=1)
+    ray.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_tasks_on_ray_make_the_same_or_are_named(tmp_path, on_ray):
+    inputs, settings = make_inputs(tmp_path / "in"), {"name": "x", "num_shards": 3, "memory_bytes": 2**24}
+    made = {}
+    for name, execution in (("here", Execution(workers=1)), ("ray", on_ray)):
+        shuffle_documents(inputs, tmp_path / f"{name}_shuffled", **settings, tasks=3, execution=execution)
+        convert(inputs, tmp_path / name / "x", ConvertSettings(dedup=True), execution)
+        paths = [*(tmp_path / f"{name}_shuffled").glob("*.jsonl"), *(tmp_path / name / "x").glob("*.jsonl")]
+        made[name] = {path.name: path.read_bytes() for path in paths}
+    assert made["ray"] == made["here"]
+    inputs[0].write_text('{"text": "one"}\n{"no": 1}\n')
+    with pytest.raises(ChildProcessError, match=r"task 0 of 1 failed or was lost.*task_00000\.log"):
+        convert(inputs[:1], tmp_path / "fails", ConvertSettings(), on_ray)

@@ -9,7 +9,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,7 +18,7 @@ from moe_exp.data.tokens.files import TokenFiles
 from moe_exp.data.tokens.merge import merge_token_files
 from moe_exp.data.tokens.tokens import BinIdxWriter, bin_idx_problem, bin_idx_tokens, parse_blend
 
-from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 documents = st.lists(st.lists(st.integers(0, 299), max_size=20), min_size=1, max_size=20)
 
@@ -45,19 +44,6 @@ def test_megatron_reads_what_we_write(tmp_path_factory, docs, vocab_size):
     assert list(read.document_indices) == list(range(len(docs) + 1))
     assert writer.num_tokens == bin_idx_tokens(prefix) == sum(len(ids) + 1 for ids in docs)
     assert bin_idx_problem(prefix) is None
-
-
-@pytest.mark.parametrize("vocab_size", [300, 70000])
-def test_files_are_megatrons_byte_for_byte(vocab_size, tmp_path):
-    docs = [[5, 6, 7], [8], [9, 10]]
-    write(tmp_path / "ours", docs, vocab_size)
-    dtype = np.uint16 if vocab_size < 65500 else np.int32
-    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=dtype)
-    for ids in docs:
-        builder.add_document(torch.tensor([*ids, 0]), [len(ids) + 1])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"ours.{suffix}").read_bytes() == (tmp_path / f"theirs.{suffix}").read_bytes()
 
 
 def test_an_index_that_is_written_in_several_pieces(tmp_path, monkeypatch):

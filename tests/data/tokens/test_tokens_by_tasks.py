@@ -22,6 +22,7 @@ from moe_exp.commands.guard import UNDER_WAY
 from moe_exp.data.kinds import BadDocument
 from moe_exp.data.tasks.execution import Execution
 from moe_exp.data.tokens import by_tasks, preprocess
+from moe_exp.data.tokens import parts as token_parts
 from moe_exp.data.tokens.parts import PartEncoder, PartSettings
 from moe_exp.data.tokens.preprocess import tokenize_documents, tokenize_files
 from moe_exp.data.tokens.tokenizer import load_tokenizer
@@ -61,7 +62,8 @@ def facts_of(manifest):
 
 @pytest.mark.parametrize(("tasks", "block_bytes"), [(1, 2**30), (2, 100), (3, 700), (9, 1)])
 def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(by_tasks, "_CHECKED_BYTES", 77)
+    for module in (by_tasks, token_parts):
+        monkeypatch.setattr(module, "CHECKED_BYTES", 77)
     monkeypatch.setattr(by_tasks, "_COPY_BYTES", 30)
     one = tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
     options = {**SMALL, "tasks": tasks, "block_bytes": block_bytes}
@@ -81,15 +83,6 @@ def test_bytes_are_those_of_one_process(tasks, block_bytes, how, inputs, tmp_pat
     assert (tmp_path / "tasks.bin").stat().st_mtime_ns == before, "made again"
 
 
-def test_verify_finds_a_changed_byte_by_the_hash_of_blocks(how, inputs, tmp_path, capsys):
-    tokenize_documents(inputs, tmp_path / "tasks", how, **SMALL, tasks=2, block_bytes=100)
-    content = bytearray((tmp_path / "tasks.bin").read_bytes())
-    content[-2] ^= 1
-    (tmp_path / "tasks.bin").write_bytes(content)
-    assert main("verify", [str(tmp_path / "tasks")]) == 1
-    assert "has other content than when it was made" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("num_bytes", "block_bytes"), [(0, 4), (3, 4), (4, 4), (5, 4), (8, 4), (2**22 + 5, 2**21)]
 )
@@ -101,13 +94,6 @@ def test_a_hash_of_blocks(tmp_path, num_bytes, block_bytes):
     assert (found == file_hash(tmp_path / "a")) == (num_bytes <= block_bytes)
     (tmp_path / "a").write_bytes(content + b"x")
     assert not has_hash(tmp_path / "a", found)
-
-
-def test_a_tokenizer_without_a_tokenizer_json(inputs, tmp_path):
-    how = PartSettings(load_tokenizer("ByteLevelTokenizer"), append_eod=True)
-    tokenize_files(inputs, tmp_path / "one", how)
-    tokenize_documents(inputs, tmp_path / "tasks", how, tasks=2, execution=HERE)
-    assert contents(tmp_path / "tasks") == contents(tmp_path / "one")
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -228,58 +214,30 @@ def test_killed_at_any_moment_and_called_again_it_makes_the_same_bytes(times, do
         assert not Path(f"{output}.partial").exists()
 
 
-UNIGRAM = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)))]
-
-
-@pytest.fixture
-def reads_end_token(tmp_path):
-    """A tokenizer whose model has </s> as a piece: in a text it is the end-of-document token, whatever one
-    asks for.
-    """
-    model = {"type": "Unigram", "unk_id": 0, "vocab": UNIGRAM, "byte_fallback": False}
-    folder = tmp_path / "unigram"
-    folder.mkdir()
-    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], "model": model}))
-    return folder
-
-
-def test_what_is_skipped_is_counted(reads_end_token, tmp_path, capsys):
+def test_what_is_skipped_is_counted(how, tmp_path):
+    """A model with </s> as a piece reads it in a text as the end-of-document token, whatever one asks for."""
+    pieces = [[piece, -3.0] for piece in ("<unk>", "</s>", *map(chr, range(32, 127)))]
+    model = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [], "model": model}))
+    tokenizer = load_tokenizer("HuggingFaceTokenizer", model=tmp_path)
+    stopping, skipping = (PartSettings(tokenizer, append_eod=True, skip_bad=bad) for bad in (False, True))
     paths = [tmp_path / name for name in ("x.jsonl", "blank.jsonl", "y.jsonl")]
     lines = [json.dumps({"text": text}) for text in ("one", "two </s> three", "four")]
-    paths[0].write_text("\n".join([*lines, "not JSON", "", ""]))
-    paths[1].write_text("\n\n")
-    paths[2].write_text('{"text": "five"}\n')
-    flags = ["--input", *map(str, paths), "--append-eod", "--backend", "tokenizers", "--workers", "1"]
-    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(reads_end_token)]
-    (tmp_path / "z.jsonl").write_text("\n" + json.dumps({"text": "two </s> three"}))
-    stops = ["--input", str(tmp_path / "z.jsonl"), "--tasks", "1", "--output-prefix", str(tmp_path / "stops")]
-    assert main("tokenize", [*flags, *stops]) == 1
-    assert "z.jsonl:2: the tokenizer reads </s> in the text as a special token" in capsys.readouterr().err
-    assert main("tokenize", [*flags, "--skip-bad", "--output-prefix", str(tmp_path / "ours")]) == 0
-    tasks = ["--tasks", "3", "--skip-bad", "--output-prefix", str(tmp_path / "theirs")]
-    assert main("tokenize", [*flags, *tasks]) == 0
-    assert "skipped: not valid JSON" in capsys.readouterr().out
-    assert contents(tmp_path / "theirs_text_document") == contents(tmp_path / "ours_text_document")
-    ours, theirs = (
-        json.loads((tmp_path / f"{name}_text_document.manifest.json").read_text())
-        for name in ("ours", "theirs")
-    )
-    assert theirs["skipped"] == {
-        "blank line": 3,
-        "not valid JSON": 1,
-        "the tokenizer reads </s> in the text as a special token": 1,
-    }
+    for path, content in zip(paths, ([*lines, "not JSON", "", ""], ["", "", ""], [lines[0]]), strict=True):
+        path.write_text("\n".join(content))
+    stops = tmp_path / "z.jsonl"
+    stops.write_text(f"\n{lines[1]}")
+    with pytest.raises(BadDocument, match=r"z\.jsonl:2: the tokenizer reads </s> in the text as a special"):
+        tokenize_documents([stops], tmp_path / "x", stopping, tasks=1, execution=HERE)
+    ours = tokenize_files(paths, tmp_path / "ours", skipping)
+    theirs = tokenize_documents(paths, tmp_path / "theirs", skipping, tasks=3, execution=HERE)
+    assert contents(tmp_path / "theirs") == contents(tmp_path / "ours")
+    special = "the tokenizer reads </s> in the text as a special token"
+    assert theirs["skipped"] == {"blank line": 3, "not valid JSON": 1, special: 1}
     assert (theirs["num_documents"], theirs["num_eods"]) == (3, 3)
-    assert main("verify", [str(tmp_path / "theirs_text_document")]) == 0
+    assert main("verify", [str(tmp_path / "theirs")]) == 0
     same = ("num_documents", "num_tokens", "num_eods", "num_text_bytes", "text_hash", "skipped", "dtype")
-    assert {name: theirs[name] for name in same} == {name: ours[name] for name in same}
-
-
-def test_inputs_without_documents(how, inputs, tmp_path):
-    for path in inputs:
-        path.write_bytes(gzip.compress(b"\n") if path.suffix == ".gz" else b"\n")
-    with pytest.raises(ValueError, match="the inputs have no documents"):
-        tokenize_documents(inputs, tmp_path / "theirs", how, tasks=2, execution=HERE)
+    assert [theirs[name] for name in same] == [ours[name] for name in same]
 
 
 def without_last_document(part):
@@ -300,7 +258,8 @@ DAMAGES = [without_last_document, with_an_end_token_more]
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_part_that_changes_before_it_is_joined_is_made_again(damage, how, inputs, tmp_path, monkeypatch):
-    monkeypatch.setattr(by_tasks, "_CHECKED_BYTES", 48)
+    for module in (by_tasks, token_parts):
+        monkeypatch.setattr(module, "CHECKED_BYTES", 48)
     tokenize_files(inputs, tmp_path / "one", how, part_bytes=200)
     options = {**SMALL, "tasks": 2, "block_bytes": 64}
     tokenize = partial(tokenize_documents, inputs, tmp_path / "x", how, **options)
@@ -367,19 +326,6 @@ def test_slurm_from_the_command_to_the_files(how, inputs, tmp_path, monkeypatch,
     assert contents(tmp_path / "x_text_document") == contents(tmp_path / "one")
     assert main("tokenize", flags) == 0
     assert main("verify", [str(tmp_path / "x_text_document")]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"tasks": 0}, "TASKS=0: must be at least 1"),
-        ({"tasks": 1, "backend": "slow"}, "BACKEND=slow: must be one of"),
-    ],
-)
-def test_wrong_settings(options, message, how, inputs, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        tokenize_documents(inputs, tmp_path / "out", how, **options)
-    assert not (tmp_path / "out.partial").exists()
 
 
 def test_command(how, inputs, tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""A small hub on 127.0.0.1: serves a folder as a dataset, counts requests, and fails as it is told to.
+"""A small hub on 127.0.0.1: serves a folder as a dataset or model, counts requests and fails as told.
 
     with HubServer(folder) as server:
         server.faults.append(Fault(status=503, times=2))
@@ -33,7 +33,7 @@ from moe_exp.data.download.sources import python_stdlib_documents
 
 OUTSIDE_OF_GIT = (".parquet", ".zst", ".gz", ".bin")
 _ADDRESS = re.compile(
-    r"(?P<api>/api)?/datasets/(?P<repository>[^/]+/[^/]+)"
+    r"(?P<api>/api)?(/datasets|/models)?/(?P<repository>[^/]+/[^/]+)"
     r"(/(?P<what>revision|tree|resolve)/(?P<revision>[^/]+)"
     r"(/(?P<path>.+))?)?"
 )
